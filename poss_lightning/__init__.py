@@ -1,0 +1,16 @@
+"""poss_lightning: position specialists for speculative decoding, trained with PyTorch Lightning.
+
+A frozen *target* language model is sped up by a small *draft* that predicts its next features. Position Specialists
+(PosS, arXiv 2506.03566) give every run of draft positions a decoder layer of its own. There is one draft model, one
+unroll, one loss and one engine; EAGLE, HASS and PosS-n are configurations of them.
+
+Letters used in every shape comment:
+
+    B  sequences                             K  draft positions (the depth)
+    T  tokens, or slots, of a sequence       N  nodes of a draft tree, root included
+    D  width of the target's hidden state    P  tokens already verified
+    V  vocabulary (the draft's, in a loss)   S  slots, where sequences are flattened
+    H  attention heads                       C  capacity of a cache, in slots
+"""
+
+__version__ = "0.1.0"

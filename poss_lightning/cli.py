@@ -1,0 +1,79 @@
+"""The one entry point, `poss`. A command's constructor or function is its configuration, and its docstring the help.
+
+Nothing heavy is imported before the command is known, so `poss --help` answers at once.
+"""
+
+import sys
+from importlib import import_module
+
+from poss_lightning import __version__
+
+TRAINER = {
+    "fit": "train specialists on a feature store",
+    "validate": "losses, pos-acc and drift of a checkpoint, by depth",
+    "test": "the same, at the end of an experiment",
+}
+TOOLS = {
+    "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
+    "extract": ("poss_lightning.features.extract", "precompute the target's features of a corpus"),
+    "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
+    "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
+    "compare": ("poss_lightning.evaluation.compare", "tables of records, with intervals"),
+    "report": ("poss_lightning.evaluation.report", "one HTML page of records and runs"),
+    "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),
+}
+
+
+def main() -> None:
+    """Run one command; an error that a user can mend is one line, and exit code 1."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        return print(_help())
+    if command == "--version":
+        return print(f"poss_lightning {__version__}")
+    if command not in TRAINER and command not in TOOLS:
+        sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
+    try:
+        run(command, sys.argv[2:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"poss {command}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"poss {command}: interrupted; give the same command again to go on")
+
+
+def run(command: str, arguments: list[str]) -> None:
+    """Run a command with its arguments, as the terminal gives them."""
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=False)
+    if command in TRAINER:
+        return trainer([command, *arguments])
+    tool = getattr(import_module(TOOLS[command][0]), command)
+    jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True)
+
+
+def trainer(arguments: list[str]) -> None:
+    """`fit`, `validate` and `test` through LightningCLI."""
+    from lightning.pytorch.cli import LightningCLI
+
+    from poss_lightning.features.datamodule import FeatureData
+    from poss_lightning.training.module import SpecialistTraining
+
+    class Cli(LightningCLI):
+        def add_arguments_to_parser(self, parser) -> None:
+            parser.link_arguments("data.store", "model.store")
+
+    Cli(
+        SpecialistTraining,
+        FeatureData,
+        args=arguments,
+        parser_kwargs={"parser_mode": "omegaconf+", "prog": "poss"},
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+    )
+
+
+def _help() -> str:
+    lines = ["usage: poss COMMAND [--config FILE] [--option value ...]; poss COMMAND --help tells its options", ""]
+    summaries = TRAINER | {name: summary for name, (_, summary) in TOOLS.items()}
+    return "\n".join(lines + [f"  {name:<11} {summary}" for name, summary in summaries.items()])

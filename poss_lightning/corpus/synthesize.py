@@ -1,0 +1,140 @@
+"""The target writes its own conversations: it samples a user's message, then answers it greedily.
+
+A draft learns the target's own answers, so this is the data it should see; nothing is downloaded.
+"""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from poss_lightning.files import atomic
+from poss_lightning.target.generation import generate
+from poss_lightning.target.model import Target
+
+_MARK = "\u241f user message \u241f"
+
+
+def synthesize(
+    out: str,
+    target: str = "embedded",
+    conversations: int = 2000,
+    turns: int = 1,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    user_tokens: int = 96,
+    answer_tokens: int = 256,
+    batch_size: int = 128,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+) -> None:
+    """Let the target write conversations with itself, as (compressed) JSON lines of chat messages.
+
+    A killed run goes on where it stopped when the command is given again, and ends with the same file.
+
+    Args:
+        out: file to write, `.jsonl` or `.jsonl.gz`.
+        target: "embedded", a local folder or a hub id.
+        conversations: how many to write.
+        turns: user messages in a conversation.
+        temperature: of the user's messages; answers are greedy.
+        top_p: of the user's messages.
+        user_tokens: a user's message is cut there.
+        answer_tokens: an answer is cut there; features are the target's own all the same, so it harms no draft.
+        batch_size: conversations written side by side.
+        seed: same seed, target and machine: same file.
+        dtype: bfloat16, float16 or float32.
+        device: cpu or cuda.
+    """
+    for name, value in (("conversations", conversations), ("turns", turns), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if Path(out).exists():
+        raise FileExistsError(f"{out} is there already: choose another name or remove it")
+    settings = {k: v for k, v in locals().items() if k not in ("out", "conversations", "name", "value", "device")}
+    parts = Path(f"{out}.parts")
+    _claim(parts, settings)
+    writer = _Writer(Target.load(target, dtype, device), temperature, top_p, user_tokens, answer_tokens)
+    written: list[dict] = []
+    seen: set[str] = set()
+    with tqdm(total=conversations, unit="conversation", desc="synthesize") as bar:
+        batch = 0
+        while len(written) < conversations:
+            part = parts / f"{batch:06d}.jsonl"
+            if not part.exists():
+                texts = writer.write(batch_size, turns, seed * 1_000_003 + batch)
+                with atomic(part) as path:
+                    path.write_text("".join(json.dumps(messages, ensure_ascii=False) + "\n" for messages in texts))
+            for line in part.read_text().splitlines():
+                messages = json.loads(line)
+                if messages[0]["content"] not in seen:
+                    seen.add(messages[0]["content"])
+                    written.append({"id": f"{seed}-{len(written):06d}", "messages": messages})
+            bar.update(min(len(written), conversations) - bar.n)
+            batch += 1
+    _save(Path(out), written[:conversations])
+    shutil.rmtree(parts)
+
+
+def _claim(parts: Path, settings: dict) -> None:
+    """Note the settings beside the parts; refuse to go on with parts made under others."""
+    note = parts / "settings.json"
+    if note.exists() and (earlier := json.loads(note.read_text())) != settings:
+        changed = sorted(k for k in settings if settings[k] != earlier.get(k))
+        raise ValueError(f"{parts} was begun with other settings ({', '.join(changed)}): go on with those or remove it")
+    with atomic(note) as path:
+        path.write_text(json.dumps(settings, indent=1))
+
+
+def _save(out: Path, records: list[dict]) -> None:
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    with atomic(out) as path:
+        path.write_bytes(gzip.compress(text, 9, mtime=0) if out.suffix == ".gz" else text)
+
+
+class _Writer:
+    """Writes a batch of conversations side by side."""
+
+    def __init__(self, target: Target, temperature: float, top_p: float, user_tokens: int, answer_tokens: int):
+        self.target, self.user_tokens, self.answer_tokens = target, user_tokens, answer_tokens
+        self.user_law = {"temperature": temperature, "top_p": top_p}
+        self.special = set(target.tokenizer.all_special_ids)
+
+    @torch.inference_mode()
+    def write(self, count: int, turns: int, seed: int) -> list[list[dict]]:
+        """`count` conversations less those thrown away: with an empty message or special tokens inside one."""
+        generator = torch.Generator(self.target.device).manual_seed(seed)
+        conversations: list[list[dict]] = [[] for _ in range(count)]
+        for _ in range(turns):
+            for role, limit, law in (("user", self.user_tokens, self.user_law), ("assistant", self.answer_tokens, None)):
+                prompts = [self._open(messages, role) for messages in conversations]
+                texts = self._complete(prompts, limit, law, generator)
+                conversations = [
+                    [*messages, {"role": role, "content": text}]
+                    for messages, text in zip(conversations, texts, strict=True)
+                    if text
+                ]
+                if not conversations:
+                    return []
+        return conversations
+
+    def _open(self, messages: list[dict], role: str) -> list[int]:
+        """Tokens of the template up to where `role` begins to write."""
+        if role == "assistant":
+            return self.target.chat.prompt(messages)
+        template = self.target.tokenizer.apply_chat_template
+        text = template([*messages, {"role": "user", "content": _MARK}], tokenize=False)
+        return self.target.tokenizer(text.split(_MARK)[0], add_special_tokens=False).input_ids
+
+    def _complete(self, prompts: list[list[int]], limit: int, law: dict | None, generator) -> list[str | None]:
+        """Each prompt's text up to its stop token; None where it is not fit to keep."""
+        tokens = generate(self.target, prompts, limit, self.target.chat.stops, law, generator)
+        return [self._text(row) for row in tokens]
+
+    def _text(self, tokens: list[int]) -> str | None:
+        body = tokens[:-1] if tokens[-1] in self.target.chat.stops else tokens
+        return None if self.special & set(body) else self.target.chat.text(body).strip() or None

@@ -1,0 +1,142 @@
+"""The loop: draft, verify, judge, commit. The one object that holds caches while sequences are decoded."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.trees import ancestors
+from poss_lightning.decoding.verification import judge_greedy
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.target.generation import pad, prefill, until_stop
+from poss_lightning.target.model import Target
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt's new tokens.
+
+    In the round that a stop token or the limit cuts, `accepted` is what was emitted less one, so that for a drafting
+    method `len(tokens) == 1 + sum(a + 1 for a in accepted)` always: prefill gives one token, a round accepted + 1.
+    """
+
+    tokens: list[int]  # up to and with the stop token
+    accepted: list[int] = field(default_factory=list)  # drafted tokens accepted and emitted, round by round
+    seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
+
+
+class Decoder(Protocol):
+    """Anything that continues prompts: the engine and its baselines."""
+
+    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
+        """New tokens of every prompt: up to and with the first of `stops` (None: the target's), `limit` at most."""
+        ...
+
+
+class Clock:
+    """Seconds by part; waits for the device, so that each part pays for its own."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.began = device, time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds[name] += time.perf_counter() - start
+
+    def total(self) -> dict[str, float]:
+        return {**self.seconds, "total": time.perf_counter() - self.began}
+
+
+def check_room(target: Target, prompts: list[list[int]], limit: int) -> int:
+    """How many new tokens the target's context leaves to each prompt, `limit` at most.
+
+    Raises:
+        ValueError: limit below 1, or a prompt that fills the context.
+    """
+    if limit < 1:
+        raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
+    longest = max(map(len, prompts), default=0)
+    if longest >= target.spec.context:
+        raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {target.spec.context}, the answer included")
+    return min(limit, target.spec.context - longest)
+
+
+class Speculative:
+    """Lossless speculative decoding: in exact arithmetic its tokens are those of greedy decoding.
+
+    Args:
+        target: the frozen model.
+        draft: the specialists that propose.
+        depth: draft positions K; None for the depth of the draft's allocation.
+        nodes: nodes of a tree, root included.
+        top_k: children tried a node; 1 drafts a chain.
+
+    Raises:
+        ValueError: the draft was trained for another target, or the tree cannot be.
+    """
+
+    def __init__(self, target: Target, draft: Specialists, depth: int | None = None, nodes: int = 60, top_k: int = 10):
+        if difference := draft.config.target.difference(target.spec):
+            raise ValueError(f"the draft was trained for another target: {difference}")
+        draft = draft.to(target.device, target.dtype).eval()
+        self.target = target
+        self.drafter = Drafter(draft, target.ends, depth or sum(draft.config.allocation), nodes, top_k)
+
+    @torch.inference_mode()
+    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
+        """See `Decoder`."""
+        stops = self.target.chat.stops if stops is None else stops
+        limit = check_room(self.target, prompts, limit)
+        clock = Clock(self.target.device)
+        first = self._prefill(prompts, limit, clock)
+        texts: list[list[int]] = [[token] for token in first]
+        accepted: list[list[int]] = [[] for _ in prompts]
+        while any(going := [len(text) < limit and text[-1] not in stops for text in texts]):
+            emitted = self._round(going, clock)
+            for row in (row for row, goes in enumerate(going) if goes):
+                kept = until_stop(emitted[row][: limit - len(texts[row])], stops)
+                texts[row] += kept
+                accepted[row].append(len(kept) - 1)
+        seconds = clock.total()
+        return [Decoded(text, row, seconds) for text, row in zip(texts, accepted, strict=True)]
+
+    def _prefill(self, prompts: list[list[int]], limit: int, clock: Clock) -> list[int]:
+        """Read the prompts into both caches; the first token of each."""
+        drafter, target = self.drafter, self.target
+        reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
+        with clock.part("prefill"):
+            self.cache, features, lengths = prefill(target, prompts, reach + drafter.tree_nodes)
+            first = target.ends.logits(features[torch.arange(len(prompts)), lengths - 1]).argmax(-1).tolist()
+            joined, _ = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
+            drafter.start(len(prompts), features.shape[1] + reach)
+            drafter.read(joined, features, lengths, features.shape[1])
+        return first
+
+    def _round(self, going: list[bool], clock: Clock) -> list[list[int]]:
+        """One round: what every row emits. Rows not `going` stay where they are, and what they emit means nothing."""
+        drafter, target = self.drafter, self.target
+        with clock.part("draft"):
+            tree = drafter.grow()
+        with clock.part("verify"):
+            above = ancestors(tree.parents, drafter.depth)
+            features = target.features(tree.tokens, above, self.cache)  # (B, N, D)
+            choice = target.ends.logits(features).argmax(-1)
+        with clock.part("commit"):
+            verdict = judge_greedy(tree, above, choice, drafter.depth)
+            rows = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the one synchronisation
+            counts = (verdict.accepted + 1) * torch.tensor(going, device=target.device)
+            most = max(row[0] + 1 for row, goes in zip(rows, going, strict=True) if goes)
+            self.cache.keep(verdict.path, counts, most)
+            taken = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+            drafter.read(verdict.tokens, taken, counts, most)
+        return [row[1 : row[0] + 2] for row in rows]

@@ -1,0 +1,69 @@
+"""Trees of drafted tokens: batched, parents always before their children.
+
+    tokens   the  cat  dog  sat  ran         the ── cat ── sat
+    parents   0    0    0    1    2               └─ dog ── ran
+    depths    0    1    1    2    2
+
+    ancestors     0 1 2 3 4
+              0   x . . . .
+              1   x x . . .
+              2   x . x . .
+              3   x x . x .
+              4   x . x . x
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """N nodes a row, root first (its own parent), every parent before its children."""
+
+    tokens: Tensor  # (B, N)
+    parents: Tensor  # (B, N)
+    scores: Tensor  # (B, N), log-probability of the path from the root by the draft; 0 at the root
+
+
+def ancestors(parents: Tensor, depth: int) -> Tensor:
+    """(B, N) -> (B, N, N): True where column j is row i itself or on its path to the root, at most `depth` steps away."""
+    batch, nodes = parents.shape
+    own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    above = own
+    for _ in range(depth):
+        above = own | above.gather(1, parents[..., None].expand(-1, -1, nodes))
+    return above
+
+
+def depths(above: Tensor) -> Tensor:
+    """(B, N, N) ancestors -> (B, N) steps from the root."""
+    return above.sum(-1) - 1
+
+
+def matched(tree: Tree, above: Tensor, continuation: Tensor) -> Tensor:
+    """(B, N): True where every token on the path is the one that `continuation` (B, N) says follows its parent."""
+    follows = tree.tokens == continuation.gather(1, tree.parents)
+    follows[:, 0] = True
+    return (follows[:, None] | ~above).all(-1)
+
+
+def path_to(end: Tensor, above: Tensor, most: int) -> Tensor:
+    """Nodes from the root to `end` (B,), ascending: (B, most + 1); what lies past the end is filled with node 0."""
+    row = above.gather(1, end[:, None, None].expand(-1, 1, above.shape[-1]))[:, 0]  # (B, N)
+    places = row.cumsum(-1) - 1
+    nodes = torch.arange(row.shape[1], device=row.device).expand_as(row)
+    path = torch.zeros(row.shape[0], most + 2, dtype=torch.long, device=row.device)
+    return path.scatter_(1, torch.where(row, places, most + 1), nodes)[:, : most + 1]
+
+
+def rerank(tree: Tree, nodes: int) -> Tree:
+    """The `nodes` best nodes by path score, root included.
+
+    A parent is never below its child, and comes before it where they tie (the sort is stable), so the result is a tree.
+    """
+    best = tree.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n), the root is among them
+    kept = best.sort(dim=1).values
+    places = torch.zeros_like(tree.tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    parents = places.gather(1, tree.parents.gather(1, kept))
+    return Tree(tree.tokens.gather(1, kept), parents, tree.scores.gather(1, kept))

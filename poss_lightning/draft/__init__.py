@@ -1,0 +1,1 @@
+"""The draft: specialists, and the unroll that trains them."""

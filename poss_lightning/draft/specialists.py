@@ -1,0 +1,160 @@
+"""The draft model: one `fc`, and one decoder layer for every run of positions. Its config says which serves which."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from poss_lightning.draft.layer import Rotation, Specialist, rotation
+from poss_lightning.files import atomic
+from poss_lightning.target.model import TargetSpec
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What defines a draft; stored with it, and asked by training and decoding alike.
+
+    Args:
+        target: the target it drafts for.
+        allocation: positions served by each specialist, e.g. [2, 2, 2]; past the end the last one goes on.
+        depth: passes it was trained for.
+        detach: whether features are detached between passes.
+        intermediate_size: width of a specialist's MLP; None for the target's.
+        vocabulary_size: rows of the target's head the draft may propose; None for all.
+    """
+
+    target: TargetSpec
+    allocation: tuple[int, ...]
+    depth: int
+    detach: bool = True
+    intermediate_size: int | None = None
+    vocabulary_size: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "allocation", tuple(self.allocation))
+        if not self.allocation or any(not isinstance(a, int) or a < 1 for a in self.allocation):
+            raise ValueError(f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]")
+        if self.depth < 1:
+            raise ValueError(f"depth is {self.depth}; it must be at least 1")
+
+    def serving(self, position: int) -> int:
+        """Which specialist (from 0) serves draft position `position` (from 1)."""
+        for index, last in enumerate(torch.tensor(self.allocation).cumsum(0).tolist()):
+            if position <= last:
+                return index
+        return len(self.allocation) - 1
+
+    @classmethod
+    def from_json(cls, path: Path) -> "DraftConfig":
+        """Read config.json.
+
+        Raises:
+            ValueError: it is not JSON, or a field is missing or unknown; the message names file and field.
+        """
+        try:
+            stored = json.loads(path.read_text())
+            return cls(**{**stored, "target": TargetSpec(**stored["target"])})
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            known = ", ".join(f.name for f in fields(cls))
+            raise ValueError(f"{path} is not a draft's config ({error}); its fields are {known}") from error
+
+
+class Specialists(nn.Module):
+    """S decoder layers behind one `fc`. Embedding and head are the target's (`Ends`) and not part of it.
+
+    Args:
+        config: the sizes and the allocation.
+        vocabulary: (V,) token ids the draft may propose, ascending; None for all.
+    """
+
+    def __init__(self, config: DraftConfig, vocabulary: Tensor | None = None):
+        super().__init__()
+        if (None if vocabulary is None else len(vocabulary)) != config.vocabulary_size:
+            raise ValueError(f"vocabulary_size is {config.vocabulary_size}, which the vocabulary given does not have")
+        spec = config.target
+        width, intermediate = spec.hidden_size, config.intermediate_size or spec.intermediate_size
+        sizes = (width, intermediate, spec.heads, spec.kv_heads, spec.head_dim, spec.norm_eps)
+        self.config = config
+        self.fc = nn.Linear(2 * width, width)
+        self.layers = nn.ModuleList(Specialist(*sizes) for _ in config.allocation)
+        self.register_buffer("vocabulary", vocabulary)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(self.fc.bias)
+
+    def join(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, D)."""
+        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Rotary angles of slots at positions (B or 1, T)."""
+        return rotation(positions, self.config.target.head_dim, self.config.target.rope_theta)
+
+    def serving(self, position: int) -> Specialist:
+        """The layer that serves draft position `position` (from 1)."""
+        return self.layers[self.config.serving(position)]
+
+    def start_from(self, other: "Specialists") -> None:
+        """Take `fc`, and for every specialist the layer of `other` that serves its first position.
+
+        The published start of PosS is a single layer, copied into every specialist.
+
+        Raises:
+            ValueError: the sizes or the targets differ.
+        """
+        if difference := self.config.target.difference(other.config.target):
+            raise ValueError(f"the draft to start from has another target: {difference}")
+        first = 1
+        try:
+            self.fc.load_state_dict(other.fc.state_dict())
+            for layer, run in zip(self.layers, self.config.allocation, strict=True):
+                layer.load_state_dict(other.serving(first).state_dict())
+                first += run
+        except RuntimeError as error:
+            raise ValueError(f"the draft to start from has other sizes: {error}") from error
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors; a file is replaced only when the new one is whole."""
+        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        with atomic(Path(folder) / WEIGHTS) as path:
+            save_file(state, path)
+        with atomic(Path(folder) / CONFIG) as path:
+            path.write_text(json.dumps(asdict(self.config), indent=1) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path) -> "Specialists":
+        """Read a draft from a local folder or a hub id.
+
+        Raises:
+            FileNotFoundError: neither folder nor hub id, or a file is missing.
+            ValueError: the config or the weights contradict it; the message names file and tensor.
+        """
+        folder = Path(source)
+        if not folder.is_dir():
+            folder = _download(str(source))
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")
+        config = DraftConfig.from_json(folder / CONFIG)
+        try:
+            state = load_file(folder / WEIGHTS)
+            draft = cls(config, state.get("vocabulary"))
+            draft.load_state_dict(state)
+        except (SafetensorError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
+        return draft
+
+
+def _download(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
+    except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
+        raise FileNotFoundError(f"draft {name!r} is neither a local folder nor a hub id that can be reached") from error

@@ -1,0 +1,201 @@
+"""`poss benchmark`: decode suites with several methods, prompt by prompt in turn, and write one record of each answer."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.engine import Decoded, Decoder, Speculative
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.records import BASELINES, Record, to_line
+from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.files import atomic
+from poss_lightning.target.model import Target
+
+
+def benchmark(
+    out: str,
+    drafts: dict[str, str],
+    target: str = "embedded",
+    suites: list[str] | None = None,
+    limit: int | None = None,
+    new_tokens: int = 128,
+    depth: int | None = None,
+    nodes: int = 60,
+    top_k: int = 10,
+    baselines: list[str] | None = None,
+    repeats: int = 1,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+) -> None:
+    """Decode suites of prompts with every method and write records.jsonl and run.json.
+
+    Methods take turns prompt by prompt, in an order that rotates, after a warm-up of their own. Later turns of a
+    conversation are asked after the target's own answer to the earlier ones, the same for all methods. A killed run
+    goes on where it stopped when the command is given again.
+
+    Args:
+        out: folder to write.
+        drafts: name of each method and its draft, e.g. '{"hass": "runs/hass/draft-best"}' (folders or hub ids).
+        target: "embedded", a local folder or a hub id.
+        suites: `.jsonl` files, folders of them, or names of the project's own suites; all of these by default.
+        limit: the first so many questions of each suite.
+        new_tokens: at most that many a turn.
+        depth: draft positions K; each draft's own (the sum of its allocation) by default.
+        nodes: of a tree, root included.
+        top_k: children tried a node; 1 drafts chains.
+        baselines: of `autoregressive` (our own loop) and `generate` (transformers'); both by default. The first is
+            also the target's own answer, so `autoregressive` must be among them.
+        repeats: how often each answer is decoded.
+        dtype: bfloat16, float16 or float32; only float32 is exact to the last token against the baselines.
+        device: cpu or cuda.
+    """
+    baselines = list(BASELINES) if baselines is None else baselines
+    if "autoregressive" not in baselines or set(baselines) - set(BASELINES):
+        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate")
+    if clash := set(drafts) & set(BASELINES):
+        raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
+    questions = read_suites(suites, limit)
+    loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
+    model = Target.load(target, dtype, device)
+    methods: dict[str, Decoder] = {
+        name: Autoregressive(model) if name == "autoregressive" else Generate(model) for name in baselines
+    }
+    methods |= {name: Speculative(model, draft, depth, nodes, top_k) for name, draft in loaded.items()}
+    facts = {
+        "command": sys.argv,
+        "config": {
+            "target": target, "suites": suites, "limit": limit, "new_tokens": new_tokens, "repeats": repeats,
+            "dtype": dtype, "device": device, "drafts": drafts, "baselines": baselines,
+        },
+        "methods": {name: _facts(method) for name, method in methods.items()},
+    }
+    Run(Path(out), model, methods, facts).decode(questions, new_tokens, repeats)
+
+
+class Run:
+    """Decodes questions with every method and appends their records, question by question.
+
+    Raises:
+        ValueError: the folder holds records made by other settings.
+    """
+
+    def __init__(self, folder: Path, target: Target, methods: dict[str, Decoder], facts: dict):
+        self.folder, self.target, self.methods = folder, target, methods
+        self.file = folder / "records.jsonl"
+        self.lines = self._go_on(facts)
+
+    def decode(self, questions: list[Question], new_tokens: int, repeats: int) -> None:
+        """Every question not yet recorded, all methods and repeats of it at once."""
+        done = {(line["suite"], line["id"]) for line in map(json.loads, self.lines)}
+        left = [question for question in questions if (question.suite, question.id) not in done]
+        if left:
+            self._warm_up(left[0], new_tokens)
+        bar = tqdm(left, desc="benchmark", unit="question", initial=len(questions) - len(left), total=len(questions))
+        for question in bar:
+            records = self._question(question, new_tokens, repeats, place=questions.index(question))
+            self.lines += map(to_line, records)
+            with atomic(self.file) as path:  # a question is there with all its records, or not at all
+                path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+
+    def _question(self, question: Question, new_tokens: int, repeats: int, place: int) -> list[Record]:
+        records, messages = [], []
+        names = list(self.methods)
+        for turn, text in enumerate(question.turns):
+            messages.append({"role": "user", "content": text})
+            prompt = self.target.chat.prompt(messages)
+            for repeat in range(repeats):
+                first = (place + turn + repeat) % len(names)
+                for name in names[first:] + names[:first]:
+                    decoded = self.methods[name].decode([prompt], new_tokens)[0]
+                    records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
+            answer = next(record.text for record in records if record.turn == turn and record.method == "autoregressive")
+            messages.append({"role": "assistant", "content": answer})
+        return records
+
+    def _record(self, question: Question, turn: int, method: str, repeat: int, prompt_tokens: int, decoded: Decoded) -> Record:
+        return Record(
+            suite=question.suite,
+            id=question.id,
+            turn=turn,
+            method=method,
+            repeat=repeat,
+            seed=0,
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(decoded.tokens),
+            accepted=decoded.accepted,
+            seconds={part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
+            tokens=decoded.tokens,
+            text=self.target.chat.text(decoded.tokens),
+            pieces=_pieces(self.target, decoded.tokens),
+        )
+
+    def _warm_up(self, question: Question, new_tokens: int) -> None:
+        prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
+        for method in self.methods.values():
+            method.decode([prompt], min(new_tokens, 16))
+
+    def _go_on(self, facts: dict) -> list[str]:
+        """Lines of an earlier, killed run of the same settings; else begin with run.json."""
+        note = self.folder / "run.json"
+        if note.exists():
+            earlier = json.loads(note.read_text())
+            if any(earlier.get(part) != json.loads(json.dumps(facts[part])) for part in ("config", "methods")):
+                raise ValueError(f"{self.folder} holds records made with other settings: choose another folder or remove it")
+            return self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        with atomic(note) as path:
+            path.write_text(json.dumps({**facts, **surroundings()}, indent=1) + "\n")
+        return []
+
+
+def surroundings() -> dict:
+    """When, where and with what a run was made."""
+    packages = ("poss-lightning", "torch", "transformers", "lightning", "torchmetrics", "datasets")
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "git": _git(),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _git() -> str | None:
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _facts(method: Decoder) -> dict:
+    if not isinstance(method, Speculative):
+        return {}
+    drafter = method.drafter
+    return {
+        "depth": drafter.depth,
+        "nodes": drafter.tree_nodes,
+        "top_k": drafter.top_k,
+        "allocation": list(drafter.draft.config.allocation),
+        "training_depth": drafter.draft.config.depth,
+        "parameters": sum(parameter.numel() for parameter in drafter.draft.parameters()),
+    }
+
+
+def _pieces(target: Target, tokens: list[int]) -> list[str]:
+    """The text that each token adds; a letter split over tokens is given to its last."""
+    texts = [target.tokenizer.decode(tokens[:i]) for i in range(len(tokens) + 1)]
+    whole = [text.rstrip("\ufffd") for text in texts]
+    return [after.removeprefix(before) for before, after in zip(whole, whole[1:], strict=False)]

@@ -1,0 +1,133 @@
+"""Charts as inline SVG: no ids, no outside references, colours left to the page's style sheet.
+
+Series i wears the class `s{i}`, which the page gives a colour for light and for dark. A chart is 360 units wide, about
+the width of a phone, so its letters stay readable there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+WIDTH, HEIGHT = 360, 230
+LEFT, RIGHT, TOP, BOTTOM = 38, 8, 8, 36  # margins for the labels
+COLOURS = 8  # classes s0..s7; later series begin anew
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart; `low` and `high`, where given, are the ends of an interval at each point."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values to units of the drawing."""
+
+    label: str
+    ticks: list[float]
+    start: float
+    end: float
+    pad: float = 0.0  # units kept free at both ends
+
+    def at(self, value: float) -> float:
+        """Where `value` lies."""
+        low, high = self.ticks[0], self.ticks[-1]
+        free = math.copysign(self.pad, self.end - self.start)
+        return round(self.start + free + (value - low) / (high - low) * (self.end - self.start - 2 * free), 1)
+
+
+def line_chart(curves: Sequence[Curve], x_label: str, y_label: str, whole: bool = False) -> Markup:
+    """Curves with interval bars; values that are nan are left out. `whole`: one tick for each whole x."""
+    xs = [x for curve in curves for x in curve.x]
+    ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high) if math.isfinite(y)]
+    across = [float(x) for x in range(int(min(xs)), max(int(max(xs)), int(min(xs)) + 1) + 1)] if whole else _ticks(xs)
+    x_axis = Axis(x_label, across, LEFT, WIDTH - RIGHT, pad=10)
+    y_axis = Axis(y_label, _ticks(ys or [0.0]), HEIGHT - BOTTOM, TOP)
+    drawn = [_curve(curve, place, len(curves), x_axis, y_axis) for place, curve in enumerate(curves)]
+    return _svg(HEIGHT, f"{y_label} by {x_label}", _grid(x_axis, y_axis) + Markup("").join(drawn))
+
+
+def stacked_chart(rows: dict[str, Sequence[float]], parts: Sequence[str], unit: str) -> Markup:
+    """A horizontal bar a row, made of its parts, with the row's name above it and its sum behind it."""
+    longest = max(map(sum, rows.values()))
+    scale = (WIDTH - 70) / longest  # room for the sum
+    drawn = [_bar(name, values, parts, unit, 40 * place, scale) for place, (name, values) in enumerate(rows.items())]
+    return _svg(40 * len(rows), f"{unit} by part: {', '.join(parts)}", Markup("").join(drawn))
+
+
+def _curve(curve: Curve, place: int, of: int, x_axis: Axis, y_axis: Axis) -> Markup:
+    """Line, points and intervals; curves with intervals stand a little beside each other."""
+    aside = 4 * (place - (of - 1) / 2) if curve.low else 0
+    bounds = zip(curve.low, curve.high, strict=True) if curve.low else [(math.nan, math.nan)] * len(curve.y)
+    points = [
+        (x, round(x_axis.at(x) + aside, 1), y, low, high)
+        for x, y, (low, high) in zip(curve.x, curve.y, bounds, strict=True)
+        if math.isfinite(y)
+    ]
+    line = " ".join(f"{across},{y_axis.at(y)}" for _, across, y, _, _ in points)
+    marks = [
+        Markup('<line x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>').format(across, y_axis.at(low), y_axis.at(high))
+        for _, across, _, low, high in points
+        if math.isfinite(low)
+    ]
+    if len(points) <= 12:  # more would hide the line
+        marks += [
+            Markup('<circle cx="{}" cy="{}" r="3"><title>{}, {} {:g}: {:.3g}</title></circle>').format(
+                across, y_axis.at(y), curve.name, x_axis.label, x, y
+            )
+            for x, across, y, _, _ in points
+        ]
+    inside = Markup("").join(marks)
+    return Markup('<g class="s{}"><polyline points="{}"/>{}</g>').format(place % COLOURS, line, inside)
+
+
+def _bar(name: str, values: Sequence[float], parts: Sequence[str], unit: str, top: int, scale: float) -> Markup:
+    segments, start = Markup(""), 0.0
+    for place, (part, value) in enumerate(zip(parts, values, strict=True)):
+        segments += Markup(
+            '<rect class="s{}" x="{:.1f}" y="{}" width="{:.1f}" height="16"><title>{}: {:.2f} {}</title></rect>'
+        ).format(place % COLOURS, start * scale, top + 16, value * scale, part, value, unit)
+        start += value
+    labels = Markup('<text x="0" y="{}">{}</text><text x="{:.1f}" y="{}">{:.1f} {}</text>')
+    return segments + labels.format(top + 12, name, start * scale + 5, top + 28, start, unit)
+
+
+def _grid(x_axis: Axis, y_axis: Axis) -> Markup:
+    """Horizontal lines, tick labels and the names of both axes."""
+    rows = [
+        Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/><text class="end" x="{}" y="{}">{}</text>').format(
+            LEFT, WIDTH - RIGHT, y_axis.at(tick), y_axis.at(tick), LEFT - 5, y_axis.at(tick) + 4, _number(tick)
+        )
+        for tick in y_axis.ticks
+    ]
+    columns = [
+        Markup('<text class="middle" x="{}" y="{}">{}</text>').format(x_axis.at(tick), HEIGHT - 21, _number(tick))
+        for tick in x_axis.ticks
+    ]
+    name = Markup('<text class="middle" x="{}" y="{}">{}</text>').format((LEFT + WIDTH) / 2, HEIGHT - 5, x_axis.label)
+    return Markup("").join([*rows, *columns, name])
+
+
+def _svg(height: int, title: str, inside: Markup) -> Markup:
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(WIDTH, height, title, inside)
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """About five round numbers that span the values."""
+    low, high = min(values), max(values)
+    raw = (high - low or abs(high) or 1.0) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(times * power for times in (1, 2, 5, 10) if times * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(place * step, 10) for place in range(first, max(last, first + 1) + 1)]
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

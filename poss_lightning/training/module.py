@@ -1,0 +1,139 @@
+"""The LightningModule: a shell around unroll, loss and metrics."""
+
+import lightning
+import torch
+from torch import Tensor
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.unroll import unroll
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import Batch
+from poss_lightning.losses import PassLosses, pass_losses
+from poss_lightning.metrics import FeatureDrift, PassMeans, PositionAcceptance, unrolled
+
+
+class SpecialistTraining(lightning.LightningModule):
+    """Trains the specialists of one allocation on a feature store.
+
+    Args:
+        store: folder written by `poss extract`; gives the target's sizes and its frozen ends.
+        allocation: positions served by each specialist, e.g. [2, 2, 2].
+        depth: passes of the unroll in training; None for the sum of the allocation.
+        detach: whether features are detached between passes.
+        intermediate_size: width of a specialist's MLP; None for the target's.
+        vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all.
+        start_from: draft folder or hub id whose layers to start from; None starts from random weights.
+        w_feature: weight of the smooth-L1 term.
+        w_token: weight of the cross-entropy.
+        w_topk: weight of the cross-entropy over the target's ten likeliest tokens.
+        gamma: weight of a pass relative to the one before.
+        learning_rate: of AdamW, at the end of warm-up.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+        warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
+        chunk: slots whose (chunk, V) matrices exist at once.
+    """
+
+    def __init__(
+        self,
+        store: str,
+        allocation: list[int],
+        depth: int | None = None,
+        detach: bool = True,
+        intermediate_size: int | None = None,
+        vocabulary_size: int | None = None,
+        start_from: str | None = None,
+        w_feature: float = 1.0,
+        w_token: float = 0.1,
+        w_topk: float = 1.0,
+        gamma: float = 1.0,
+        learning_rate: float = 3e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        warmup: float = 0.01,
+        chunk: int = 256,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        features = FeatureStore(store)
+        vocabulary = features.common_tokens(vocabulary_size) if vocabulary_size else None
+        config = DraftConfig(
+            features.manifest.target, tuple(allocation), depth or sum(allocation), detach, intermediate_size, vocabulary_size
+        )
+        self.draft = Specialists(config, vocabulary)
+        if start_from:
+            self.draft.start_from(Specialists.from_pretrained(start_from))
+        self.ends = features.ends().restrict(vocabulary)
+        weights = gamma ** torch.arange(config.depth)
+        self.register_buffer("pass_weights", weights, persistent=False)  # (K,)
+        # Validation looks as deep as the draft will be used, whatever depth it is trained at.
+        self.looks = max(config.depth, sum(allocation))
+        self.val_losses = torch.nn.ModuleDict({name: PassMeans(self.looks) for name in ("weighted", "feature", "token", "topk")})
+        self.val_acceptance = PositionAcceptance(self.looks)
+        self.val_drift = FeatureDrift(self.looks)
+
+    def training_step(self, batch: Batch) -> Tensor:
+        losses, _ = self._losses(batch, self.draft.config.depth)
+        means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
+        loss = (means * self.pass_weights).sum()
+        self.log("train/loss", loss, prog_bar=True)
+        self._log_by_depth("train_loss", means)
+        self._log_by_depth("train_feature_loss", losses.feature / losses.slots.clamp(min=1))
+        self._log_by_depth("train_token_loss", losses.token / losses.slots.clamp(min=1))
+        reached, passed = self._acceptance(batch, losses)
+        self._log_by_depth("train_pos_acc_unroll", passed / reached.clamp(min=1))
+        return loss
+
+    def validation_step(self, batch: Batch) -> None:
+        losses, predictions = self._losses(batch, self.looks)
+        for name, mean in self.val_losses.items():
+            mean.update(getattr(losses, name).detach(), losses.slots)
+        self.val_acceptance.update(*self._acceptance(batch, losses))
+        self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
+
+    def on_validation_epoch_end(self) -> None:
+        means = self.val_losses["weighted"].compute()
+        self.log("val/loss", (means[: len(self.pass_weights)] * self.pass_weights).sum(), prog_bar=True)
+        self._log_by_depth("val_loss", means)
+        for name in ("feature", "token", "topk"):
+            self._log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
+        self._log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
+        for name, values in self.val_drift.compute().items():
+            self._log_by_depth(f"val_drift_{name}", values)
+        for metric in (*self.val_losses.values(), self.val_acceptance, self.val_drift):
+            metric.reset()
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(
+            self.draft.parameters(),
+            lr=self.hparams.learning_rate,
+            betas=tuple(self.hparams.betas),
+            weight_decay=self.hparams.weight_decay,
+        )
+        total = self.trainer.estimated_stepping_batches
+        rise = max(1, round(self.hparams.warmup * total))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _losses(self, batch: Batch, depth: int) -> tuple[PassLosses, list[Tensor]]:
+        """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
+        embedded = self.ends.embed(batch.tokens[:, 1:])
+        inputs = batch.inputs[:, :-1].to(self.draft.fc.weight.dtype)
+        predictions = unroll(self.draft, embedded, inputs, depth)
+        hp = self.hparams
+        losses = pass_losses(
+            predictions, batch.features[:, 1:], batch.counts[:, :-1], self.ends.head, hp.w_feature, hp.w_token, hp.w_topk, chunk=hp.chunk
+        )
+        return losses, predictions
+
+    def _acceptance(self, batch: Batch, losses: PassLosses) -> tuple[Tensor, Tensor]:
+        guesses = self.ends.token_ids(losses.guesses.clamp(min=0))[:, :, :-1]  # at slot t: a guess of x_{t+2}
+        return unrolled(guesses, batch.greedy[:, 1:-1], batch.tokens[:, 2:], batch.counts[:, :-2])
+
+    def _log_by_depth(self, name: str, values: Tensor) -> None:
+        """`name/depth_k`, which TensorBoard groups under `name`; positions that nothing reached are left out."""
+        self.log_dict({f"{name}/depth_{k}": value for k, value in enumerate(values, 1) if not value.isnan()})

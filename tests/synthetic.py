@@ -1,0 +1,53 @@
+"""Made-up benchmark records with known acceptance, for the tests of statistics and report."""
+
+import numpy as np
+
+from poss_lightning.evaluation.records import BASELINES, Record
+
+SHARES = {"eagle": (0.6, 0.4, 0.2), "poss-1": (0.6, 0.6, 0.6)}  # pos-acc by position
+
+
+def make_records(
+    methods: tuple[str, ...] = ("autoregressive", "generate", "eagle", "poss-1"),
+    suites: tuple[str, ...] = ("chat", "code"),
+    prompts: int = 5,
+    rounds: int = 20,
+    seed: int = 0,
+) -> list[Record]:
+    """Every method on `prompts` prompts a suite, two turns, two repeats; prompts differ in how hard they are."""
+    draw = np.random.default_rng(seed)
+    return [
+        _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness)
+        for suite in suites
+        for prompt in range(prompts)
+        for hardness in [draw.normal(0, 0.05)]
+        for turn in range(2)
+        for repeat in range(2)
+        for method in methods
+    ]
+
+
+def _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness) -> Record:
+    accepted = [] if method in BASELINES else [_accepted(draw, SHARES[method], hardness) for _ in range(rounds)]
+    length = 1 + sum(accepted) + len(accepted) if accepted else 1 + rounds
+    total = 0.05 * (len(accepted) or length) * draw.uniform(0.9, 1.1)
+    return Record(
+        suite=suite,
+        id=prompt,
+        turn=turn,
+        method=method,
+        repeat=repeat,
+        seed=0,
+        prompt_tokens=10,
+        new_tokens=length,
+        accepted=accepted,
+        seconds={"verify": 0.8 * total, "total": total},
+        tokens=list(range(length)),
+        text=" ".join(f"w{place}" for place in range(length)),
+        pieces=[f"w{place} " for place in range(length)],
+    )
+
+
+def _accepted(draw, shares, hardness) -> int:
+    held = [draw.random() < share + hardness for share in shares]
+    return (held + [False]).index(False)

@@ -1,0 +1,81 @@
+"""Records: reading what was written, and refusing what cannot be."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+
+from poss_lightning.evaluation.records import Record, depths, read_records, read_runs, to_line
+
+RECORD = {
+    "suite": "chat", "id": 1, "turn": 0, "method": "poss-2", "repeat": 0, "seed": 0, "prompt_tokens": 41,
+    "new_tokens": 7, "accepted": [3, 0, 0], "seconds": {"draft": 0.1, "total": 0.5}, "tokens": [5, 6, 7, 8, 9, 10, 2],
+    "text": "größer\u2028\n",
+}  # fmt: skip
+
+
+def test_written_records_are_read_back(tmp_path):
+    records = [
+        Record(**RECORD),
+        Record(**{**RECORD, "id": "two", "pieces": list("abcdefg")}),
+        Record(**{**RECORD, "method": "generate", "accepted": []}),
+        Record(**{**RECORD, "new_tokens": 1, "tokens": [2], "accepted": []}),  # the prefill's token was a stop
+    ]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(to_line, records)) + "\n", encoding="utf-8")
+    assert read_records([tmp_path]) == read_records(str(tmp_path / "records.jsonl")) == records
+    assert "pieces" not in json.loads(to_line(records[0]))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"accepted": "3"}, "accepted is '3'"),
+        ({"accepted": [3, 0]}, "which emits 6 tokens (1, and accepted + 1 a round); it must emit new_tokens = 7"),
+        ({"accepted": [3, -1, 1]}, "integers of at least 0"),
+        ({"method": "generate"}, "it must be [], generate has no rounds"),
+        ({"new_tokens": 6}, "new_tokens is 6; it must be 7"),
+        ({"pieces": ["a"]}, "pieces has 1 entries; it must have 7"),
+        ({"seconds": {"draft": 1}}, '"total" above 0'),
+        ({"seconds": {"total": float("nan")}}, '"total" above 0'),
+        ({"turn": True}, "turn is True; it must be an integer"),
+        ({"text": None}, "text is None; it must be a string"),
+    ],
+)
+def test_unlawful_records_are_named_by_file_line_and_field(tmp_path, change, said):
+    lines = [json.dumps(RECORD), json.dumps({**RECORD, **change})]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        read_records([tmp_path])
+    assert f"{tmp_path / 'records.jsonl'}, line 2: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("", "holds no records"),
+        ('{"suite": "chat"', "line 1: .* is not JSON"),
+        ("[]", "line 1: .* is not a JSON object"),
+        ('\n{"suite": "chat"}', "line 2: lacks accepted, id, "),
+    ],
+)
+def test_lines_that_are_no_records(tmp_path, content, said):
+    (tmp_path / "records.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=said):
+        read_records(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "records.jsonl"))):
+        read_records(tmp_path)
+
+
+def test_run_facts_tolerate_gaps(tmp_path):
+    for name, facts in {"a": {"methods": {"poss-2": {"depth": 6}, "x": {}}}, "b": {"device": "cpu"}, "c": None}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "records.jsonl").write_text(json.dumps(asdict(Record(**RECORD))))
+        if facts is not None:
+            (tmp_path / name / "run.json").write_text(json.dumps(facts))
+    runs = read_runs([tmp_path / name for name in "abc"])
+    assert list(runs) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert depths(runs) == {"poss-2": 6}

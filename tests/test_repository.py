@@ -1,0 +1,186 @@
+"""The repository keeps its promises: one list of dependencies, imports that point down, links that lead somewhere."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "poss_lightning"
+
+# The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
+LEVELS = {
+    0: {"files", "sampling", "losses", "metrics"},
+    1: {"target"},
+    2: {"corpus"},
+    3: {"draft", "features"},
+    4: {"training", "decoding", "interop"},
+    5: {"evaluation"},
+    6: {"cli", "sweep", "demo"},
+}
+LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
+SIDE_BY_SIDE = {6}  # only here may the rooms of one level import each other
+
+# Where these libraries may be imported: rooms, or single modules of a room.
+LIBRARIES = {
+    "lightning": ("features.datamodule", "training", "evaluation.probe", "cli"),
+    "transformers": ("target", "interop"),
+}
+ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
+
+
+def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import, also inside functions; `package` resolves relative ones."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            # `from poss_lightning import target` names a room, `from poss_lightning import __version__` does not
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def violations(root: Path) -> list[str]:
+    """Imports in `root`/poss_lightning that break the picture, as `file:line: what is wrong; what would be right`."""
+    found = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        module = path.relative_to(root).with_suffix("").parts  # poss_lightning, room, …
+        package = list(module[:-1])
+        inside = ".".join(part for part in module[1:] if part != "__init__")
+        room = module[1]
+        if room != "__init__" and room not in LEVEL:
+            found.append(f"{path.relative_to(root)}:1: room {room!r} has no level; give it one in LEVELS of {__file__}")
+            continue
+        for line, name in imports(ast.parse(path.read_text(), str(path)), package):
+            if wrong := judge(inside, room, name):
+                found.append(f"{path.relative_to(root)}:{line}: {wrong}")
+    return found
+
+
+def judge(inside: str, room: str, name: str) -> str | None:
+    """Why module `inside` of `room` must not import `name`, or None if it may."""
+    top, *rest = name.split(".")
+    library = ALIASES.get(top, top)
+    if library in LIBRARIES:
+        allowed = LIBRARIES[library]
+        if not any(f"{inside}.".startswith(f"{place}.") for place in allowed):
+            return f"imports {library}; only {', '.join(allowed)} may"
+    if top != PACKAGE or rest[0] not in LEVEL or rest[0] == room:
+        return None
+    if room == "__init__":
+        return (
+            f"the package's __init__ imports {rest[0]}; it may import no room, so that `import poss_lightning` is free"
+        )
+    mine, theirs = LEVEL[room], LEVEL[rest[0]]
+    if theirs < mine or (theirs == mine and mine in SIDE_BY_SIDE):
+        return None
+    below = [other for level in range(mine) for other in sorted(LEVELS[level])]
+    right = f"{room} may import {', '.join(below)}" if below else f"{room} may import no other room"
+    return f"{room} (level {mine}) imports {rest[0]} (level {theirs}), imports point down only; {right}"
+
+
+def test_imports_point_down():
+    assert not (found := violations(ROOT)), "\n".join(["imports against ARCHITECTURE.md:", *found])
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        (
+            "draft/unroll.py",
+            "import torch\nfrom poss_lightning.decoding.trees import Tree\n",
+            ":2: draft (level 3) imports",
+        ),
+        ("draft/unroll.py", "from poss_lightning import features\n", ":1: draft (level 3) imports features (level 3)"),
+        ("decoding/engine.py", "from ..training import module\n", ":1: decoding (level 4) imports training (level 4)"),
+        ("decoding/engine.py", "from .. import evaluation\n", ":1: decoding (level 4) imports evaluation (level 5)"),
+        (
+            "interop/layouts.py",
+            "import poss_lightning.decoding.trees as trees\n",
+            ":1: interop (level 4) imports decoding",
+        ),
+        ("losses.py", "def late():\n    from poss_lightning import sampling\n", "losses may import no other room"),
+        ("target/cache.py", "from poss_lightning.corpus import readers\n", "target may import files, losses, metrics"),
+        (
+            "draft/layer.py",
+            "import lightning.pytorch as pl\n",
+            "only features.datamodule, training, evaluation.probe, cli",
+        ),
+        ("features/store.py", "from pytorch_lightning import LightningDataModule\n", ":1: imports lightning"),
+        ("decoding/autoregressive.py", "from transformers import GenerationConfig\n", "only target, interop may"),
+        ("__init__.py", "from poss_lightning.target import model\n", "it may import no room"),
+        ("utils.py", "import os\n", "room 'utils' has no level"),
+    ],
+)
+def test_imports_against_the_picture_are_named(tmp_path, file, source, expected):
+    write(tmp_path, file, source)
+    (found,) = violations(tmp_path)
+    assert found.startswith(f"{PACKAGE}/{file}:") and expected in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("__init__.py", "__version__ = '0'\n"),
+        ("losses.py", "import torch\nfrom poss_lightning import __version__\n"),
+        ("draft/unroll.py", "from . import layer\nfrom .layer import x\nfrom ..target.model import y\n"),
+        ("features/datamodule.py", "import lightning\nfrom poss_lightning.corpus import readers\n"),
+        ("training/__init__.py", "from lightning.pytorch import Trainer\nfrom .module import z\n"),
+        ("target/model.py", "import transformers\n"),
+        (
+            "cli.py",
+            "import lightning\nfrom poss_lightning import demo, sweep\nfrom poss_lightning.decoding import engine\n",
+        ),
+    ],
+)
+def test_imports_within_the_picture_pass(tmp_path, file, source):
+    write(tmp_path, file, source)
+    assert violations(tmp_path) == []
+
+
+def write(root: Path, file: str, source: str) -> None:
+    path = root / PACKAGE / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+
+
+def test_environment_lists_the_dependencies_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert pip["pip"] == project["dependencies"]
+    assert conda == [f"python{project['requires-python']}", "pip"]
+
+
+LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+
+
+def broken(document: Path) -> list[str]:
+    """Local links of a Markdown file that lead nowhere, as `file:line: link`; code is left out."""
+    code = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+    text = code.sub(lambda found: "\n" * found.group().count("\n"), document.read_text())  # lines keep their numbers
+    found = []
+    for match in LINK.finditer(text):
+        link = next(filter(None, match.groups())).partition("#")[0]
+        if link and not re.match(r"[a-z]+:", link) and not (document.parent / link).exists():
+            found.append(f"{document.name}:{text.count(chr(10), 0, match.start()) + 1}: {link} does not exist")
+    return found
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_local_links_lead_somewhere(name):
+    document = ROOT / name
+    if not document.exists():
+        pytest.skip(f"{name} is not written yet")
+    assert broken(document) == []
+
+
+def test_broken_links_are_named(tmp_path):
+    (tmp_path / "there.md").touch()
+    document = tmp_path / "README.md"
+    document.write_text("[a](there.md#part) [b](https://x.org/y) [c](#here)\n```\n[d](code.md)\n```\n![e](gone.png)\n")
+    assert broken(document) == ["README.md:5: gone.png does not exist"]

@@ -1,0 +1,174 @@
+"""Measures and intervals: against loops from the definitions, and against truths that are known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic import SHARES, make_records
+
+from poss_lightning.evaluation import statistics
+from poss_lightning.evaluation.statistics import draw_counts, estimate
+from poss_lightning.evaluation.summary import ALL, group, sum_by_prompt, summarise
+
+# --- naive twins: a resample is a list of prompts, some of them several times ---
+
+
+def naive_bags(records, method, order, times):
+    """The method's records of each drawn prompt, a list a draw of it."""
+    return [
+        [record for record in records if record.method == method and (record.suite, record.id) == prompt]
+        for prompt, count in zip(order, times, strict=True)
+        for _ in range(int(count))
+    ]
+
+
+def naive_rounds(bag):
+    return [accepted for record in bag for accepted in record.accepted]
+
+
+def naive_tau_micro(bags):
+    rounds = [accepted for bag in bags for accepted in naive_rounds(bag)]
+    return sum(accepted + 1 for accepted in rounds) / len(rounds)
+
+
+def naive_tau_macro(bags):
+    return np.mean([np.mean([accepted + 1 for accepted in naive_rounds(bag)]) for bag in bags])
+
+
+def naive_pos_acc(bags, k):
+    rounds = [accepted for bag in bags for accepted in naive_rounds(bag)]
+    return sum(a >= k for a in rounds) / sum(a >= k - 1 for a in rounds)
+
+
+def naive_speed(bags):
+    records = [record for bag in bags for record in bag]
+    return sum(record.new_tokens for record in records) / sum(record.seconds["total"] for record in records)
+
+
+def test_one_bootstrap_draw_equals_a_loop_over_drawn_prompts():
+    records = make_records(prompts=4)
+    methods = group(records)
+    order = list(dict.fromkeys(key[:2] for key in methods["eagle"]))
+    sums = {name: sum_by_prompt(answers, 3) for name, answers in methods.items()}
+    counts = draw_counts(len(order), 20, seed=1)
+    speed = {name: statistics.tokens_per_second(counts, own) for name, own in sums.items()}
+    for row, times in enumerate(counts):
+        bags = naive_bags(records, "poss-1", order, times)
+        assert statistics.tau_micro(counts, sums["poss-1"])[row] == pytest.approx(naive_tau_micro(bags))
+        assert statistics.tau_macro(counts, sums["poss-1"])[row] == pytest.approx(naive_tau_macro(bags))
+        for k in (1, 2, 3):
+            assert statistics.pos_acc(counts, sums["poss-1"])[row, k - 1] == pytest.approx(naive_pos_acc(bags, k))
+        plain = naive_bags(records, "autoregressive", order, times)
+        ratio = naive_speed(bags) / naive_speed(plain)
+        assert speed["poss-1"][row] / speed["autoregressive"][row] == pytest.approx(ratio)
+
+
+def test_summaries_are_the_values_and_percentiles_of_those_draws():
+    records = make_records(prompts=4)
+    (row,) = [row for row in summarise(records, resamples=50, seed=3) if (row.suite, row.method) == (ALL, "eagle")]
+    order = sorted({(record.suite, record.id) for record in records})
+    draws = [naive_tau_micro(naive_bags(records, "eagle", order, times)) for times in draw_counts(8, 50, 3)]
+    assert row.tau_micro.value == pytest.approx(draws[0])
+    assert (row.tau_micro.low, row.tau_micro.high) == pytest.approx(tuple(np.percentile(draws[1:], [2.5, 97.5])))
+
+
+# --- laws ---
+
+
+@pytest.mark.parametrize("depth", [3, 4, 8])  # 3: the most accepted; beyond it positions are never reached
+@pytest.mark.parametrize("seed", range(5))
+def test_tau_is_one_plus_the_products_of_pos_acc(depth, seed):
+    for row in summarise(make_records(seed=seed), depths={"eagle": depth, "poss-1": depth}, resamples=1):
+        if row.rounds:
+            shares = np.nan_to_num([share.value for share in row.pos_acc])
+            assert len(shares) == depth
+            assert row.tau_micro.value == pytest.approx(1 + np.cumprod(shares).sum())
+
+
+def test_every_draw_has_as_many_prompts_as_the_sample_and_seeds_repeat():
+    counts = draw_counts(7, 100, seed=0)
+    assert counts.shape == (101, 7)
+    assert (counts.sum(1) == 7).all() and (counts[0] == 1).all()
+    assert (counts == draw_counts(7, 100, seed=0)).all() and (counts != draw_counts(7, 100, seed=1)).any()
+
+
+def test_order_of_records_does_not_matter():
+    records = make_records()
+    shuffled = [records[place] for place in np.random.default_rng(0).permutation(len(records))]
+    ordered = {(row.suite, row.method): row for row in summarise(records, resamples=20)}
+    for row in summarise(shuffled, resamples=20):
+        twin = ordered[row.suite, row.method]
+        assert row.tau_macro.low == pytest.approx(twin.tau_macro.low, nan_ok=True)
+        assert row.tokens_per_second.high == pytest.approx(twin.tokens_per_second.high)
+
+
+def test_pairing_makes_a_constant_ratio_exact():
+    """Twice as fast on every prompt: the speeds vary between draws, their ratio does not."""
+    plain = make_records(methods=("autoregressive",), prompts=6)
+    halved = [
+        replace(r, method="poss-1", accepted=[r.new_tokens - 2], seconds={"total": r.seconds["total"] / 2})
+        for r in plain
+    ]
+    fast = next(row for row in summarise(plain + halved) if row.method == "poss-1")
+    gain = fast.speed_up["autoregressive"]
+    assert (gain.low, gain.value, gain.high) == pytest.approx((2, 2, 2))
+    assert fast.tokens_per_second.high > 1.01 * fast.tokens_per_second.low
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    """Every prompt alike, so the truth is known: tau = 1 + .6 + .6*.4 + .6*.4*.2."""
+    draw, truth, hits = np.random.default_rng(0), 1 + np.cumprod(SHARES["eagle"]).sum(), 0
+    for seed in range(200):
+        held = draw.random((40, 10, 3)) < SHARES["eagle"]  # (prompts, rounds, positions)
+        accepted = held.cumprod(-1).sum(-1)
+        reach = (accepted[..., None] >= np.arange(4)).sum(1).astype(float)
+        sums = statistics.Sums(reach, np.ones(40), np.ones(40))
+        interval = estimate(statistics.tau_micro(draw_counts(40, 400, seed), sums))
+        hits += interval.low <= truth <= interval.high
+    assert 0.89 <= hits / 200 <= 0.99
+
+
+# --- edges ---
+
+
+def test_identical_counts_prompts_not_answers():
+    records = make_records(methods=("autoregressive", "generate"), suites=("chat",), prompts=4)
+    place = next(i for i, record in enumerate(records) if (record.id, record.turn, record.method) == (2, 1, "generate"))
+    records[place] = replace(records[place], tokens=records[place].tokens[::-1])
+    rows = {row.method: row for row in summarise(records)}
+    assert rows["generate"].identical.value == 0.75 and rows["autoregressive"].identical.value == 1
+
+
+def test_nothing_over_nothing_is_a_dash():
+    rows = {row.method: row for row in summarise(make_records(), depths={"eagle": 6})}
+    assert rows["autoregressive"].tau_micro.text() == rows["eagle"].pos_acc[5].text() == "–"
+    assert rows["autoregressive"].tau_micro.interval() == ""
+
+
+def test_one_prompt_has_values_and_no_intervals():
+    row = summarise(make_records(suites=("chat",), prompts=1))[-1]
+    assert row.prompts == 1 and row.tau_micro.value > 1 and row.tau_micro.interval() == ""
+
+
+def test_a_prompt_without_rounds_is_left_out_of_the_macro_mean():
+    records = make_records(methods=("autoregressive", "eagle"), suites=("chat",), prompts=3)
+    full = {row.method: row for row in summarise([record for record in records if record.id != 1])}
+    short = {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}
+    rows = {row.method: row for row in summarise([replace(r, **short) if r.id == 1 else r for r in records])}
+    assert rows["eagle"].tau_macro.value == pytest.approx(full["eagle"].tau_macro.value)
+
+
+@pytest.mark.parametrize(
+    "change, options, said",
+    [
+        (lambda records: records[:-1], {}, r"'poss-1' lacks 1 of 40 answers .*: code/4 turn 1 repeat 1. "),
+        (lambda records: [*records, records[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
+        (list, {"baseline": "plain"}, "baseline is 'plain'; these records have the methods autoregressive, gen"),
+        (list, {"reference": "hass"}, "reference is 'hass'"),
+        (list, {"resamples": 0}, "resamples is 0"),
+        (list, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(change, options, said):
+    with pytest.raises(ValueError, match=said):
+        summarise(change(make_records()), **options)
