@@ -39,8 +39,9 @@ class Generate:
         stops = self.target.chat.stops if stops is None else stops
         limit = check_room(self.target, prompts, limit)
         clock = Clock(self.target.device)
-        flipped, lengths = pad([prompt[::-1] for prompt in prompts], self.target.device)
+        flipped = pad([prompt[::-1] for prompt in prompts], self.target.device)
         slots = torch.arange(flipped.shape[1], device=flipped.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=flipped.device)
         output = self.target.model.generate(
             flipped.flip(1),
             attention_mask=(slots < lengths[:, None]).flip(1),

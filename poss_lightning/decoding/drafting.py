@@ -50,23 +50,22 @@ class Drafter:
             SlotStore(batch, room, spec.kv_heads, spec.head_dim, weight.dtype, weight.device) for _ in self.draft.layers
         ]
 
-    def read(self, tokens: Tensor, features: Tensor, counts: Tensor, most: int) -> None:
+    def read(self, tokens: Tensor, features: Tensor, counts: list[int]) -> None:
         """Take in newly verified slots, and remember the root's.
 
         Args:
             tokens: (B, n) the tokens on the right of the slots; the last real one is the root.
             features: (B, n, D) the target's features on their left.
-            counts: (B,) how many of the n are real; a row with none stays as it is, but for its root.
-            most: the host's upper bound of counts.
+            counts: how many of the n are real, row by row; a row with none stays as it is, but for its root.
         """
         positions = self.slots.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # (B, n)
         z = self.draft.join(self.ends.embed(tokens), features.to(self.draft.fc.weight.dtype))  # (B, n, D)
         self.slots.open(tokens.shape[1])
         self._remember(z, positions, first_reader=1)
-        last = (counts - 1).clamp(min=0)[:, None]  # (B, 1)
-        self.root = tokens.gather(1, last)  # (B, 1)
-        self.root_z = z.gather(1, last[..., None].expand(-1, 1, z.shape[-1]))  # (B, 1, D)
-        self.slots.advance(counts, most)
+        rows, last = range(len(counts)), [max(count - 1, 0) for count in counts]
+        self.root = tokens[rows, last][:, None]  # (B, 1)
+        self.root_z = z[rows, last][:, None]  # (B, 1, D)
+        self.slots.advance(counts)
 
     def grow(self) -> Tree:
         """Draft a tree under the root: K steps, each the `top_k` likeliest children of the `top_k` best nodes."""
@@ -76,7 +75,7 @@ class Drafter:
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
         above = torch.zeros(batch, 1, width * self.depth, dtype=torch.bool, device=device)  # drafted slots seen
-        self.slots.extent = self.slots.longest
+        self.slots.open(0)
         grown = [Tree(self.root, nodes, scores)]
         for k in range(1, self.depth + 1):
             # 1. The specialist of this position predicts the next feature of every frontier node.

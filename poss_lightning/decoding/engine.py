@@ -115,11 +115,11 @@ class Speculative:
         drafter, target = self.drafter, self.target
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
         with clock.part("prefill"):
-            self.cache, features, lengths = prefill(target, prompts, reach + drafter.tree_nodes)
-            first = target.ends.logits(features[torch.arange(len(prompts)), lengths - 1]).argmax(-1).tolist()
-            joined, _ = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
+            self.cache, features, last = prefill(target, prompts, reach + drafter.tree_nodes)
+            first = target.ends.logits(last).argmax(-1).tolist()
+            joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
             drafter.start(len(prompts), features.shape[1] + reach)
-            drafter.read(joined, features, lengths, features.shape[1])
+            drafter.read(joined, features, [len(prompt) for prompt in prompts])
         return first
 
     def _round(self, going: list[bool], clock: Clock) -> list[list[int]]:
@@ -134,9 +134,8 @@ class Speculative:
         with clock.part("commit"):
             verdict = judge_greedy(tree, above, choice, drafter.depth)
             rows = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the one synchronisation
-            counts = (verdict.accepted + 1) * torch.tensor(going, device=target.device)
-            most = max(row[0] + 1 for row, goes in zip(rows, going, strict=True) if goes)
-            self.cache.keep(verdict.path, counts, most)
+            counts = [row[0] + 1 if goes else 0 for row, goes in zip(rows, going, strict=True)]
+            self.cache.keep(verdict.path, counts)
             taken = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
-            drafter.read(verdict.tokens, taken, counts, most)
+            drafter.read(verdict.tokens, taken, counts)
         return [row[1 : row[0] + 2] for row in rows]

@@ -182,7 +182,7 @@ def _write_shard(path: Path, target: Target, batches: list[list[_Text]], bar: tq
 
 @torch.inference_mode()
 def _read_batch(target: Target, batch: list[_Text]) -> pa.RecordBatch:
-    tokens, _ = pad([text.tokens for text in batch], target.device)
+    tokens = pad([text.tokens for text in batch], target.device)
     features = target.read(tokens)  # (B, T, D)
     greedy = _greedy(target, features, batch).cpu()  # (B, T)
     features = features.cpu()

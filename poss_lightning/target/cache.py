@@ -37,7 +37,7 @@ class SlotStore:
             self.values.view(shape)[:, :extent].transpose(1, 2),
         )
 
-    def select(self, rows: Tensor) -> None:
+    def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""
         shape = (self.batch, self.capacity, *self.keys.shape[1:])
         self.keys = self.keys.view(shape)[rows].flatten(0, 1)
@@ -50,8 +50,8 @@ class Slots:
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
         self.capacity = capacity
+        self.lengths = [0] * batch  # the host's copy: no synchronisation is needed to size a view
         self.length = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
-        self.longest = 0  # the host's upper bound of length: no synchronisation is needed to size a view
         self.extent = 0
         self.index = self.length
 
@@ -61,7 +61,7 @@ class Slots:
         Raises:
             ValueError: they lie beyond the capacity.
         """
-        self.extent = self.longest + offset + count
+        self.extent = max(self.lengths) + offset + count
         if self.extent > self.capacity:
             raise ValueError(
                 f"the cache has {self.capacity} slots a row, {self.extent} are needed: make it larger when it is built"
@@ -73,10 +73,15 @@ class Slots:
         rows = torch.arange(len(self.length), device=self.length.device)[:, None] * self.capacity
         return (rows + self.length[:, None] + behind).flatten()
 
-    def advance(self, counts: Tensor, most: int) -> None:
-        """Call the next counts[b] slots of row b verified; `most` is the host's bound of counts."""
-        self.length = self.length + counts
-        self.longest += most
+    def advance(self, counts: list[int]) -> None:
+        """Call the next counts[b] slots of row b verified."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.length = torch.tensor(self.lengths, device=self.length.device)
+
+    def select(self, rows: list[int]) -> None:
+        """Forget every row of the batch but `rows`."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.length = self.length[rows]
 
     def visible(self, ancestors: Tensor) -> Tensor:
         """Attention mask of nodes behind the verified slots.
@@ -113,7 +118,7 @@ class _Layer(CacheLayerMixin):
         return self.slots.extent, 0
 
     def get_seq_length(self) -> int:
-        return self.slots.longest
+        return max(self.slots.lengths)
 
     def get_max_length(self) -> int:
         return self.slots.capacity
@@ -129,26 +134,25 @@ class TreeCache(Cache):
         self.stores = [SlotStore(batch, capacity, heads, head_dim, dtype, device) for _ in range(layers)]
         super().__init__(layers=[_Layer(store, self.slots) for store in self.stores])
 
-    def append(self, counts: Tensor, most: int) -> None:
-        """Keep the first counts[b] tokens of the last forward; `most` is the host's bound of counts (B,)."""
-        self.slots.advance(counts, most)
+    def append(self, counts: list[int]) -> None:
+        """Keep the first counts[b] tokens of the last forward."""
+        self.slots.advance(counts)
 
-    def keep(self, path: Tensor, counts: Tensor, most: int) -> None:
+    def keep(self, path: Tensor, counts: list[int]) -> None:
         """Keep a path of the last forward's nodes and forget the rest.
 
         Args:
             path: (B, M) node numbers, ascending; entries from counts[b] on are ignored.
-            counts: (B,) how many nodes of each row's path stay.
-            most: the host's upper bound of counts.
+            counts: how many nodes of each row's path stay.
         """
         source = self.slots.flat(path)
         destination = self.slots.flat(torch.arange(path.shape[1], device=path.device)[None])
         for store in self.stores:
             store.move(source, destination)
-        self.slots.advance(counts, most)
+        self.slots.advance(counts)
 
-    def select(self, rows: Tensor) -> None:
-        """Forget every row of the batch but `rows` (n,)."""
+    def select(self, rows: list[int]) -> None:
+        """Forget every row of the batch but `rows`."""
         for store in self.stores:
             store.select(rows)
-        self.slots.length = self.slots.length[rows]
+        self.slots.select(rows)

@@ -6,34 +6,34 @@ import torch
 from torch import Tensor
 
 from poss_lightning.sampling import draw, process
+from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.model import Target, causal
 
 
-def pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-pad token lists: (B, T) tokens and (B,) lengths.
+def pad(prompts: list[list[int]], device: torch.device) -> Tensor:
+    """Right-pad token lists with token 0: (B, T).
 
     Raises:
         ValueError: no prompt, or an empty one.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt is empty: every prompt needs at least one token")
-    most = max(map(len, prompts))
-    tokens = torch.tensor([prompt + [0] * (most - len(prompt)) for prompt in prompts], device=device)
-    return tokens, torch.tensor([len(prompt) for prompt in prompts], device=device)
+    longest = max(map(len, prompts))
+    return torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
 
 
-def prefill(target: Target, prompts: list[list[int]], room: int) -> tuple:
+def prefill(target: Target, prompts: list[list[int]], room: int) -> tuple[TreeCache, Tensor, Tensor]:
     """Read the prompts into a fresh cache with `room` more slots.
 
     Returns:
-        The cache, the features (B, T, D) and the lengths (B,).
+        The cache, the features (B, T, D), and of each row the last real one (B, D).
     """
-    tokens, lengths = pad(prompts, target.device)
-    longest = tokens.shape[1]
-    cache = target.cache(len(prompts), longest + room)
-    features = target.features(tokens, causal(longest, target.device), cache)
-    cache.append(lengths, longest)
-    return cache, features, lengths
+    tokens = pad(prompts, target.device)
+    cache = target.cache(len(prompts), tokens.shape[1] + room)
+    features = target.features(tokens, causal(tokens.shape[1], target.device), cache)
+    lengths = [len(prompt) for prompt in prompts]
+    cache.append(lengths)
+    return cache, features, features[range(len(prompts)), [length - 1 for length in lengths]]
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
@@ -72,8 +72,7 @@ def steps(
     generator: torch.Generator | None = None,
 ) -> Iterator[list[int]]:
     """Yield the next token of every prompt, one forward at a time; a finished prompt repeats its stop token."""
-    cache, features, lengths = prefill(target, prompts, limit)
-    last = features[torch.arange(len(prompts), device=target.device), lengths - 1]  # (B, D)
+    cache, _, last = prefill(target, prompts, limit)
     alone = causal(1, target.device)
     now, rows = [0] * len(prompts), list(range(len(prompts)))  # rows: the prompts still in the batch
     for step in range(limit):
@@ -85,11 +84,10 @@ def steps(
         if not going or step == limit - 1:
             return
         if len(going) <= 0.75 * len(rows):  # finished rows cost time: forget them now and then
-            index = torch.tensor(going, device=target.device)
-            cache.select(index)
-            tokens, rows = tokens[index], [rows[i] for i in going]
+            cache.select(going)
+            tokens, rows = tokens[going], [rows[i] for i in going]
         last = target.features(tokens[:, None], alone, cache)[:, 0]
-        cache.append(torch.ones_like(tokens), 1)
+        cache.append([1] * len(rows))
 
 
 def _next(logits: Tensor, law: dict | None, generator: torch.Generator | None) -> Tensor:

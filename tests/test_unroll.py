@@ -1,0 +1,123 @@
+"""Training ≡ decoding: the unroll, the drawing of what it sees, and who gets a gradient."""
+
+import naive
+import pytest
+import torch
+from conftest import tiny_draft
+
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.draft.unroll import attend, unroll
+
+ALLOCATIONS = ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])
+
+DRAWINGS = {
+    1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
+    2: "0 1 . . . .\n0 0 1 . . .\n0 0 0 1 . .\n0 0 0 0 1 .\n0 0 0 0 0 1",
+    3: "0 1 2 . . .\n0 0 1 2 . .\n0 0 0 1 2 .\n0 0 0 0 1 2",
+    4: "0 1 2 3 . .\n0 0 1 2 3 .\n0 0 0 1 2 3",
+}
+
+
+@pytest.mark.parametrize("k", DRAWINGS)
+def test_what_a_pass_sees_is_the_drawing(k):
+    """Values are one-hot (set, slot) and queries zero, so the output is the mask itself, row by row."""
+    slots = 6
+    values = torch.eye(4 * slots).view(4, 1, 1, slots, 4 * slots)  # (set, B, H, T, d)
+    queries = torch.zeros(1, 1, slots, 4 * slots)
+    diagonals = [(values[k - 1 - i], values[k - 1 - i]) for i in range(k - 1)]
+    seen = attend(queries, (values[0], values[0]), diagonals)[0, 0].view(slots, 4, slots) > 0  # (t, set, s)
+    rows = []
+    for t in range(k - 1, slots):
+        sets = [seen[t, :, s].nonzero().flatten().tolist() for s in range(slots)]
+        assert all(len(found) <= 1 for found in sets)
+        rows.append(" ".join(str(found[0]) if found else "." for found in sets))
+    assert "\n".join(rows) == DRAWINGS[k] == naive.draw_sets(k, range(k - 1, slots), slots)
+
+
+def inputs(target, count=12, batch=1, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator)
+    features = torch.randn(batch, count, target.spec.hidden_size, generator=generator)
+    return tokens, target.ends.embed(tokens), features
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
+def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation):
+    draft, depth = tiny_draft(target, allocation), 8  # two past the allocation: the last specialist goes on
+    _, embedded, features = inputs(target)
+    passes = unroll(draft, embedded, features, depth)
+    for start in range(embedded.shape[1]):
+        for k, output in enumerate(naive.chain(draft, embedded[0], features[0], start, depth), 1):
+            torch.testing.assert_close(passes[k - 1][0, start + k - 1], output, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
+def test_unroll_is_what_the_cached_drafter_drafts(target, allocation):
+    """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
+    draft, start, depth = tiny_draft(target, allocation), 7, 6
+    tokens, _, features = inputs(target, start + 1)
+    drafter = Drafter(draft, target.ends, depth, nodes=depth + 1, top_k=1)
+    drafter.start(1, 64)
+    stepped, step = [], drafter._step
+    drafter._step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
+    drafter.read(tokens, features, [start + 1])
+    chain = drafter.grow().tokens[:, 1:]  # (1, K)
+    padded = torch.cat([features, torch.zeros(1, depth, features.shape[-1])], dim=1)
+    passes = unroll(draft, target.ends.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
+    for k in range(1, depth + 1):
+        torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0, 0], rtol=1e-4, atol=1e-5)
+        assert target.ends.logits(passes[k - 1][0, start + k - 1]).argmax() == chain[0, k - 1]
+
+
+def test_a_slot_more_in_the_cache_or_one_less_would_be_seen(target):
+    """The law above is worth something: shift what a pass may see by one, and it fails."""
+    draft = tiny_draft(target, [2, 2, 2])
+    _, embedded, features = inputs(target)
+    third = unroll(draft, embedded, features, 3)[2][0, 8]
+    right = naive.chain(draft, embedded[0], features[0], 6, 3)[2]
+    wrong = naive.chain(draft, embedded[0], torch.cat([features[0, 1:], features[0, :1]]), 6, 3)[2]
+    assert torch.allclose(third, right, atol=1e-4) and not torch.allclose(third, wrong, atol=1e-2)
+
+
+def test_padding_and_neighbours_change_nothing(target):
+    draft = tiny_draft(target, [1, 3, 2])
+    _, embedded, features = inputs(target, 12, batch=3)
+    together = unroll(draft, embedded, features, 6)
+    alone = unroll(draft, embedded[1:2, :9], features[1:2, :9], 6)
+    for k in range(6):
+        torch.testing.assert_close(together[k][1, :9], alone[k][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
+def test_a_specialist_learns_from_its_own_positions_only(target, allocation):
+    draft = tiny_draft(target, allocation)
+    _, embedded, features = inputs(target)
+    for k in range(1, 7):
+        draft.zero_grad()
+        unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
+        touched = {i for i, layer in enumerate(draft.layers) if any(p.grad is not None for p in layer.parameters())}
+        assert touched == {draft.config.serving(k)}
+
+
+def test_without_detaching_earlier_specialists_learn_too(target):
+    draft = tiny_draft(target, [1, 1, 1], detach=False)
+    _, embedded, features = inputs(target)
+    unroll(draft, embedded, features, 3)[2].square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+
+
+def test_every_parameter_gets_a_gradient(target):
+    draft = tiny_draft(target, [2, 2, 2])
+    _, embedded, features = inputs(target)
+    sum(output.square().sum() for output in unroll(draft, embedded, features, 6)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+
+
+def test_keys_are_projected_once_for_every_specialist_that_reads_them(target):
+    draft = tiny_draft(target, [2, 2, 2])
+    _, embedded, features = inputs(target)
+    calls = []
+    for layer in draft.layers:
+        layer.keys_values = lambda z, turn, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, turn)
+    unroll(draft, embedded, features, 6)
+    assert [calls.count(layer) for layer in draft.layers] == [2, 4, 6]  # sets 0..1, 0..3, 0..5
