@@ -4,6 +4,8 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 """
 
 import sys
+import warnings
+from argparse import ArgumentError
 from importlib import import_module
 
 from poss_lightning import __version__
@@ -35,8 +37,10 @@ def main() -> None:
         sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
     try:
         run(command, sys.argv[2:])
+    except ArgumentError as error:
+        sys.exit(f"poss {command}: {_line(error)} (poss {command} --help tells its options)")
     except (ValueError, OSError) as error:
-        sys.exit(f"poss {command}: {error}")
+        sys.exit(f"poss {command}: {_line(error)}")
     except KeyboardInterrupt:
         sys.exit(f"poss {command}: interrupted; give the same command again to go on")
 
@@ -49,28 +53,41 @@ def run(command: str, arguments: list[str]) -> None:
     if command in TRAINER:
         return trainer([command, *arguments])
     tool = getattr(import_module(TOOLS[command][0]), command)
-    jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True)
+    jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
 
 
 def trainer(arguments: list[str]) -> None:
     """`fit`, `validate` and `test` through LightningCLI."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.cli import LightningCLI
 
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.training.module import SpecialistTraining
 
     class Cli(LightningCLI):
+        @staticmethod
+        def subcommands() -> dict[str, set[str]]:
+            return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in TRAINER}
+
         def add_arguments_to_parser(self, parser) -> None:
             parser.link_arguments("data.store", "model.store")
 
-    Cli(
-        SpecialistTraining,
-        FeatureData,
-        args=arguments,
-        parser_kwargs={"parser_mode": "omegaconf+", "prog": "poss"},
-        save_config_kwargs={"overwrite": True},
-        seed_everything_default=0,
-    )
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
+    try:
+        Cli(
+            SpecialistTraining,
+            FeatureData,
+            args=arguments,
+            parser_kwargs={"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False},
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+        )
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
+
+
+def _line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()).replace(":; ", ": ")
 
 
 def _help() -> str:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well it becomes `path`, else it is removed."""
+    """Yield a temporary path beside `path`; when the block ends well it becomes `path`, else it is removed.
+
+    Its name is always the same, so that what a killed process left is overwritten by the one that goes on.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""The loss of a pass: smooth-L1 of features, cross-entropy against the target, and its top-K part (METHOD.md, section 5).
+"""The loss of a pass: smooth-L1 of features, cross-entropy against the target, its top-K part (docs/METHOD.md, section 5).
 
     L_k = w_feature * mean_D SmoothL1(F̂, f) + w_token * (-Σ_v p log q) + w_topk * (-Σ_{v in top(p)} p log q)
 
@@ -52,7 +52,9 @@ def pass_losses(
     passes = torch.arange(1, len(predictions) + 1, device=counts.device)
     live = deepest >= passes[:, None]  # (K, S)
 
-    distance = torch.nn.functional.smooth_l1_loss(predicted.float(), wanted.float().expand_as(predicted), reduction="none")
+    distance = torch.nn.functional.smooth_l1_loss(
+        predicted.float(), wanted.float().expand_as(predicted), reduction="none"
+    )
     feature = (distance.mean(-1) * live).sum(-1)  # (K,)
     entropy, token, top, guess = _CrossEntropy.apply(predicted, wanted, live, head, w_token, w_topk, topk, chunk)
 
@@ -80,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
             total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
             for k in range(passes):
                 logits = _logits(predicted[k, here], head)  # (s, V)
-                guess[k, here] = logits.argmax(-1)
+                guess[k, here] = logits.max(-1).indices
                 lse = logits.logsumexp(-1, keepdim=True)  # (s, 1)
                 mask = live[k, here]
                 token[k] += ((lse[:, 0] - torch.linalg.vecdot(p, logits)) * mask).sum()

@@ -1,4 +1,5 @@
 """A tiny random target, and drafts for it: everything a law needs, in milliseconds."""
+
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network

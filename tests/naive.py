@@ -21,7 +21,7 @@ def visible_sets(k: int, slots: int) -> list[list[int | None]]:
 
 
 def draw_sets(k: int, rows: range, slots: int) -> str:
-    """The drawing of METHOD.md, section 4."""
+    """The drawing of docs/METHOD.md, section 4."""
     table = visible_sets(k, slots)
     return "\n".join(" ".join("." if m is None else str(m) for m in table[t]) for t in rows)
 
@@ -80,7 +80,7 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
 
 
 def pass_losses(predictions, features, counts, head, w_feature, w_token, w_topk, topk=10):
-    """The loss of METHOD.md, section 5, slot by slot, with autograd through everything: K sums."""
+    """The loss of docs/METHOD.md, section 5, slot by slot, with autograd through everything: K sums."""
     sums = []
     for k, prediction in enumerate(predictions, 1):
         total = torch.zeros((), dtype=torch.float64)

@@ -161,7 +161,9 @@ def test_what_cannot_be_is_refused(target):
         Speculative(target, draft).decode([[1]], 0)
     with pytest.raises(ValueError, match="a prompt is empty"):
         Speculative(target, draft).decode([[]], 5)
-    assert Speculative(target, draft, 9).decode([[5]], 5, frozenset())[0].tokens  # deeper than the allocation is allowed
+    assert (
+        Speculative(target, draft, 9).decode([[5]], 5, frozenset())[0].tokens
+    )  # deeper than the allocation is allowed
 
 
 def test_seconds_by_part_make_the_total(target):

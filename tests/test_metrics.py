@@ -49,11 +49,15 @@ def chains(guesses, greedy, text, counts):
 @pytest.mark.parametrize("seed", range(5))
 def test_unrolled_against_chain_by_chain(seed):
     generator = torch.Generator().manual_seed(seed)
-    guesses, greedy, text = (torch.randint(0, 2, shape, generator=generator) for shape in ((4, 3, 11), (3, 11), (3, 11)))
+    guesses, greedy, text = (
+        torch.randint(0, 2, shape, generator=generator) for shape in ((4, 3, 11), (3, 11), (3, 11))
+    )
     counts = torch.zeros(3, 11, dtype=torch.long)
     counts[0, 2:9], counts[1, 5:11], counts[2, 0:3] = torch.arange(1, 8), torch.arange(1, 7), torch.arange(1, 4)
     reached, passed = unrolled(guesses, greedy, text, counts)
-    assert (reached.tolist(), passed.tolist()) == chains(guesses.tolist(), greedy.tolist(), text.tolist(), counts.tolist())
+    assert (reached.tolist(), passed.tolist()) == chains(
+        guesses.tolist(), greedy.tolist(), text.tolist(), counts.tolist()
+    )
 
 
 def test_deeper_than_the_sequence_is_long():

@@ -35,7 +35,9 @@ def test_a_tree_in_one_forward_equals_its_paths_one_by_one(target):
     for row, (tokens, up) in enumerate(rows):
         for node, seen in enumerate(naive.ancestors(up)):
             path = [tokens[n] for n, on in enumerate(seen) if on]
-            torch.testing.assert_close(features[row, node], fresh(target, prompts[row] + path)[-1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                features[row, node], fresh(target, prompts[row] + path)[-1], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_a_mask_off_by_one_is_seen(target):

@@ -6,16 +6,20 @@ A draft learns the target's own answers, so this is the data it should see; noth
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from poss_lightning.files import atomic
+from poss_lightning.sampling import process
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
 
 _MARK = "\u241f user message \u241f"
+_PATIENCE = 10  # batches in a row without a new conversation, after which there is little hope
 
 
 def synthesize(
@@ -50,34 +54,50 @@ def synthesize(
         dtype: bfloat16, float16 or float32.
         device: cpu or cuda.
     """
-    for name, value in (("conversations", conversations), ("turns", turns), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    if Path(out).exists():
-        raise FileExistsError(f"{out} is there already: choose another name or remove it")
-    settings = {k: v for k, v in locals().items() if k not in ("out", "conversations", "name", "value", "device")}
+    given = dict(locals())
+    for name in ("conversations", "turns", "user_tokens", "answer_tokens", "batch_size"):
+        if given[name] < 1:
+            raise ValueError(f"{name} is {given[name]}; it must be at least 1")
     parts = Path(f"{out}.parts")
-    _claim(parts, settings)
-    writer = _Writer(Target.load(target, dtype, device), temperature, top_p, user_tokens, answer_tokens)
-    written: list[dict] = []
-    seen: set[str] = set()
-    with tqdm(total=conversations, unit="conversation", desc="synthesize") as bar:
-        batch = 0
-        while len(written) < conversations:
-            part = parts / f"{batch:06d}.jsonl"
-            if not part.exists():
-                texts = writer.write(batch_size, turns, seed * 1_000_003 + batch)
-                with atomic(part) as path:
-                    path.write_text("".join(json.dumps(messages, ensure_ascii=False) + "\n" for messages in texts))
-            for line in part.read_text().splitlines():
-                messages = json.loads(line)
-                if messages[0]["content"] not in seen:
-                    seen.add(messages[0]["content"])
-                    written.append({"id": f"{seed}-{len(written):06d}", "messages": messages})
-            bar.update(min(len(written), conversations) - bar.n)
-            batch += 1
-    _save(Path(out), written[:conversations])
+    if Path(out).exists() and not parts.exists():  # with both, an earlier run was killed at its very end
+        raise FileExistsError(f"{out} is there already: choose another name or remove it")
+    writer = _Writer(Target.load(target, dtype, device), turns, temperature, top_p, user_tokens, answer_tokens)
+    settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
+    _claim(parts, settings | {"fingerprint": writer.target.spec.fingerprint})
+    records = islice(_records(parts, writer, batch_size, seed), conversations)
+    _save(Path(out), list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
     shutil.rmtree(parts)
+
+
+def _records(parts: Path, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
+    """Conversations without end, each with a first message of its own.
+
+    Raises:
+        ValueError: the target writes nothing new any more.
+    """
+    seen: set[str] = set()
+    barren = 0
+    for number in count():
+        before = len(seen)
+        for messages in _batch(parts / f"{number:06d}.jsonl", writer, batch_size, seed * 1_000_003 + number):
+            if messages[0]["content"] not in seen:
+                yield {"id": f"{seed}-{len(seen):06d}", "messages": messages}
+                seen.add(messages[0]["content"])
+        barren = 0 if len(seen) > before else barren + 1
+        if barren == _PATIENCE:
+            raise ValueError(
+                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(seen)} of them: ask for fewer"
+            )
+
+
+def _batch(part: Path, writer: "_Writer", size: int, seed: int) -> list[list[dict]]:
+    """The conversations of a batch: read where they are there, else written."""
+    if not part.exists():
+        texts = writer.write(size, seed)
+        with atomic(part) as path:
+            lines = [json.dumps(messages, ensure_ascii=False) + "\n" for messages in texts]
+            path.write_text("".join(lines), encoding="utf-8")
+    return [json.loads(line) for line in part.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _claim(parts: Path, settings: dict) -> None:
@@ -99,18 +119,27 @@ def _save(out: Path, records: list[dict]) -> None:
 class _Writer:
     """Writes a batch of conversations side by side."""
 
-    def __init__(self, target: Target, temperature: float, top_p: float, user_tokens: int, answer_tokens: int):
-        self.target, self.user_tokens, self.answer_tokens = target, user_tokens, answer_tokens
-        self.user_law = {"temperature": temperature, "top_p": top_p}
+    def __init__(
+        self, target: Target, turns: int, temperature: float, top_p: float, user_tokens: int, answer_tokens: int
+    ):
+        law = {"temperature": temperature, "top_p": top_p}
+        process(torch.zeros(2), **law)  # a wrong law is refused before anything is written
+        if turns * (user_tokens + answer_tokens) >= target.spec.context:
+            raise ValueError(
+                f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {target.spec.context} that "
+                f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
+            )
+        self.target, self.turns = target, turns
+        self.roles = (("user", user_tokens, law), ("assistant", answer_tokens, None))
         self.special = set(target.tokenizer.all_special_ids)
 
     @torch.inference_mode()
-    def write(self, count: int, turns: int, seed: int) -> list[list[dict]]:
-        """`count` conversations less those thrown away: with an empty message or special tokens inside one."""
+    def write(self, size: int, seed: int) -> list[list[dict]]:
+        """`size` conversations less those thrown away: with an empty message or special tokens inside one."""
         generator = torch.Generator(self.target.device).manual_seed(seed)
-        conversations: list[list[dict]] = [[] for _ in range(count)]
-        for _ in range(turns):
-            for role, limit, law in (("user", self.user_tokens, self.user_law), ("assistant", self.answer_tokens, None)):
+        conversations: list[list[dict]] = [[] for _ in range(size)]
+        for _ in range(self.turns):
+            for role, limit, law in self.roles:
                 prompts = [self._open(messages, role) for messages in conversations]
                 texts = self._complete(prompts, limit, law, generator)
                 conversations = [

@@ -35,7 +35,9 @@ class Drafter:
         if depth < 1 or top_k < 1:
             raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
         if nodes < depth + 1:
-            raise ValueError(f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}")
+            raise ValueError(
+                f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
+            )
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
         self.depth, self.nodes, self.top_k = depth, nodes, min(top_k, self.ends.head.shape[0])
         scored = 1 + self.top_k + self.top_k**2 * (depth - 1)

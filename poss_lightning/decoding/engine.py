@@ -67,7 +67,9 @@ def check_room(target: Target, prompts: list[list[int]], limit: int) -> int:
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
     longest = max(map(len, prompts), default=0)
     if longest >= target.spec.context:
-        raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {target.spec.context}, the answer included")
+        raise ValueError(
+            f"a prompt has {longest} tokens; {target.spec.name} reads {target.spec.context}, the answer included"
+        )
     return min(limit, target.spec.context - longest)
 
 

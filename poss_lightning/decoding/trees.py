@@ -1,15 +1,15 @@
 """Trees of drafted tokens: batched, parents always before their children.
 
-    tokens   the  cat  dog  sat  ran         the ── cat ── sat
-    parents   0    0    0    1    2               └─ dog ── ran
-    depths    0    1    1    2    2
+tokens   the  cat  dog  sat  ran         the ── cat ── sat
+parents   0    0    0    1    2               └─ dog ── ran
+depths    0    1    1    2    2
 
-    ancestors     0 1 2 3 4
-              0   x . . . .
-              1   x x . . .
-              2   x . x . .
-              3   x x . x .
-              4   x . x . x
+ancestors     0 1 2 3 4
+          0   x . . . .
+          1   x x . . .
+          2   x . x . .
+          3   x x . x .
+          4   x . x . x
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Tree(NamedTuple):
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
-    """(B, N) -> (B, N, N): True where column j is row i itself or on its path to the root, at most `depth` steps away."""
+    """(B, N) -> (B, N, N): True where j is i itself or on its path to the root, at most `depth` steps away."""
     batch, nodes = parents.shape
     own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     above = own
@@ -64,6 +64,8 @@ def rerank(tree: Tree, nodes: int) -> Tree:
     """
     best = tree.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n), the root is among them
     kept = best.sort(dim=1).values
-    places = torch.zeros_like(tree.tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    places = torch.zeros_like(tree.tokens).scatter_(
+        1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    )
     parents = places.gather(1, tree.parents.gather(1, kept))
     return Tree(tree.tokens.gather(1, kept), parents, tree.scores.gather(1, kept))

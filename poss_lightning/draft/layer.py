@@ -61,7 +61,7 @@ class Specialist(nn.Module):
     def finish(self, z: Tensor, attended: Tensor) -> Tensor:
         """What follows attention: z (B, T, D) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
         hidden = z + self.o_proj(attended.transpose(1, 2).flatten(2))
-        normed = self.norm(hidden)
+        normed = nn.functional.rms_norm(hidden, hidden.shape[-1:], self.norm.weight.to(hidden.dtype), self.norm.eps)
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
 

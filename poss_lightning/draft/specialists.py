@@ -40,7 +40,9 @@ class DraftConfig:
     def __post_init__(self):
         object.__setattr__(self, "allocation", tuple(self.allocation))
         if not self.allocation or any(not isinstance(a, int) or a < 1 for a in self.allocation):
-            raise ValueError(f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]")
+            raise ValueError(
+                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
+            )
         if self.depth < 1:
             raise ValueError(f"depth is {self.depth}; it must be at least 1")
 

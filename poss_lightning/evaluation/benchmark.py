@@ -1,19 +1,22 @@
-"""`poss benchmark`: decode suites with several methods, prompt by prompt in turn, and write one record of each answer."""
+"""`poss benchmark`: decode suites with several methods, prompt by prompt in turn, and record every answer."""
 
+import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.engine import Decoded, Decoder, Speculative
+from poss_lightning.decoding.engine import Decoded, Decoder, Speculative, check_room
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, Record, to_line
 from poss_lightning.evaluation.suites import Question, read_suites
@@ -23,7 +26,7 @@ from poss_lightning.target.model import Target
 
 def benchmark(
     out: str,
-    drafts: dict[str, str],
+    drafts: dict[str, str] | None = None,
     target: str = "embedded",
     suites: list[str] | None = None,
     limit: int | None = None,
@@ -44,7 +47,7 @@ def benchmark(
 
     Args:
         out: folder to write.
-        drafts: name of each method and its draft, e.g. '{"hass": "runs/hass/draft-best"}' (folders or hub ids).
+        drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
         target: "embedded", a local folder or a hub id.
         suites: `.jsonl` files, folders of them, or names of the project's own suites; all of these by default.
         limit: the first so many questions of each suite.
@@ -59,23 +62,26 @@ def benchmark(
         device: cpu or cuda.
     """
     baselines = list(BASELINES) if baselines is None else baselines
+    config = {name: value for name, value in locals().items() if name != "out"}
     if "autoregressive" not in baselines or set(baselines) - set(BASELINES):
         raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate")
+    drafts = drafts or {}
     if clash := set(drafts) & set(BASELINES):
         raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
+    if new_tokens < 1 or repeats < 1:
+        raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
     questions = read_suites(suites, limit)
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
+    for question in questions:  # what cannot be asked at all is refused before anything is written
+        _prompt(model, question, [{"role": "user", "content": question.turns[0]}])
     methods: dict[str, Decoder] = {
         name: Autoregressive(model) if name == "autoregressive" else Generate(model) for name in baselines
     }
     methods |= {name: Speculative(model, draft, depth, nodes, top_k) for name, draft in loaded.items()}
     facts = {
         "command": sys.argv,
-        "config": {
-            "target": target, "suites": suites, "limit": limit, "new_tokens": new_tokens, "repeats": repeats,
-            "dtype": dtype, "device": device, "drafts": drafts, "baselines": baselines,
-        },
+        "config": config | {"fingerprint": model.spec.fingerprint},
         "methods": {name: _facts(method) for name, method in methods.items()},
     }
     Run(Path(out), model, methods, facts).decode(questions, new_tokens, repeats)
@@ -111,17 +117,19 @@ class Run:
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
-            prompt = self.target.chat.prompt(messages)
+            prompt = _prompt(self.target, question, messages)
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
                 for name in names[first:] + names[:first]:
                     decoded = self.methods[name].decode([prompt], new_tokens)[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
-            answer = next(record.text for record in records if record.turn == turn and record.method == "autoregressive")
-            messages.append({"role": "assistant", "content": answer})
+            own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
+            messages.append({"role": "assistant", "content": own.text})
         return records
 
-    def _record(self, question: Question, turn: int, method: str, repeat: int, prompt_tokens: int, decoded: Decoded) -> Record:
+    def _record(
+        self, question: Question, turn: int, method: str, repeat: int, prompt_tokens: int, decoded: Decoded
+    ) -> Record:
         return Record(
             suite=question.suite,
             id=question.id,
@@ -149,20 +157,20 @@ class Run:
         if note.exists():
             earlier = json.loads(note.read_text())
             if any(earlier.get(part) != json.loads(json.dumps(facts[part])) for part in ("config", "methods")):
-                raise ValueError(f"{self.folder} holds records made with other settings: choose another folder or remove it")
-            return self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+                raise ValueError(f"{self.folder} holds records of other settings: choose another folder or remove it")
+            return self.file.read_text(encoding="utf-8").rstrip("\n").split("\n") if self.file.exists() else []
         with atomic(note) as path:
-            path.write_text(json.dumps({**facts, **surroundings()}, indent=1) + "\n")
+            path.write_text(json.dumps({**facts, **surroundings(self.target.device)}, indent=1) + "\n")
         return []
 
 
-def surroundings() -> dict:
+def surroundings(device: torch.device) -> dict:
     """When, where and with what a run was made."""
     packages = ("poss-lightning", "torch", "transformers", "lightning", "torchmetrics", "datasets")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "git": _git(),
@@ -170,13 +178,17 @@ def surroundings() -> dict:
 
 
 def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def _git() -> str | None:
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False)
+    if not shutil.which("git"):
+        return None
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 
@@ -191,11 +203,29 @@ def _facts(method: Decoder) -> dict:
         "allocation": list(drafter.draft.config.allocation),
         "training_depth": drafter.draft.config.depth,
         "parameters": sum(parameter.numel() for parameter in drafter.draft.parameters()),
+        "weights": _digest(drafter.draft),
     }
 
 
+def _digest(draft: Specialists) -> str:
+    digest = hashlib.sha256()
+    for _, tensor in sorted(draft.state_dict().items()):
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def _prompt(target: Target, question: Question, messages: list[dict]) -> list[int]:
+    prompt = target.chat.prompt(messages)
+    try:
+        check_room(target, [prompt], limit=1)
+    except ValueError as error:
+        turn = len(messages) // 2
+        raise ValueError(f"question {question.id} of {question.suite}, turn {turn}: {error}") from error
+    return prompt
+
+
 def _pieces(target: Target, tokens: list[int]) -> list[str]:
-    """The text that each token adds; a letter split over tokens is given to its last."""
-    texts = [target.tokenizer.decode(tokens[:i]) for i in range(len(tokens) + 1)]
-    whole = [text.rstrip("\ufffd") for text in texts]
-    return [after.removeprefix(before) for before, after in zip(whole, whole[1:], strict=False)]
+    """What each token adds to the text: a letter split over tokens belongs to its last; a stop token adds nothing."""
+    *texts, last = [target.chat.text(tokens[:i]) for i in range(len(tokens) + 1)]
+    whole = [*(text.rstrip("\ufffd") for text in texts), last]
+    return [after.removeprefix(before) for before, after in pairwise(whole)]

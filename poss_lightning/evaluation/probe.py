@@ -47,7 +47,9 @@ class Probe(lightning.Callback):
         depth = sum(draft.config.allocation)
         with torch.autocast(pl_module.device.type, enabled=False):
             engine = Speculative(self.target, draft, depth, max(self.nodes, depth + 1), self.top_k)
-            accepted = torch.tensor([a for prompt in self._prompts() for a in engine.decode([prompt], self.new_tokens)[0].accepted])
+            accepted = torch.tensor(
+                [a for prompt in self._prompts() for a in engine.decode([prompt], self.new_tokens)[0].accepted]
+            )
         length, positions = AcceptanceLength(sync_on_compute=False), PositionAcceptance(depth, sync_on_compute=False)
         length.update(accepted)
         positions.update(*rounds(accepted, depth))

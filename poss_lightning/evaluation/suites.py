@@ -1,6 +1,7 @@
 """Suites of prompts: JSON lines with question_id, category and turns, the form of MT-Bench and Spec-Bench."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,14 @@ def read_suites(sources: list[str] | None = None, limit: int | None = None) -> l
         FileNotFoundError: a source is none of them.
         ValueError: a malformed line; the message names file, line and field.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
     files = [path for source in sources or own_suites() for path in _files(source)]
-    return [question for path in files for question in _read(path)[:limit]]
+    questions = [question for path in files for question in _read(path)[:limit]]
+    for name, times in Counter((question.suite, question.id) for question in questions).items():
+        if times > 1:
+            raise ValueError(f"suite {name[0]} has {times} questions with question_id {name[1]!r}; records go by it")
+    return questions
 
 
 def _files(source: str) -> list[Path]:
@@ -45,22 +52,31 @@ def _files(source: str) -> list[Path]:
         return inside
     if source in own_suites():
         return [OWN / f"{source}.jsonl"]
-    raise FileNotFoundError(f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {', '.join(own_suites())}")
+    own = ", ".join(own_suites())
+    raise FileNotFoundError(
+        f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {own}"
+    )
 
 
 def _read(path: Path) -> list[Question]:
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-        turns = record.get("turns") if isinstance(record, dict) else None
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise ValueError(f"{path}:{number} has no `turns`, a list of one or more texts")
-        questions.append(Question(path.stem, record.get("question_id", number), str(record.get("category", "")), turns))
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            questions.append(_question(path, number, line))
     if not questions:
         raise ValueError(f"{path} has no questions")
     return questions
+
+
+def _question(path: Path, number: int, line: bytes) -> Question:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # bytes that are not UTF-8 too
+        raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+    turns = record.get("turns") if isinstance(record, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"{path}:{number} has no `turns`, a list of one or more texts")
+    name = record.get("question_id", number)
+    if isinstance(name, bool) or not isinstance(name, int | str):
+        raise ValueError(f"{path}:{number}: question_id is {name!r}; it must be a number or a name")
+    return Question(path.stem, name, str(record.get("category", "")), turns)

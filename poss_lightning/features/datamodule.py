@@ -33,6 +33,10 @@ class FeatureData(lightning.LightningDataModule):
         super().__init__()
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+        if noise < 0:
+            raise ValueError(f"noise is {noise}; it must be at least 0")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit is {limit}; it must be at least 1")
         self.store = FeatureStore(store)
         self.batch_tokens, self.noise, self.seed, self.workers = batch_tokens, noise, seed, workers
         train, self.held_out = split(self.store.ids, validation, seed)

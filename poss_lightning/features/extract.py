@@ -16,8 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
-from poss_lightning.features.store import ENDS, MANIFEST, SCHEMA, FeatureStore, FileNote, Manifest, StoreError
+from poss_lightning.features import store
+from poss_lightning.features.store import ENDS, MANIFEST, SCHEMA, FileNote, Manifest, StoreError
 from poss_lightning.files import atomic
+from poss_lightning.target.chat import Rendered
 from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
 
@@ -52,7 +54,7 @@ def extract(
         target: "embedded", a local folder or a hub id.
         split: of a hub data set.
         limit: read that many conversations only.
-        max_length: tokens a conversation is cut at.
+        max_length: tokens a conversation is cut at; the target's context at most.
         batch_tokens: tokens of a forward, padding included.
         shard_mb: size of a shard, in MiB of features.
         dtype: bfloat16, float16 or float32, of the target and the features.
@@ -60,7 +62,7 @@ def extract(
         verify: only read the finished store `out` and check every byte of it.
     """
     if verify:
-        FeatureStore(out).verify()
+        store.verify(Path(out))
         return print(f"{out}: every file is as it was written")
     for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
         if value < 1:
@@ -71,7 +73,12 @@ def extract(
 
 
 def write_store(
-    folder: Path, target: Target, conversations: list[Conversation], max_length: int, batch_tokens: int, shard_bytes: int
+    folder: Path,
+    target: Target,
+    conversations: list[Conversation],
+    max_length: int,
+    batch_tokens: int,
+    shard_bytes: int,
 ) -> None:
     """Read conversations with the target and write their store; see `extract`.
 
@@ -79,6 +86,7 @@ def write_store(
         StoreError: `folder` holds a store, or the beginning of one, of other settings.
         CorpusError: no conversation has an assistant's turn within max_length tokens.
     """
+    max_length = min(max_length, target.spec.context)
     texts = _texts(target, conversations, max_length)
     per_token = target.spec.hidden_size * target.dtype.itemsize
     shards = _plan(texts, batch_tokens, shard_bytes // per_token)
@@ -109,13 +117,20 @@ def _texts(target: Target, conversations: list[Conversation], max_length: int) -
     """Render and cut; leave out what has no two tokens of one assistant span; order by length."""
     texts = []
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
-        whole = target.chat.render(conversation.messages)
+        whole = _render(target, conversation)
         spans = [(start, min(stop, max_length)) for start, stop in whole.spans if start < max_length]
         if any(stop - start >= 2 for start, stop in spans):
             texts.append(_Text(conversation.id, whole.tokens[:max_length], spans))
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
     return sorted(texts, key=lambda text: len(text.tokens))
+
+
+def _render(target: Target, conversation: Conversation) -> Rendered:
+    try:
+        return target.chat.render(conversation.messages)
+    except ValueError as error:
+        raise CorpusError(f"conversation {conversation.id}: {error}") from error
 
 
 def _plan(texts: list[_Text], batch_tokens: int, shard_tokens: int) -> list[list[list[_Text]]]:
@@ -144,7 +159,7 @@ def _digest(texts: list[_Text]) -> str:
 
 def _settings(target: Target, texts: list[_Text], max_length: int, batch_tokens: int, shard_bytes: int) -> dict:
     return {
-        "fingerprint": target.spec.fingerprint,
+        "target": target.spec.fingerprint,
         "template": target.spec.template,
         "dtype": str(target.dtype),
         "max_length": max_length,
@@ -156,21 +171,31 @@ def _settings(target: Target, texts: list[_Text], max_length: int, batch_tokens:
 
 def _claim(folder: Path, settings: dict) -> bool:
     """Note the settings; False where the same store is finished; refuse to mix with another."""
-    note = folder / PLAN
-    if (folder / MANIFEST).exists():
-        manifest = FeatureStore(folder).manifest
-        there = {"fingerprint": manifest.target.fingerprint, "template": manifest.target.template, "corpus": manifest.corpus}
-        there |= {"dtype": f"torch.{manifest.dtype}", "max_length": manifest.max_length}
-    elif note.exists():
-        there = json.loads(note.read_text())
-    else:
+    note, finished = folder / PLAN, (folder / MANIFEST).exists()
+    if not finished and not note.exists():
+        if any(folder.glob("shard-*")):
+            raise StoreError(f"{folder} holds shards of an unknown store: choose another folder or remove it")
         with atomic(note) as path:
             path.write_text(json.dumps(settings, indent=1))
-        return True
+    there = _finished(folder) if finished else json.loads(note.read_text())
     changed = [f"{name} {there[name]} (now {settings[name]})" for name in there if there[name] != settings[name]]
     if changed:
-        raise StoreError(f"{folder} holds a store of another kind: {'; '.join(changed)}. Choose another folder or remove it")
-    return not (folder / MANIFEST).exists()
+        words = ", ".join(changed)
+        raise StoreError(f"{folder} holds a store of another kind, {words}: choose another folder or remove it")
+    if finished:
+        note.unlink(missing_ok=True)  # a run may have been killed between the two
+    return not finished
+
+
+def _finished(folder: Path) -> dict:
+    manifest = store.check(folder)
+    return {
+        "target": manifest.target.fingerprint,
+        "template": manifest.target.template,
+        "dtype": f"torch.{manifest.dtype}",
+        "max_length": manifest.max_length,
+        "corpus": manifest.corpus,
+    }
 
 
 def _write_shard(path: Path, target: Target, batches: list[list[_Text]], bar: tqdm) -> None:

@@ -1,9 +1,9 @@
 """The feature store: Arrow shards of samples, the target's frozen ends, and a manifest that says what they are.
 
-    store/
-      manifest.json           target, dtype, max_length, corpus digest, and every file's size and digest; written last
-      ends.safetensors        embedding and LM head, so that training needs no target and cannot meet another one's
-      shard-00000.arrow       samples: id, tokens, greedy, spans, features (raw bytes), memory-mapped when read
+store/
+  manifest.json           target, dtype, max_length, corpus digest, and every file's size and digest; written last
+  ends.safetensors        embedding and LM head, so that training needs no target and cannot meet another one's
+  shard-00000.arrow       samples: id, tokens, greedy, spans, features (raw bytes), memory-mapped when read
 """
 
 import json
@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,14 +78,14 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not path.is_file():
-            raise StoreError(f"{folder} is not a finished feature store: it has no {MANIFEST} (write one with `poss extract`)")
+            raise StoreError(f"{folder} is no finished feature store: it has no {MANIFEST} (`poss extract` writes one)")
         try:
             stored = json.loads(path.read_text())
             stored["target"] = TargetSpec(**stored["target"])
             stored["ends"] = FileNote(**stored["ends"])
             stored["shards"] = tuple(FileNote(**note) for note in stored["shards"])
             return cls(**stored)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{path} is not a manifest this version reads: {error}") from error
 
 
@@ -98,38 +99,57 @@ class Sample(NamedTuple):
     features: Tensor  # (T, D)
 
 
-class FeatureStore:
-    """A finished store, memory-mapped. Opening checks that every file is there in full size; `verify` reads them all.
+def check(folder: Path) -> Manifest:
+    """The manifest, after a look whether every file is there in full size.
 
     Raises:
         StoreError: no finished store there, or a file is missing or truncated.
     """
+    manifest = Manifest.read(folder)
+    for note in (manifest.ends, *manifest.shards):
+        path = folder / note.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != note.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise StoreError(f"{path} {found}, the manifest says {note.bytes}: remove {folder} and extract it again")
+    return manifest
+
+
+def verify(folder: Path) -> None:
+    """Read every byte and compare digests; nothing of a damaged file is parsed.
+
+    Raises:
+        StoreError: as in `check`; or names the first file that is not as it was written.
+    """
+    manifest = check(folder)
+    for note in (manifest.ends, *manifest.shards):
+        if sha256(folder / note.name) != note.sha256:
+            raise StoreError(f"{folder / note.name} was changed since it was written: its digest is not the manifest's")
+
+
+class FeatureStore:
+    """A finished store, memory-mapped. Opening checks every file's size; `verify` reads them all.
+
+    Raises:
+        StoreError: no finished store there, or a file is missing or damaged.
+    """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.manifest = Manifest.read(self.folder)
-        for note in (self.manifest.ends, *self.manifest.shards):
-            self._check_size(note)
-        parts = [datasets.Dataset.from_file(str(self.folder / note.name)) for note in self.manifest.shards]
-        rows = datasets.concatenate_datasets(parts)
+        self.manifest = check(self.folder)
+        rows = datasets.concatenate_datasets([_open(self.folder / note.name) for note in self.manifest.shards])
         self.ids: list[str] = list(rows["id"])
         self.lengths = np.asarray(rows["length"])  # (samples,)
         self._rows = rows.with_format("arrow")
         self._dtype = getattr(torch, self.manifest.dtype)
-
-    def _check_size(self, note: FileNote) -> None:
-        path = self.folder / note.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != note.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise StoreError(f"{path} {found}, the manifest says {note.bytes}: extract the store again")
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Sample:
         row = self._rows[int(index)]
-        tokens, greedy, spans = (row[name][0].values.to_numpy().astype(np.int64) for name in ("tokens", "greedy", "spans"))
+        lists = (row[name][0].values.to_numpy() for name in ("tokens", "greedy", "spans"))
+        tokens, greedy, spans = (values.astype(np.int64) for values in lists)
         raw = np.frombuffer(row["features"][0].as_buffer(), dtype=np.uint8).copy()
         features = torch.from_numpy(raw).view(self._dtype).view(len(tokens), -1)
         return Sample(
@@ -142,7 +162,10 @@ class FeatureStore:
 
     def ends(self) -> Ends:
         """The target's embedding and head."""
-        stored = load_file(self.folder / ENDS)
+        try:
+            stored = load_file(self.folder / ENDS)
+        except SafetensorError as error:
+            raise StoreError(f"{self.folder / ENDS} cannot be read ({error})") from error
         return Ends(stored["embedding"], stored.get("head", stored["embedding"]))
 
     def common_tokens(self, size: int) -> Tensor:
@@ -162,12 +185,9 @@ class FeatureStore:
         commonest = np.argsort(-counts, kind="stable")[:size]
         return torch.from_numpy(np.sort(commonest))
 
-    def verify(self) -> None:
-        """Read every byte and compare digests.
 
-        Raises:
-            StoreError: names the first file that is not as it was written.
-        """
-        for note in (self.manifest.ends, *self.manifest.shards):
-            if sha256(self.folder / note.name) != note.sha256:
-                raise StoreError(f"{self.folder / note.name} was changed since it was written: its digest is not the manifest's")
+def _open(shard: Path) -> datasets.Dataset:
+    try:
+        return datasets.Dataset.from_file(str(shard))
+    except (OSError, ValueError, KeyError) as error:
+        raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error

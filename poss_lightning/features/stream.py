@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 
 def passes_that_count(length: int, spans: list[tuple[int, int]]) -> Tensor:
-    """(T,): pass k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, that is where k <= counts[t].
+    """(T,): pass k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so where k <= counts[t].
 
     A round starts from a root that the target emitted, so its first token too must be the assistant's.
     """
@@ -76,7 +76,7 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
-    """Training and validation indices. A conversation's side depends on its id and the seed alone, not on its neighbours.
+    """Training and validation indices. A conversation's side depends on its id and the seed, not on its neighbours.
 
     Raises:
         ValueError: a side is empty.
@@ -87,7 +87,7 @@ def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list
     held = np.flatnonzero(ranks < validation).tolist()
     kept = np.flatnonzero(ranks >= validation).tolist()
     if not held or not kept:
-        raise ValueError(f"a split of {len(ids)} conversations at validation {validation} leaves a side empty: use more of them")
+        raise ValueError(f"validation {validation} of {len(ids)} conversations leaves a side empty: use more of them")
     return kept, held
 
 
@@ -99,12 +99,13 @@ def stable_number(text: str) -> int:
 class Buckets(Sampler[list[int]]):
     """Batches of samples of like length, `batch_tokens` at most each, padding included; shuffled by (seed, epoch).
 
-    Samples are shuffled, ordered by length within windows of many batches, cut into batches, and these are shuffled.
+    Samples are shuffled, ordered by length (so samples of one length change places from epoch to epoch), cut into
+    batches, and these are shuffled. Every epoch has the same number of batches: Lightning asks for it only once.
     """
 
-    def __init__(self, indices: list[int], lengths: np.ndarray, batch_tokens: int, seed: int | None, window: int = 2048):
+    def __init__(self, indices: list[int], lengths: np.ndarray, batch_tokens: int, seed: int | None):
         self.indices, self.lengths, self.batch_tokens = indices, lengths, batch_tokens
-        self.seed, self.window, self.epoch = seed, window, 0
+        self.seed, self.epoch = seed, 0
 
     @property
     def sampler(self) -> "Buckets":
@@ -122,15 +123,12 @@ class Buckets(Sampler[list[int]]):
         return len(self.batches())
 
     def batches(self) -> list[list[int]]:
-        """The epoch's batches. Without a seed: in order of length, the longest first (it shows at once if memory does)."""
+        """The epoch's batches. Without a seed: the longest first (too little memory shows at once)."""
         if self.seed is None:
             return self._cut(sorted(self.indices, key=lambda i: -self.lengths[i]))
         generator = np.random.default_rng((self.seed, self.epoch))
         order = generator.permutation(self.indices)
-        batches = []
-        for start in range(0, len(order), self.window):
-            window = order[start : start + self.window]
-            batches += self._cut(window[np.argsort(-self.lengths[window], kind="stable")].tolist())
+        batches = self._cut(order[np.argsort(-self.lengths[order], kind="stable")].tolist())
         return [batches[i] for i in generator.permutation(len(batches))]
 
     def _cut(self, ordered: list[int]) -> list[list[int]]:

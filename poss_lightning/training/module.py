@@ -58,7 +58,12 @@ class SpecialistTraining(lightning.LightningModule):
         features = FeatureStore(store)
         vocabulary = features.common_tokens(vocabulary_size) if vocabulary_size else None
         config = DraftConfig(
-            features.manifest.target, tuple(allocation), depth or sum(allocation), detach, intermediate_size, vocabulary_size
+            features.manifest.target,
+            tuple(allocation),
+            depth or sum(allocation),
+            detach,
+            intermediate_size,
+            vocabulary_size,
         )
         self.draft = Specialists(config, vocabulary)
         if start_from:
@@ -68,7 +73,9 @@ class SpecialistTraining(lightning.LightningModule):
         self.register_buffer("pass_weights", weights, persistent=False)  # (K,)
         # Validation looks as deep as the draft will be used, whatever depth it is trained at.
         self.looks = max(config.depth, sum(allocation))
-        self.val_losses = torch.nn.ModuleDict({name: PassMeans(self.looks) for name in ("weighted", "feature", "token", "topk")})
+        self.val_losses = torch.nn.ModuleDict(
+            {name: PassMeans(self.looks) for name in ("weighted", "feature", "token", "topk")}
+        )
         self.val_acceptance = PositionAcceptance(self.looks)
         self.val_drift = FeatureDrift(self.looks)
 
@@ -126,7 +133,14 @@ class SpecialistTraining(lightning.LightningModule):
         predictions = unroll(self.draft, embedded, inputs, depth)
         hp = self.hparams
         losses = pass_losses(
-            predictions, batch.features[:, 1:], batch.counts[:, :-1], self.ends.head, hp.w_feature, hp.w_token, hp.w_topk, chunk=hp.chunk
+            predictions,
+            batch.features[:, 1:],
+            batch.counts[:, :-1],
+            self.ends.head,
+            hp.w_feature,
+            hp.w_token,
+            hp.w_topk,
+            chunk=hp.chunk,
         )
         return losses, predictions
 

@@ -1,0 +1,95 @@
+"""`poss demo`: the main job from end to end, by calling the command line's own commands.
+
+shipped corpus --extract--> features --fit--> eagle --fit--> hass, poss2 --benchmark--> records --> table, report
+"""
+
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+from poss_lightning import cli
+
+CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
+
+
+def demo(
+    out: str = "runs/demo",
+    target: str = "embedded",
+    conversations: int = 500,
+    start_steps: int = 300,
+    steps: int = 120,
+    limit: int = 2,
+    new_tokens: int = 64,
+    nodes: int = 24,
+) -> None:
+    """From a frozen target to a faster decode in about ten minutes on two CPU cores.
+
+    Features of conversations; a single layer trained on them (EAGLE); from it, for equal steps, the same layer on its
+    own features (HASS) and position specialists (PosS-2); then real answers by all of them and by plain decoding.
+    Stages that are finished are not done again.
+
+    Args:
+        out: folder to write.
+        target: "embedded", a local folder or a hub id.
+        conversations: of the shipped corpus.
+        start_steps: training steps of the single layer both others start from.
+        steps: training steps of each of those.
+        limit: questions of each of the six suites.
+        new_tokens: decoded a turn, at most.
+        nodes: of a draft tree, root included.
+    """
+    folder, began = Path(out), time.perf_counter()
+    store = str(folder / "features")
+    _say(1, f"the target reads {conversations} conversations and keeps its features")
+    cli.run("extract", [str(CORPUS), store, "--target", target, "--limit", str(conversations)])
+    _say(2, f"a single layer learns to predict them (EAGLE, {start_steps} steps)")
+    eagle = _fit(folder, "eagle", store, target, start_steps)
+    _say(3, f"from it, the same layer on its own features (HASS, {steps} steps)")
+    hass = _fit(folder, "hass", store, target, steps, eagle)
+    _say(4, f"from it, three specialists for two positions each (PosS-2, {steps} steps)")
+    poss2 = _fit(folder, "poss2", store, target, steps, eagle)
+    _say(5, f"{limit} questions of each suite, answered by plain decoding and by every draft in turn")
+    drafts = [f"--drafts.{name}={path}" for name, path in (("eagle", eagle), ("hass", hass), ("poss2", poss2))]
+    sizes = ["--limit", str(limit), "--new_tokens", str(new_tokens), "--nodes", str(nodes)]
+    cli.run("benchmark", [str(folder / "benchmark"), *drafts, "--target", target, *sizes])
+    records, report = str(folder / "benchmark"), str(folder / "report.html")
+    cli.run("compare", [records, "--reference", "hass"])
+    cli.run("report", [records, "--runs", str(folder), "--out", report])
+    print(f"\nThe page: {report}   ({time.perf_counter() - began:.0f} s)")
+    print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
+
+
+def _fit(folder: Path, name: str, store: str, target: str, steps: int, start_from: str | None = None) -> str:
+    """Train one draft and return its folder."""
+    log = folder / name
+    draft = log / "draft-last"
+    if (log / "done").exists():
+        return str(draft)
+    arguments = ["--config", str(conf("demo.yaml")), "--config", str(conf(f"draft/{name}.yaml")), "--data.store", store]
+    arguments += [
+        f"--trainer.max_steps={steps}",
+        f"--trainer.val_check_interval={steps}",
+        "--trainer.check_val_every_n_epoch=null",
+    ]
+    arguments += ["--trainer.logger=TensorBoardLogger", f"--trainer.logger.save_dir={folder}"]
+    arguments += [f"--trainer.logger.name={name}", "--trainer.logger.version="]
+    arguments += [f"--trainer.default_root_dir={log}"]
+    if start_from:
+        arguments.append(f"--model.start_from={start_from}")
+    cli.run("fit", arguments)
+    (log / "done").touch()
+    return str(draft)
+
+
+def conf(name: str) -> Path:
+    """A file of conf/: beside the package in a checkout, inside it where it was installed from a wheel."""
+    package = Path(str(files("poss_lightning")))
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")
+
+
+def _say(stage: int, what: str) -> None:
+    print(f"\n[{stage}/5] {what}", flush=True)

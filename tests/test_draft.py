@@ -1,0 +1,110 @@
+"""The draft's config, folder and start."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target
+from safetensors.torch import load_file, save_file
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+
+
+@pytest.mark.parametrize(
+    ("allocation", "expected"),
+    [
+        ([6], [0] * 8),
+        ([1] * 6, [0, 1, 2, 3, 4, 5, 5, 5]),
+        ([2, 2, 2], [0, 0, 1, 1, 2, 2, 2, 2]),
+        ([1, 3, 4], [0, 1, 1, 1, 2, 2, 2, 2]),
+    ],
+)
+def test_who_serves_which_position(target, allocation, expected):
+    config = DraftConfig(target.spec, tuple(allocation), 6)
+    assert [config.serving(k) for k in range(1, 9)] == expected
+
+
+@pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
+def test_an_allocation_that_cannot_be_is_refused(target, allocation):
+    with pytest.raises(ValueError, match=r"allocation is .* positive integers"):
+        DraftConfig(target.spec, tuple(allocation), 6)
+
+
+def test_a_depth_that_cannot_be_is_refused(target):
+    with pytest.raises(ValueError, match="depth is 0"):
+        DraftConfig(target.spec, (2,), 0)
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 7)])
+def test_save_then_load_is_identity(target, tmp_path, vocabulary):
+    size = None if vocabulary is None else len(vocabulary)
+    draft = Specialists(DraftConfig(target.spec, (1, 3, 2), 7, False, 40, size), vocabulary)
+    draft.save_pretrained(tmp_path)
+    loaded = Specialists.from_pretrained(tmp_path)
+    assert loaded.config == draft.config
+    assert loaded.state_dict().keys() == draft.state_dict().keys()
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_nothing_frozen_is_stored(target, tmp_path):
+    tiny_draft(target, [2, 2]).save_pretrained(tmp_path)
+    vocabulary = target.spec.vocab_size
+    assert all(vocabulary not in tensor.shape for tensor in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_a_wrong_allocation_does_not_load(target, tmp_path):
+    tiny_draft(target, [2, 2]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"allocation": [2, 2, 2]}))
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit its config\.json"):
+        Specialists.from_pretrained(tmp_path)
+
+
+def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        Specialists.from_pretrained(tmp_path)
+    tiny_draft(target, [2]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"span": 2}))
+    with pytest.raises(ValueError, match=r"config\.json is not a draft's config .*span"):
+        Specialists.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({name: value for name, value in state.items() if name != "fc.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        Specialists.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle is not even opened
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
+        Specialists.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
+        Specialists.from_pretrained("nobody/no-draft")
+
+
+def test_starting_from_fewer_specialists_copies_who_served_the_first_position(target):
+    single, pair, triple = (tiny_draft(target, a, seed) for seed, a in enumerate(([6], [2, 4], [2, 2, 2])))
+    triple.start_from(pair)
+    assert torch.equal(triple.fc.weight, pair.fc.weight)
+    for mine, theirs in ((0, 0), (1, 1), (2, 1)):  # positions 1, 3 and 5
+        assert torch.equal(triple.layers[mine].q_proj.weight, pair.layers[theirs].q_proj.weight)
+    triple.start_from(single)
+    assert all(torch.equal(layer.q_proj.weight, single.layers[0].q_proj.weight) for layer in triple.layers)
+    triple.layers[0].q_proj.weight.data.zero_()  # copies, not the same tensors
+    assert single.layers[0].q_proj.weight.any() and triple.layers[1].q_proj.weight.any()
+
+
+def test_a_start_of_other_sizes_or_another_target_is_refused(target):
+    with pytest.raises(ValueError, match="other sizes"):
+        tiny_draft(target, [2, 2]).start_from(tiny_draft(target, [4], intermediate_size=40))
+    with pytest.raises(ValueError, match="another target: fingerprint"):
+        tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
+
+
+def test_a_single_layer_copied_into_specialists_drafts_the_same(target):
+    from poss_lightning.draft.unroll import unroll
+
+    single, many = tiny_draft(target, [6]), tiny_draft(target, [1, 2, 3], 1)
+    many.start_from(single)
+    embedded, features = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    for a, b in zip(unroll(single, embedded, features, 6), unroll(many, embedded, features, 6), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,48 @@
+"""Writing that is never half done."""
+
+import hashlib
+
+import pytest
+
+from poss_lightning.files import atomic, sha256
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "new" / "file"
+    with atomic(path) as temporary:
+        temporary.write_text("whole")
+        assert temporary.parent == path.parent and not path.exists()
+    assert path.read_text() == "whole" and names(path.parent) == ["file"]
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_temporary(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), atomic(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old" and names(tmp_path) == ["file"]
+
+
+def test_a_failure_before_anything_is_written(tmp_path):
+    with pytest.raises(RuntimeError), atomic(tmp_path / "file"):
+        raise RuntimeError
+    assert names(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_overwritten(tmp_path):
+    with atomic(tmp_path / "file") as temporary:
+        left_by_another = temporary
+    left_by_another.write_text("half")
+    with atomic(tmp_path / "file") as temporary:
+        temporary.write_text("whole")
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
+
+
+def test_sha256(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert sha256(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()

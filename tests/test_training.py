@@ -1,0 +1,146 @@
+"""Training through Lightning on the tiny target: it learns, it logs, and padding is worth nothing."""
+
+from itertools import pairwise
+
+import lightning
+import pytest
+import torch
+from conftest import tiny_target
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.probe import Probe
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import collate
+from poss_lightning.training.callbacks import DraftFolders
+from poss_lightning.training.module import SpecialistTraining
+
+WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    conversations = [
+        Conversation(
+            str(i),
+            [
+                {"role": "user", "content": WORDS[i % 6]},
+                {"role": "assistant", "content": f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)},
+            ],
+        )
+        for i in range(40)
+    ]
+    folder = tmp_path_factory.mktemp("store")
+    write_store(folder, tiny_target(), conversations, 128, 1024, 2**20)
+    return str(folder)
+
+
+def gradients(module, batch):
+    module.zero_grad()
+    losses, _ = module._losses(batch, module.draft.config.depth)
+    losses.weighted.sum().backward()
+    return losses.weighted.detach(), [p.grad.clone() for p in module.draft.parameters()]
+
+
+@pytest.mark.parametrize("allocation", [[6], [2, 2, 2], [1, 3, 2]], ids=str)
+def test_alone_padded_and_in_a_batch_are_one(store, allocation):
+    lightning.seed_everything(0)
+    module = SpecialistTraining(store, allocation, 6)
+    samples = [FeatureStore(store)[i] for i in (0, 20, 39)]
+    loss, gradient = gradients(module, collate(samples))
+    apart = [gradients(module, collate([sample])) for sample in samples]
+    torch.testing.assert_close(loss, sum(a for a, _ in apart), rtol=1e-4, atol=1e-5)
+    for i, together in enumerate(gradient):
+        torch.testing.assert_close(together, sum(g[i] for _, g in apart), rtol=1e-3, atol=1e-5)
+
+
+def fit(store, folder, **changes):
+    lightning.seed_everything(0)
+    module = SpecialistTraining(store, [2, 2], learning_rate=3e-3, warmup=0.05, **changes)
+    trainer = lightning.Trainer(
+        max_steps=60,
+        accelerator="cpu",
+        val_check_interval=30,
+        check_val_every_n_epoch=None,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        log_every_n_steps=5,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=lightning.pytorch.loggers.TensorBoardLogger(folder, name="", version=""),
+        callbacks=[DraftFolders("val/loss", "min")],
+    )
+    trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2))
+    return module, trainer
+
+
+def test_it_learns_logs_and_leaves_a_draft(store, tmp_path):
+    fit(store, tmp_path)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = {f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_drift_cosine")}
+    assert names <= set(events.Tags()["scalars"])
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses[-1] < 0.9 * losses[0]  # the target's own entropy stays
+    draft = Specialists.from_pretrained(tmp_path / "draft-best")
+    assert draft.config.allocation == (2, 2) and draft.config.target == FeatureStore(store).manifest.target
+    assert (tmp_path / "draft-last" / "model.safetensors").is_file()
+
+
+def test_checkpoints_hold_nothing_frozen_and_resume(store, tmp_path):
+    module, trainer = fit(store, tmp_path)
+    assert not any("ends" in name for name in module.state_dict())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = SpecialistTraining(store, [2, 2])
+    again.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
+    assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
+
+
+def test_the_schedule_rises_then_falls_to_nothing(store):
+    module = SpecialistTraining(store, [2], learning_rate=1.0, warmup=0.1)
+    module.trainer = type("Trainer", (), {"estimated_stepping_batches": 100})()
+    factor = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    values = [factor(step) for step in range(101)]
+    assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert values[10] == 1 and values[100] == 0
+    assert all(a > b for a, b in pairwise(values[10:]))
+
+
+def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
+    module = SpecialistTraining(store, [2, 2])
+    probe = Probe(tiny_folder, prompts=2, new_tokens=12, nodes=9, top_k=3)
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[probe],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2))
+    assert 1 <= float(trainer.callback_metrics["probe/tau"]) <= 5
+    assert module.draft.fc.weight.dtype == torch.float32  # the probe decodes with a copy
+
+
+def test_a_vocabulary_of_the_commonest_tokens(store):
+    kept = SpecialistTraining(store, [2], vocabulary_size=40).draft.vocabulary
+    counts = torch.zeros(320, dtype=torch.long)
+    features = FeatureStore(store)
+    for i in range(len(features)):
+        for start, stop in features[i].spans:
+            counts += torch.bincount(features[i].tokens[start:stop], minlength=320)
+    assert len(kept) == 40 and (kept.diff() > 0).all()
+    left_out = torch.ones(320, dtype=torch.bool)
+    left_out[kept] = False
+    assert counts[left_out].max() <= counts[kept].min()
+
+
+def test_eagle_is_watched_as_deep_as_it_will_be_used(store):
+    module = SpecialistTraining(store, [6], depth=1)
+    assert (module.draft.config.depth, module.looks) == (1, 6)
