@@ -3,8 +3,10 @@
 shipped corpus --extract--> features --fit--> eagle --fit--> hass, poss2 --benchmark--> records --> table, report
 """
 
+import logging
 import sys
 import time
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,6 +24,7 @@ def demo(
     limit: int = 2,
     new_tokens: int = 64,
     nodes: int = 24,
+    vocabulary_size: int = 8192,
 ) -> None:
     """From a frozen target to a faster decode in about ten minutes on two CPU cores.
 
@@ -38,17 +41,20 @@ def demo(
         limit: questions of each of the six suites.
         new_tokens: decoded a turn, at most.
         nodes: of a draft tree, root included.
+        vocabulary_size: tokens the drafts may propose, the commonest in the corpus.
     """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     folder, began = Path(out), time.perf_counter()
     store = str(folder / "features")
     _say(1, f"the target reads {conversations} conversations and keeps its features")
     cli.run("extract", [str(CORPUS), store, "--target", target, "--limit", str(conversations)])
     _say(2, f"a single layer learns to predict them (EAGLE, {start_steps} steps)")
-    eagle = _fit(folder, "eagle", store, target, start_steps)
+    fit = partial(_fit, folder, store, vocabulary_size)
+    eagle = fit("eagle", start_steps)
     _say(3, f"from it, the same layer on its own features (HASS, {steps} steps)")
-    hass = _fit(folder, "hass", store, target, steps, eagle)
+    hass = fit("hass", steps, eagle)
     _say(4, f"from it, three specialists for two positions each (PosS-2, {steps} steps)")
-    poss2 = _fit(folder, "poss2", store, target, steps, eagle)
+    poss2 = fit("poss2", steps, eagle)
     _say(5, f"{limit} questions of each suite, answered by plain decoding and by every draft in turn")
     drafts = [f"--drafts.{name}={path}" for name, path in (("eagle", eagle), ("hass", hass), ("poss2", poss2))]
     sizes = ["--limit", str(limit), "--new_tokens", str(new_tokens), "--nodes", str(nodes)]
@@ -60,25 +66,26 @@ def demo(
     print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
 
 
-def _fit(folder: Path, name: str, store: str, target: str, steps: int, start_from: str | None = None) -> str:
-    """Train one draft and return its folder."""
+def _fit(folder: Path, store: str, vocabulary_size: int, name: str, steps: int, start_from: str | None = None) -> str:
+    """Train one draft, if that is not done, and return its folder."""
     log = folder / name
-    draft = log / "draft-last"
-    if (log / "done").exists():
-        return str(draft)
-    arguments = ["--config", str(conf("demo.yaml")), "--config", str(conf(f"draft/{name}.yaml")), "--data.store", store]
-    arguments += [
-        f"--trainer.max_steps={steps}",
-        f"--trainer.val_check_interval={steps}",
-        "--trainer.check_val_every_n_epoch=null",
-    ]
-    arguments += ["--trainer.logger=TensorBoardLogger", f"--trainer.logger.save_dir={folder}"]
-    arguments += [f"--trainer.logger.name={name}", "--trainer.logger.version="]
-    arguments += [f"--trainer.default_root_dir={log}"]
-    if start_from:
-        arguments.append(f"--model.start_from={start_from}")
-    cli.run("fit", arguments)
-    (log / "done").touch()
+    draft, finished = log / "draft-last", log / "finished"
+    if not finished.exists():
+        arguments = {
+            "data.store": store,
+            "model.vocabulary_size": vocabulary_size,
+            "model.start_from": start_from or "null",
+            "trainer.max_steps": steps,
+            "trainer.val_check_interval": steps,
+            "trainer.check_val_every_n_epoch": "null",
+            "trainer.logger": "TensorBoardLogger",
+            "trainer.logger.save_dir": folder,
+            "trainer.logger.name": name,
+            "trainer.logger.version": "",
+        }
+        configs = ["--config", str(conf("demo.yaml")), "--config", str(conf(f"draft/{name}.yaml"))]
+        cli.run("fit", configs + [f"--{option}={value}" for option, value in arguments.items()])
+        finished.touch()
     return str(draft)
 
 

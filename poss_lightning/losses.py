@@ -1,4 +1,4 @@
-"""The loss of a pass: smooth-L1 of features, cross-entropy against the target, its top-K part (docs/METHOD.md, section 5).
+"""The loss of a pass: smooth-L1 of features, cross-entropy against the target, its top-K part (docs/METHOD.md, 5).
 
     L_k = w_feature * mean_D SmoothL1(F̂, f) + w_token * (-Σ_v p log q) + w_topk * (-Σ_{v in top(p)} p log q)
 

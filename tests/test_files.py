@@ -35,9 +35,9 @@ def test_a_failure_before_anything_is_written(tmp_path):
 
 
 def test_what_a_killed_process_left_is_overwritten(tmp_path):
-    with atomic(tmp_path / "file") as temporary:
-        left_by_another = temporary
-    left_by_another.write_text("half")
+    with pytest.raises(RuntimeError), atomic(tmp_path / "file") as temporary:
+        raise RuntimeError
+    temporary.write_text("half")
     with atomic(tmp_path / "file") as temporary:
         temporary.write_text("whole")
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"

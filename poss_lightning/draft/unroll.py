@@ -1,8 +1,8 @@
 """Recursive training: pass k predicts position k at every slot at once, on the draft's own features.
 
 Pass 1 reads the target's features, pass k the output of pass k-1, one slot to the right. Its query at slot t sees one
-key for every slot s <= t, made from the feature that a drafter would hold there (docs/METHOD.md, section 4); for k = 3, with
-digits for the set a key comes from and `.` for hidden:
+key for every slot s <= t, made from the feature that a drafter would hold there (docs/METHOD.md, section 4). For k = 3,
+with digits for the set a key comes from and `.` for hidden:
 
                 key slot s
                 0 1 2 3 4 5

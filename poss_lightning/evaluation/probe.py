@@ -16,7 +16,7 @@ class Probe(lightning.Callback):
     """Decodes a few prompts greedily after every validation and logs τ and the tree's pos-acc.
 
     Args:
-        target: "embedded", a local folder or a hub id; the one the store was made with.
+        target: "embedded", a local folder or a hub id; the name under which the store was made by default.
         suites: files of prompts, or names of the project's own; the first turn of each prompt is decoded.
         prompts: how many of them, taken evenly.
         new_tokens: decoded of each.
@@ -26,7 +26,7 @@ class Probe(lightning.Callback):
 
     def __init__(
         self,
-        target: str = "embedded",
+        target: str | None = None,
         suites: list[str] | None = None,
         prompts: int = 6,
         new_tokens: int = 48,
@@ -42,7 +42,7 @@ class Probe(lightning.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         if self.target is None:
-            self.target = Target.load(self.name, device=str(pl_module.device))
+            self.target = Target.load(self.name or pl_module.draft.config.target.name, device=str(pl_module.device))
         draft = copy.deepcopy(pl_module.draft)
         depth = sum(draft.config.allocation)
         with torch.autocast(pl_module.device.type, enabled=False):

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
@@ -107,6 +108,7 @@ class Target(nn.Module):
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float16 or float32")
         source = embedded.folder() if name == embedded.NAME else name
+        disable_progress_bar()  # loading is a matter of seconds here, and the bar would cut through ours
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))

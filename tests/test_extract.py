@@ -1,0 +1,243 @@
+"""`poss extract`: what it stores, and that a killed run ends with the bytes of one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model, tiny_target
+from tiny import CHATML, tiny_tokenizer
+
+from poss_lightning.corpus.readers import Conversation, CorpusError
+from poss_lightning.features import extract as module
+from poss_lightning.features.extract import extract, write_store
+from poss_lightning.features.store import FeatureStore, StoreError, verify
+from poss_lightning.target.model import Target
+
+ROLES = ("user", "assistant")
+SIZES = {"max_length": 60, "batch_tokens": 200, "shard_bytes": 25_000}
+WORDS = "the draft says what a horse would say four legs question answer please".split()
+
+
+def make_conversations(count: int = 24, seed: int = 0) -> list[Conversation]:
+    """One or two turns of random words, of very different length."""
+    draw = random.Random(seed)
+
+    def text() -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))
+
+    return [
+        Conversation(f"c{i}", [{"role": role, "content": text()} for _ in range(1 + i % 2) for role in ROLES])
+        for i in range(count)
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file, hidden ones too."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def whole(target, tmp_path_factory) -> Path:
+    """An uninterrupted store of several shards."""
+    folder = tmp_path_factory.mktemp("extract") / "store"
+    write_store(folder, target, make_conversations(), **SIZES)
+    return folder
+
+
+def test_the_store_has_shards_of_bounded_size_and_no_other_files(whole):
+    store = FeatureStore(whole)
+    shards = [note.name for note in store.manifest.shards]
+    assert sorted(contents(whole)) == ["ends.safetensors", "manifest.json", *shards] and len(shards) > 2
+    rest = iter(store.lengths.tolist())
+    for name in shards:
+        rows = len(module.store.datasets.Dataset.from_file(str(whole / name)))
+        features = 4 * 32 * sum(next(rest) for _ in range(rows))
+        assert features <= SIZES["shard_bytes"] + 4 * 32 * SIZES["batch_tokens"]
+
+
+def test_samples_are_the_target_reading_each_alone(whole, target):
+    store = FeatureStore(whole)
+    by_name = {conversation.id: conversation for conversation in make_conversations()}
+    assert sorted(store.ids) == sorted(by_name) and store.manifest.tokens == store.lengths.sum()
+    for sample in (store[i] for i in range(len(store))):
+        rendered = target.chat.render(by_name[sample.id].messages)
+        tokens = rendered.tokens[:60]
+        assert sample.tokens.tolist() == tokens
+        assert sample.spans == [(start, min(stop, 60)) for start, stop in rendered.spans if start < 60]
+        features = target.read(torch.tensor([tokens]))[0]
+        torch.testing.assert_close(sample.features, features, rtol=1e-4, atol=1e-4)
+        logits = target.model(torch.tensor([tokens])).logits[0]
+        assert sample.greedy.tolist() == naive_greedy(logits, sample.spans)
+
+
+def naive_greedy(logits: torch.Tensor, spans: list[tuple[int, int]]) -> list[int]:
+    """The target's argmax where an assistant's token follows, else -1."""
+    follows = [any(start <= t + 1 < stop for start, stop in spans) for t in range(len(logits))]
+    return [int(row.argmax()) if here else -1 for row, here in zip(logits, follows, strict=True)]
+
+
+def test_bfloat16_is_stored_as_it_was_computed(tmp_path):
+    target = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer(), "tiny")
+    write_store(tmp_path, target, make_conversations(1), **SIZES)
+    sample = FeatureStore(tmp_path)[0]
+    assert sample.features.dtype == torch.bfloat16
+    assert sample.features.equal(target.read(sample.tokens[None])[0])
+
+
+def test_a_text_is_cut_at_the_context_of_the_target(tmp_path):
+    target = tiny_target(max_position_embeddings=40)
+    write_store(tmp_path, target, make_conversations(), **SIZES | {"max_length": 2048})
+    store = FeatureStore(tmp_path)
+    assert store.lengths.max() == 40 == store.manifest.max_length
+
+
+@pytest.mark.parametrize("forwards", [1, 4, 7])
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(whole, target, tmp_path, monkeypatch, forwards):
+    dies_after(monkeypatch, target, forwards)
+    with pytest.raises(KeyboardInterrupt):
+        write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert not (tmp_path / "manifest.json").exists()
+    with pytest.raises(StoreError, match="no finished feature store"):
+        FeatureStore(tmp_path)
+    monkeypatch.undo()
+    write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert contents(tmp_path) == contents(whole)
+
+
+def dies_after(monkeypatch, target: Target, forwards: int) -> None:
+    read, calls = target.read, []
+
+    def dying(tokens):
+        calls.append(tokens)
+        if len(calls) > forwards:
+            raise KeyboardInterrupt
+        return read(tokens)
+
+    monkeypatch.setattr(target, "read", dying)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "unfinished.json"])
+def test_a_kill_around_any_file_is_survived(whole, target, tmp_path, monkeypatch, name):
+    """Killed with the file half written under its temporary name, and with the file just there."""
+    for when in ("before", "after"):
+        folder = tmp_path / when
+        dies_at(monkeypatch, name, when)
+        with pytest.raises(KeyboardInterrupt):
+            write_store(folder, target, make_conversations(), **SIZES)
+        monkeypatch.undo()
+        write_store(folder, target, make_conversations(), **SIZES)
+        assert contents(folder) == contents(whole)
+
+
+def dies_at(monkeypatch, name: str, when: str) -> None:
+    """As SIGKILL does it: nothing is cleaned up."""
+    replace, unlink = os.replace, Path.unlink
+
+    def dying_replace(source, destination):
+        if Path(destination).name == name:
+            if when == "after":
+                replace(source, destination)
+            monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+            raise KeyboardInterrupt
+        replace(source, destination)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(os, "replace", dying_replace)
+
+
+def test_a_finished_store_is_left_alone(whole, target, monkeypatch):
+    before = contents(whole)
+    dies_after(monkeypatch, target, 0)
+    write_store(whole, target, make_conversations(), **SIZES)
+    assert contents(whole) == before
+
+
+def other_target() -> Target:
+    return tiny_target(seed=1)
+
+
+def other_template() -> Target:
+    return Target(tiny_model(), tiny_tokenizer(CHATML.replace("\n{% endfor", "\n\n{% endfor")), "tiny")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("make", "conversations", "sizes", "word"),
+    [
+        (other_target, 24, {}, "target"),
+        (other_template, 24, {}, "template"),
+        (tiny_target, 24, {"max_length": 59}, "max_length 60 (now 59)"),
+        (tiny_target, 23, {}, "corpus"),
+    ],
+)
+def test_stores_are_not_mixed(
+    whole, target, tmp_path, monkeypatch, finished, make, conversations, sizes, word
+):
+    if not finished:
+        dies_after(monkeypatch, target, 4)
+        with pytest.raises(KeyboardInterrupt):
+            write_store(tmp_path, target, make_conversations(), **SIZES)
+    folder = whole if finished else tmp_path
+    before = contents(folder)
+    with pytest.raises(StoreError, match="holds a store of another kind") as error:
+        write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
+    assert word in str(error.value) and "\n" not in str(error.value)
+    assert contents(folder) == before
+
+
+def test_shards_of_nobody_are_not_taken_over(whole, target, tmp_path):
+    (tmp_path / "shard-00000.arrow").write_bytes((whole / "shard-00000.arrow").read_bytes())
+    with pytest.raises(StoreError, match="shards of an unknown store"):
+        write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert sorted(contents(tmp_path)) == ["shard-00000.arrow"]
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+    strict = CHATML.replace("{% for", "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}{% for", 1)
+    target = Target(tiny_model(), tiny_tokenizer(strict), "tiny")
+    with pytest.raises(CorpusError, match="conversation c1: the chat template refuses"):
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_corpus_without_answers_within_the_length_is_refused(target, tmp_path):
+    with pytest.raises(CorpusError, match="none of the 24 conversations has an answer within 3 tokens"):
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES | {"max_length": 3})
+    assert not (tmp_path / "store").exists()
+
+
+SLEEPY = """
+import sys, time
+from poss_lightning.features import extract
+write = extract._write_shard
+def slow(path, *rest):
+    if path.name == ".shard-00001.arrow.tmp":
+        path.write_bytes(b"half")
+        print("half", flush=True)
+        time.sleep(60)
+    write(path, *rest)
+extract._write_shard = slow
+extract.extract(*sys.argv[1:3], target=sys.argv[3], dtype="float32", batch_tokens=2000, shard_mb=1)
+"""
+
+
+def test_a_true_sigkill_in_the_middle_of_a_shard(tiny_folder, tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    long = [" ".join(WORDS * 8) + f" {i}" for i in range(60)]
+    records = [{"messages": [{"role": role, "content": text} for role in ROLES]} for text in long]
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = [sys.executable, "-c", SLEEPY, str(corpus), str(tmp_path / "killed"), tiny_folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    assert ".shard-00001.arrow.tmp" in contents(tmp_path / "killed")
+    for folder in ("killed", "whole"):
+        extract(str(corpus), str(tmp_path / folder), tiny_folder, dtype="float32", batch_tokens=2000, shard_mb=1)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    verify(tmp_path / "killed")

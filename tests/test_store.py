@@ -1,0 +1,134 @@
+"""The feature store: what is damaged is found and named; what is read is what was written."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_extract import SIZES, make_conversations
+
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.store import FeatureStore, StoreError, verify
+
+
+@pytest.fixture(scope="module")
+def whole(target, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("store") / "store"
+    write_store(folder, target, make_conversations(), **SIZES)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "store"))
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_whole_store_verifies(whole):
+    verify(whole)
+
+
+@pytest.mark.parametrize("name", ["ends.safetensors", "shard-00000.arrow", "shard-00002.arrow"])
+def test_a_flipped_byte_is_found_wherever_it_is_and_the_file_named(folder, name):
+    """Schema, offsets, ids, features, the end: all by digest, so that nothing damaged is parsed."""
+    size = (folder / name).stat().st_size
+    for place in [0, 8, size // 2, size - 1, *np.random.default_rng(0).integers(0, size, 12)]:
+        flip(folder / name, place)
+        with pytest.raises(StoreError, match=f"{name} was changed since it was written"):
+            verify(folder)
+        flip(folder / name, place)
+    verify(folder)
+
+
+def test_a_shard_that_cannot_be_parsed_is_named_on_open(folder):
+    path = folder / "shard-00001.arrow"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match=r"shard-00001\.arrow cannot be read"):
+        FeatureStore(folder)
+
+
+def test_ends_that_cannot_be_parsed_are_named(folder):
+    path = folder / "ends.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match=r"ends\.safetensors cannot be read"):
+        FeatureStore(folder).ends()
+
+
+@pytest.mark.parametrize("name", ["ends.safetensors", "shard-00001.arrow"])
+def test_a_truncated_file_is_found_on_open(folder, name):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[:-1])
+    with pytest.raises(StoreError, match=f"{name} has {len(data) - 1} bytes, the manifest says {len(data)}"):
+        FeatureStore(folder)
+
+
+@pytest.mark.parametrize("name", ["ends.safetensors", "shard-00001.arrow"])
+def test_a_missing_file_is_found_on_open(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(StoreError, match=f"{name} is missing"):
+        FeatureStore(folder)
+
+
+def test_no_store_at_all(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(StoreError, match=r"has no manifest\.json \(`poss extract` writes one\)"):
+            FeatureStore(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"target": 3}', "\xff"])
+def test_what_is_no_manifest_is_named(folder, text):
+    (folder / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(StoreError, match=r"manifest\.json is not a manifest"):
+        FeatureStore(folder)
+
+
+def test_a_manifest_of_unknown_fields_is_refused(folder):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}))
+    with pytest.raises(StoreError, match="colour"):
+        FeatureStore(folder)
+
+
+def test_the_manifest_says_what_the_store_is(whole, target):
+    manifest = FeatureStore(whole).manifest
+    assert manifest.target == target.spec
+    assert (manifest.dtype, manifest.max_length, manifest.samples) == ("float32", 60, 24)
+
+
+def test_reading_a_store_writes_nothing(whole):
+    before = sorted(path.name for path in whole.iterdir())
+    store = FeatureStore(whole)
+    store[0], store.common_tokens(3), store.ends()
+    assert sorted(path.name for path in whole.iterdir()) == before
+
+
+def test_ends_are_the_targets(whole, target):
+    ends = FeatureStore(whole).ends()
+    feature, tokens = torch.randn(3, 32), torch.arange(5)[None]
+    torch.testing.assert_close(ends.logits(feature), target.ends.logits(feature))
+    torch.testing.assert_close(ends.embed(tokens), target.ends.embed(tokens))
+
+
+def test_common_tokens_are_counted_in_answers_only(whole):
+    store = FeatureStore(whole)
+    counts = Counter(
+        int(token) for i in range(len(store)) for span in store[i].spans for token in store[i].tokens[slice(*span)]
+    )
+    chosen = store.common_tokens(10).tolist()
+    assert chosen == sorted(chosen) and len(set(chosen)) == 10
+    assert min(counts[token] for token in chosen) >= max(n for token, n in counts.items() if token not in chosen)
+
+
+def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
+    for size in (0, 321):
+        with pytest.raises(ValueError, match=f"vocabulary_size is {size}"):
+            FeatureStore(whole).common_tokens(size)
