@@ -3,6 +3,7 @@
 Nothing heavy is imported before the command is known, so `poss --help` answers at once.
 """
 
+import logging
 import sys
 import warnings
 from argparse import ArgumentError
@@ -49,7 +50,9 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with its arguments, as the terminal gives them."""
     import jsonargparse
 
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=False)
+    jsonargparse.set_parsing_settings(
+        docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
+    )
     if command in TRAINER:
         return trainer([command, *arguments])
     tool = getattr(import_module(TOOLS[command][0]), command)
@@ -73,6 +76,7 @@ def trainer(arguments: list[str]) -> None:
             parser.link_arguments("data.store", "model.store")
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
+    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)  # config.yaml tells it
     try:
         Cli(
             SpecialistTraining,

@@ -21,7 +21,7 @@ from poss_lightning.target.model import Target
 
 ROLES = ("user", "assistant")
 SIZES = {"max_length": 60, "batch_tokens": 200, "shard_bytes": 25_000}
-WORDS = "the draft says what a horse would say four legs question answer please".split()
+WORDS = ["the", "draft", "says", "what", "a", "horse", "would", "say", "four", "legs", "question", "answer", "please"]
 
 
 def make_conversations(count: int = 24, seed: int = 0) -> list[Conversation]:
@@ -176,9 +176,7 @@ def other_template() -> Target:
         (tiny_target, 23, {}, "corpus"),
     ],
 )
-def test_stores_are_not_mixed(
-    whole, target, tmp_path, monkeypatch, finished, make, conversations, sizes, word
-):
+def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, make, conversations, sizes, word):
     if not finished:
         dies_after(monkeypatch, target, 4)
         with pytest.raises(KeyboardInterrupt):
@@ -199,7 +197,9 @@ def test_shards_of_nobody_are_not_taken_over(whole, target, tmp_path):
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
-    strict = CHATML.replace("{% for", "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}{% for", 1)
+    strict = CHATML.replace(
+        "{% for", "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}{% for", 1
+    )
     target = Target(tiny_model(), tiny_tokenizer(strict), "tiny")
     with pytest.raises(CorpusError, match="conversation c1: the chat template refuses"):
         write_store(tmp_path / "store", target, make_conversations(), **SIZES)

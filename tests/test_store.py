@@ -4,12 +4,14 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from test_extract import SIZES, make_conversations
 
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore, StoreError, verify
 
@@ -132,3 +134,65 @@ def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
     for size in (0, 321):
         with pytest.raises(ValueError, match=f"vocabulary_size is {size}"):
             FeatureStore(whole).common_tokens(size)
+
+
+# --- the DataModule over it ---
+
+
+def make_data(whole: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
+    data = FeatureData(str(whole), **{"batch_tokens": 200, "validation": 0.3, **changes})
+    data.trainer = SimpleNamespace(training=training, current_epoch=epoch)
+    return data
+
+
+def test_every_conversation_is_on_one_side_once(whole):
+    data = make_data(whole)
+    train, held = ([name for batch in loader for name in batch.ids] for loader in loaders(data))
+    assert sorted(train + held) == sorted(data.store.ids) and train and held
+    assert all(batch.tokens.numel() <= 200 for loader in loaders(data) for batch in loader)
+
+
+def loaders(data: FeatureData):
+    return data.train_dataloader(), data.val_dataloader()
+
+
+def test_batches_hold_the_stored_features(whole):
+    data = make_data(whole)
+    by_name = {sample.id: sample for sample in (data.store[i] for i in range(len(data.store)))}
+    for batch in data.train_dataloader():
+        for row, name in enumerate(batch.ids):
+            length = len(by_name[name].tokens)
+            assert batch.tokens[row, :length].equal(by_name[name].tokens)
+            assert batch.features[row, :length].equal(by_name[name].features)
+
+
+def test_a_limit_takes_the_first_of_the_training_side_only(whole):
+    data, limited = make_data(whole), make_data(whole, limit=3)
+    assert limited.train == data.train[:3] and limited.held_out == data.held_out
+
+
+def noise(whole: Path, batch, **changes) -> torch.Tensor:
+    return make_data(whole, **changes).on_after_batch_transfer(batch, 0).inputs - batch.features
+
+
+def test_noise_is_for_training_and_new_in_every_epoch(whole):
+    batch = next(iter(make_data(whole).train_dataloader()))
+    drawn = noise(whole, batch)
+    assert drawn.any() and drawn.equal(noise(whole, batch))
+    assert not drawn.equal(noise(whole, batch, epoch=1)) and not drawn.equal(noise(whole, batch, seed=1))
+    assert not noise(whole, batch, training=False).any() and not noise(whole, batch, noise=0.0).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch_tokens": 0}, "batch_tokens is 0"),
+        ({"noise": -0.1}, r"noise is -0\.1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"validation": 1.0}, r"validation is 1\.0"),
+        ({"validation": 1e-9}, "leaves a side empty"),
+    ],
+)
+def test_numbers_that_cannot_be(whole, change, words):
+    with pytest.raises(ValueError, match=words):
+        make_data(whole, **change)

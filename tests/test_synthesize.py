@@ -53,7 +53,9 @@ def test_answers_are_the_targets_own(tmp_path, loads_at_once):
 
 
 def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path):
-    first, again, other = (write(tmp_path / name, seed=seed) for name, seed in (("a.jsonl", 0), ("b.jsonl", 0), ("c.jsonl", 1)))
+    first, again, other = (
+        write(tmp_path / name, seed=seed) for name, seed in (("a.jsonl", 0), ("b.jsonl", 0), ("c.jsonl", 1))
+    )
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     assert first == again != other
     assert write(tmp_path / "d.jsonl.gz") == first

@@ -1,0 +1,318 @@
+"""`poss benchmark`: lawful records, the same answers by all methods, kill and resume; and the suites it reads."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import tiny_draft, tiny_target
+
+from poss_lightning.decoding.engine import Decoded
+from poss_lightning.evaluation import benchmark as module
+from poss_lightning.evaluation.benchmark import Run, benchmark
+from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.suites import OWN, Question, own_suites, read_suites
+
+QUESTIONS = [
+    {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
+    {"question_id": "eight", "category": "b", "turns": ["Say it, please."]},
+    {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
+]
+METHODS = ("autoregressive", "generate", "chain", "poss")
+
+
+@pytest.fixture(scope="module")
+def inputs(target, tmp_path_factory) -> Path:
+    """A suite and two drafts."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "suite.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    tiny_draft(target, [2]).save_pretrained(folder / "chain")
+    tiny_draft(target, [1, 1]).save_pretrained(folder / "poss")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(inputs, tiny_folder):
+    """Benchmark the tiny target into a folder; keywords change the settings."""
+
+    def start(out: Path, **changes):
+        drafts = {name: str(inputs / name) for name in ("chain", "poss")}
+        settings = {"suites": [str(inputs / "suite.jsonl")], "new_tokens": 12, "nodes": 9, "top_k": 3, "repeats": 2}
+        benchmark(str(out), **{"drafts": drafts, "target": tiny_folder, "dtype": "float32", **settings, **changes})
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(out)
+    return out
+
+
+def untimed(folder: Path) -> list[dict]:
+    """The lines of a folder without what differs from run to run."""
+    lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+# --- what is written ---
+
+
+def test_every_method_answers_every_turn_and_repeat_once(whole):
+    records = read_records(whole)  # a record that can be read obeys its law
+    found = Counter((record.suite, record.id, record.turn, record.repeat, record.method) for record in records)
+    expected = [
+        ("suite", question["question_id"], turn, repeat, method)
+        for question in QUESTIONS
+        for turn in range(len(question["turns"]))
+        for repeat in range(2)
+        for method in METHODS
+    ]
+    assert found == Counter(expected)
+    assert sorted(path.name for path in whole.iterdir()) == ["records.jsonl", "run.json"]
+
+
+def test_in_float32_all_methods_say_the_same(whole):
+    answers: dict[tuple, set] = {}
+    for record in read_records(whole):
+        answers.setdefault((record.id, record.turn), set()).add((tuple(record.tokens), record.text))
+    assert len(answers) == 6 and all(len(said) == 1 for said in answers.values())
+
+
+def test_pieces_make_the_text(whole):
+    for record in read_records(whole):
+        assert "".join(record.pieces) == record.text and len(record.pieces) == record.new_tokens
+
+
+def test_later_turns_follow_the_targets_own_answers(whole, target):
+    records = {(record.id, record.turn, record.method): record for record in read_records(whole)}
+    for question in QUESTIONS:
+        messages = []
+        for turn, text in enumerate(question["turns"]):
+            messages.append({"role": "user", "content": text})
+            for method in METHODS:
+                record = records[question["question_id"], turn, method]
+                assert record.prompt_tokens == len(target.chat.prompt(messages))
+            messages.append({"role": "assistant", "content": record.text})
+
+
+def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
+    facts = json.loads((whole / "run.json").read_text())
+    assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
+    assert {"python", "torch", "transformers", "poss-lightning"} <= facts["versions"].keys()
+    assert facts["git"] is None or facts["git"]
+    assert facts["config"]["new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
+    assert list(facts["methods"]) == list(METHODS)
+    poss = facts["methods"]["poss"]
+    assert (poss["depth"], poss["nodes"], poss["top_k"], poss["allocation"]) == (2, 9, 3, [1, 1])
+
+
+# --- killed, resumed, refused ---
+
+
+@pytest.mark.parametrize(("answers", "questions"), [(1, 0), (11, 1)])  # two to warm up, eight for the first
+def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
+    decode, calls = module.Speculative.decode, []
+
+    def dying(self, *args):
+        calls.append(args)
+        if len(calls) > answers:
+            raise KeyboardInterrupt
+        return decode(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.Speculative, "decode", dying)
+        run(tmp_path)
+    begun = (tmp_path / "records.jsonl").read_text() if (tmp_path / "records.jsonl").exists() else ""
+    assert len({json.loads(line)["id"] for line in begun.splitlines()}) == questions
+    run(tmp_path)
+    assert untimed(tmp_path) == untimed(whole)
+    assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "run.json"]
+
+
+def test_a_finished_run_is_left_alone(whole, run):
+    before = (whole / "records.jsonl").read_bytes()
+    run(whole)
+    assert (whole / "records.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [{"new_tokens": 11}, {"top_k": 2}, {"limit": 1}, {"drafts": {}}, {"repeats": 1}])
+def test_other_settings_in_the_same_folder_are_refused(whole, run, change):
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    with pytest.raises(ValueError, match="holds records of other settings"):
+        run(whole, **change)
+    assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
+
+
+def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
+    drafts = {"d": str(tmp_path / "draft")}
+    tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
+    run(tmp_path / "out", drafts=drafts, limit=1)
+    tiny_draft(target, [2], seed=1).save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="other settings"):
+        run(tmp_path / "out", drafts=drafts, limit=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"new_tokens": 0}, "new_tokens is 0"),
+        ({"repeats": 0}, "repeats 0"),
+        ({"limit": 0}, "limit is 0"),
+        ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
+        ({"depth": -1}, "depth is -1"),
+        ({"baselines": ["generate"]}, "must hold autoregressive"),
+        ({"baselines": ["autoregressive", "beam"]}, "may hold generate"),
+        ({"drafts": {"generate": "x"}}, "like a baseline"),
+        ({"drafts": {"d": "nowhere/at-all"}}, "neither a local folder nor a hub id"),
+        ({"suites": ["nowhere"]}, "none of the project's own"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
+    with pytest.raises((ValueError, OSError), match=words):
+        run(tmp_path / "out", **change)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_of_another_target_is_refused(run, tmp_path):
+    tiny_draft(tiny_target(1), [2]).save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="trained for another target: fingerprint"):
+        run(tmp_path / "out", drafts={"d": str(tmp_path / "draft")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_depth_beyond_the_allocation_is_the_last_specialist_going_on(run, tmp_path):
+    run(tmp_path / "out", depth=5, limit=1)
+    records = read_records(tmp_path / "out")
+    assert len({tuple(record.tokens) for record in records if record.turn == 0}) == 1
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["methods"]["poss"]["depth"] == 5
+
+
+def suite(folder: Path, *turns: list[str]) -> list[str]:
+    path = folder / "made.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question_id": i, "turns": list(texts)}) + "\n" for i, texts in enumerate(turns))
+    )
+    return [str(path)]
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_is_written(run, tmp_path):
+    suites = suite(tmp_path, ["Hi"], ["word " * 600])
+    with pytest.raises(ValueError, match=r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"):
+        run(tmp_path / "out", suites=suites)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversation_that_outgrows_the_context_is_named_and_the_others_are_kept(run, tmp_path):
+    suites = suite(tmp_path, ["Hi"], ["Hi", "word " * 600])
+    with pytest.raises(ValueError, match="question 1 of made, turn 1: a prompt has"):
+        run(tmp_path / "out", suites=suites)
+    assert {record.id for record in read_records(tmp_path / "out")} == {0}
+
+
+# --- the loop, with decoders that only say what they are told ---
+
+
+class Says:
+    """A decoder with one answer, that notes what it was asked."""
+
+    def __init__(self, tokens: list[int], asked: list[tuple[str, list[int]]], name: str):
+        self.tokens, self.asked, self.name = tokens, asked, name
+
+    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
+        self.asked.append((self.name, prompts[0]))
+        accepted = [] if self.name in METHODS[:2] else [0] * (len(self.tokens) - 1)
+        return [Decoded(self.tokens, accepted, {"total": 0.1})]
+
+
+def told(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, list[int]]]]:
+    asked: list[tuple[str, list[int]]] = []
+    methods = {
+        name: Says(target.tokenizer(text).input_ids, asked, name) for name, text in zip(METHODS, texts, strict=False)
+    }
+    return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
+
+
+def test_the_autoregressive_answer_is_the_context_for_all(target, tmp_path):
+    loop, asked = told(target, tmp_path, "autoregressive words", "other words", "wrong words")
+    loop.decode([Question("s", 1, "", ["Hi", "And?"])], 8, repeats=1)
+    messages = [("user", "Hi"), ("assistant", "autoregressive words"), ("user", "And?")]
+    second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
+    assert [prompt == second for _, prompt in asked[-3:]] == [True] * 3
+    assert [prompt == second for _, prompt in asked[:-3]] == [False] * 6  # the warm-up, and the first turn
+
+
+def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
+    loop, asked = told(target, tmp_path, "a", "b", "c")
+    loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)], 8, repeats=2)
+    rounds = [tuple(name for name, _ in asked[start : start + 3]) for start in range(3, len(asked), 3)]
+    assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
+    assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question
+    assert all(first[0] != second[0] for first, second in zip(rounds[::2], rounds[1::2], strict=True))  # repeats
+
+
+def test_line_separators_inside_an_answer_break_no_record(target, tmp_path):
+    questions = [Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])]
+    loop, _ = told(target, tmp_path, "a\u2028b\u0085c")
+    loop.decode(questions[:1], 8, repeats=1)
+    again, _ = told(target, tmp_path, "a\u2028b\u0085c")
+    again.decode(questions, 8, repeats=1)
+    assert [(record.id, record.text) for record in read_records(tmp_path)] == [
+        (1, "a\u2028b\u0085c"),
+        (2, "a\u2028b\u0085c"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])
+def test_a_letter_split_over_tokens_belongs_to_its_last(target, text):
+    tokens = target.tokenizer(text).input_ids
+    pieces = module._pieces(target, tokens)
+    assert "".join(pieces) == text and len(pieces) == len(tokens)
+    cut = module._pieces(target, tokens[:-1])
+    assert "".join(cut) == target.chat.text(tokens[:-1])
+
+
+def test_bytes_that_are_no_text_and_a_stop_token(target):
+    byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
+    tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
+    pieces = module._pieces(target, tokens)
+    assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""
+
+
+# --- suites ---
+
+
+def test_our_own_suites_are_six_of_ten():
+    assert own_suites() == ["chat", "code", "instructions", "maths", "questions", "summaries"]
+    questions = read_suites()
+    assert Counter(question.suite for question in questions) == dict.fromkeys(own_suites(), 10)
+    assert read_suites(limit=2) == [question for name in own_suites() for question in read_suites([name])[:2]]
+    assert read_suites([str(OWN)]) == questions
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (b'{"turns": ["a"]}\n{oops\n', r"suite\.jsonl:2 is not JSON"),
+        (b'{"turns": ["a"]}\n\n\xff\n', r"suite\.jsonl:3 is not JSON"),
+        (b"[1]\n", "suite.jsonl:1 has no `turns`"),
+        (b'{"turns": []}\n', "suite.jsonl:1 has no `turns`"),
+        (b'{"turns": ["a", ""]}\n', "suite.jsonl:1 has no `turns`"),
+        (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
+        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
+        (b"\n", "has no questions"),
+    ],
+)
+def test_malformed_suites_are_named_by_file_and_line(tmp_path, lines, words):
+    (tmp_path / "suite.jsonl").write_bytes(lines)
+    with pytest.raises(ValueError, match=words):
+        read_suites([str(tmp_path / "suite.jsonl")])
+
+
+def test_line_separators_inside_a_turn_break_no_question(tmp_path):
+    turns = ["a\u2028b", "c\u0085d"]
+    (tmp_path / "suite.jsonl").write_text(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
+    assert [question.turns for question in read_suites([str(tmp_path)])] == [turns]

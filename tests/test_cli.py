@@ -1,0 +1,295 @@
+"""The command line: bad input is answered with one clear line and leaves nothing behind; every YAML in conf/ parses."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import tiny_draft, tiny_model, tiny_target
+from tiny import tiny_tokenizer
+
+from poss_lightning import cli
+from poss_lightning.evaluation.records import read_records
+from poss_lightning.features import extract
+
+CONF = Path(__file__).parents[1] / "conf"
+TALK = {
+    "messages": [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four."}]
+}
+
+
+@dataclass
+class Result:
+    code: int | str | None  # what a SystemExit carries: a text is printed, and makes the exit code 1
+    out: str
+    err: str
+
+
+Poss = Callable[..., Result]
+
+
+@pytest.fixture
+def poss(monkeypatch, capsys, tmp_path) -> Poss:
+    """Run a command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["poss", *map(str, arguments)])
+        code = None
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def inputs(target, tiny_folder, tmp_path_factory) -> Path:
+    """A corpus, its store, a suite, a draft, and each of them broken in some way."""
+    folder = tmp_path_factory.mktemp("inputs")
+    Path(folder, "target").symlink_to(tiny_folder)
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(TALK | {"id": i}) + "\n" for i in range(40)))
+    (folder / "malformed.jsonl").write_text(json.dumps(TALK) + "\n{oops\n" + json.dumps(TALK) + "\n[]\n")
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "suite.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["How many legs?"]}) + "\n")
+    (folder / "long.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["word " * 600]}) + "\n")
+    extract.extract(str(folder / "corpus.jsonl"), str(folder / "store"), tiny_folder, dtype="float32")
+    tiny_draft(target, [1, 1]).save_pretrained(folder / "draft")
+    break_things(folder)
+    return folder
+
+
+def break_things(folder: Path) -> None:
+    other = tiny_target(1)
+    tiny_draft(other, [1, 1]).save_pretrained(folder / "draft-of-another")
+    tiny_model(1).save_pretrained(folder / "another")
+    tiny_tokenizer().save_pretrained(folder / "another")
+    shutil.copytree(folder / "target", folder / "no-template")
+    (folder / "no-template" / "chat_template.jinja").unlink()
+    shutil.copytree(folder / "store", folder / "truncated")
+    shard = folder / "truncated" / "shard-00000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    shutil.copytree(folder / "store", folder / "flipped")
+    shard = folder / "flipped" / "shard-00000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-9] + b"flip" + shard.read_bytes()[-5:])
+    shutil.copytree(folder / "draft", folder / "contradicting")
+    config = folder / "contradicting" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
+    (folder / "no-weights").mkdir()
+    shutil.copy(folder / "draft" / "config.json", folder / "no-weights")
+
+
+def says(result: Result, command: str, words: str) -> None:
+    """One clear line, and no other talk of failure."""
+    assert isinstance(result.code, str), f"exit code {result.code}, {result.err}"
+    assert result.code.startswith(f"poss {command}: ") and "\n" not in result.code
+    assert words in result.code
+    assert not any(noise in result.err for noise in ("Traceback", "usage:", "rror")), result.err
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+FLOAT = ("--target", "{inputs}/target", "--dtype", "float32")
+BENCHMARK = ("benchmark", "out", *FLOAT, "--suites", "[{inputs}/suite.jsonl]", "--drafts.d")
+EXTRACT = ("extract", "{inputs}/corpus.jsonl")
+GENERATE = ("generate", "Hi", *FLOAT)
+FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--model.allocation")
+
+BAD = [
+    # the target
+    ((*EXTRACT, "out", "--target", "nowhere/at-all"), "target 'nowhere/at-all' is neither a local folder nor a hub id"),
+    ((*EXTRACT, "out", "--target", "{inputs}/draft"), "is a folder without a whole model"),
+    ((*EXTRACT, "out", "--target", "{inputs}/no-template"), "has no chat template"),
+    ((*EXTRACT, "out", "--target", "{inputs}/target", "--dtype", "int3"), "dtype is 'int3'"),
+    (("synthesize", "out.jsonl", "--target", "nowhere/at-all"), "neither a local folder nor a hub id"),
+    (("synthesize", "out.jsonl", *FLOAT, "--top_p", "2"), "top_p is 2.0"),
+    (("synthesize", "out.jsonl", *FLOAT, "--user_tokens", "500"), "do not fit the 512"),
+    # the corpus
+    (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
+    (("extract", "{inputs}/malformed.jsonl", "out", *FLOAT), "malformed.jsonl: 2 malformed; line 2: not JSON"),
+    (("extract", "nowhere.jsonl", "out", *FLOAT), "nowhere.jsonl is missing"),
+    ((*EXTRACT, "out", *FLOAT, "--max_length", "2"), "none of the 40 conversations has an answer within 2 tokens"),
+    ((*EXTRACT, "out", *FLOAT, "--max_length", "0"), "max_length is 0"),
+    # the store
+    (
+        (*EXTRACT, "{inputs}/store", "--target", "{inputs}/another", "--dtype", "float32"),
+        "store of another kind, target",
+    ),
+    ((*EXTRACT, "{inputs}/store", *FLOAT, "--max_length", "30"), "max_length 512 (now 30)"),
+    ((*EXTRACT, "{inputs}/truncated", "--verify", "true"), "shard-00000.arrow has"),
+    ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
+    (("fit", "--data.store", "missing", "--model.allocation", "[2]"), "missing is no finished feature store"),
+    (("fit", "--data.store", "{inputs}/truncated", "--model.allocation", "[2]"), "shard-00000.arrow has"),
+    ((*FIT, "[2]", "--model.start_from", "{inputs}/draft-of-another"), "has another target: fingerprint"),
+    ((*FIT, "[2]", "--data.validation", "0"), "validation is 0"),
+    ((*FIT, "[2]", "--data.limit", "0"), "limit is 0"),
+    # the draft
+    ((*FIT, "[0, 2]"), "allocation is [0, 2]; it must be a list of positive integers"),
+    ((*FIT, "[]"), "allocation is []"),
+    ((*FIT, "two"), 'Parser key "model.allocation"'),
+    ((*FIT[:-1],), "required: fit.model.allocation"),
+    ((*BENCHMARK, "nowhere/draft"), "draft 'nowhere/draft' is neither a local folder nor a hub id"),
+    ((*BENCHMARK, "{inputs}/no-weights"), "is not a draft: it has no model.safetensors"),
+    ((*BENCHMARK, "{inputs}/contradicting"), "does not fit its config.json"),
+    ((*BENCHMARK, "{inputs}/draft-of-another"), "trained for another target: fingerprint"),
+    ((*GENERATE, "--draft", "{inputs}/draft-of-another"), "trained for another target: fingerprint"),
+    # trees and prompts
+    ((*BENCHMARK, "{inputs}/draft", "--depth", "6", "--nodes", "6"), "nodes is 6, which cannot hold a path of depth 6"),
+    ((*GENERATE, "--draft", "{inputs}/draft", "--depth", "3", "--nodes", "2"), "nodes is 2"),
+    ((*GENERATE, "--new_tokens", "0"), "must be at least 1"),
+    (("generate", "word " * 600, *FLOAT), "tokens; {inputs}/target reads 512, the answer included"),
+    ((*BENCHMARK[:4], *FLOAT, "--suites", "[{inputs}/long.jsonl]"), "question 1 of long, turn 0: a prompt has"),
+    (("benchmark", "out", *FLOAT, "--suites", "[nowhere]"), "suite 'nowhere' is no .jsonl file"),
+    (("benchmark", "out", *FLOAT, "--suites", "[{inputs}/malformed.jsonl]"), "malformed.jsonl:1 has no `turns`"),
+    # the line itself
+    (
+        (*EXTRACT, "out", "--tarrget", "x"),
+        "unrecognized arguments: --tarrget x (poss extract --help tells its options)",
+    ),
+    ((*EXTRACT, "out", "--max_length", "five"), 'Parser key "max_length": Expected a'),
+    (("extract",), "required: corpus, out"),
+    ((*EXTRACT, "out", "--config", "nowhere.yaml"), "File does not exist"),
+    ((*EXTRACT, "out", "--config", str(CONF / "tree" / "chain.yaml")), "'depth' is not accepted"),
+    ((*FIT, "[2]", "--trainer.max_stepss", "3"), "unrecognized arguments: --trainer.max_stepss 3"),
+    ((*FIT, "[2]", "--trainer.accelerator", "abacus"), "accelerator"),
+    (("compare", "nowhere"), "nowhere: no such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD)
+def test_bad_input_is_answered_with_one_line_and_leaves_nothing(poss, inputs, tmp_path, arguments, words):
+    before = left(inputs)
+    result = poss(*(argument.replace("{inputs}", str(inputs)) for argument in arguments))
+    says(result, arguments[0], words.replace("{inputs}", str(inputs)))
+    assert left(tmp_path) == [] and left(inputs) == before
+
+
+def test_an_unknown_command_is_answered_with_those_there_are(poss):
+    for command in ("fitt", "predict", "--verbose"):
+        result = poss(command)
+        assert result.code.startswith(f"poss: no command {command!r}; there are fit, ") and "\n" not in result.code
+
+
+def test_a_probe_of_another_target_is_refused(poss, inputs, tmp_path):
+    probe = {"class_path": "poss_lightning.evaluation.probe.Probe", "init_args": {"target": str(inputs / "another")}}
+    quiet = ("--trainer.accelerator", "cpu", "--trainer.max_steps", "1", "--trainer.num_sanity_val_steps", "0")
+    flags = ("--trainer.logger", "false", "--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar")
+    store = ("fit", "--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
+    result = poss(*store, *quiet, *flags, "false", "--trainer.callbacks", json.dumps([probe]))
+    assert "another target: fingerprint" in result.code and "\n" not in result.code
+
+
+# --- what works ---
+
+
+def test_help_and_version_are_there_at_once():
+    """In a true process, which exits with 0 and has not imported anything heavy."""
+    look = "import sys; from poss_lightning import cli; cli.main(); print('torch' in sys.modules, len(sys.modules))"
+    for option in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
+        heavy, modules = done.stdout.split()[-2:]
+        assert heavy == "False" and int(modules) < 150 and done.stderr == ""
+
+
+def test_a_true_process_prints_one_line_and_fails(inputs, tmp_path):
+    command = [Path(sys.executable).parent / "poss", "extract", inputs / "malformed.jsonl", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("poss extract: ")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", [*cli.TRAINER, *cli.TOOLS])
+def test_every_command_has_help(poss, command):
+    result = poss(command, "--help")
+    assert result.code == 0 and "usage: poss" in result.out and result.err == ""
+
+
+def test_the_commands_go_together(poss, inputs, tmp_path):
+    """Write, read, check, answer: with a depth beyond the allocation, which is allowed."""
+    target = ("--target", inputs / "target", "--dtype", "float32")
+    sizes = ("--conversations", "4", "--batch_size", "4", "--user_tokens", "6", "--answer_tokens", "8")
+    assert poss("synthesize", "corpus.jsonl", *target, *sizes).code is None
+    assert poss("extract", "corpus.jsonl", "store", *target).code is None
+    assert "every file is as it was written" in poss("extract", "corpus.jsonl", "store", "--verify", "true").out
+    plain = poss("generate", "Hi", *target, "--new_tokens", "9").out
+    drafted = poss("generate", "Hi", *target, "--new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
+    assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "tokens a round" in drafted
+    assert left(tmp_path) == sorted(["corpus.jsonl", "store", *(f"store/{name}" for name in FILES)])
+
+
+FILES = ("ends.safetensors", "manifest.json", "shard-00000.arrow")
+
+
+# --- the YAML files ---
+
+TREES, DRAFTS = sorted((CONF / "tree").glob("*.yaml")), sorted((CONF / "draft").glob("*.yaml"))
+
+
+def printed(poss: Poss, *arguments: object) -> dict:
+    result = poss("fit", *arguments, "--data.store", "any", "--print_config")
+    assert result.code == 0, result.code
+    return yaml.safe_load(result.out)
+
+
+def test_every_yaml_is_tried_below():
+    tried = [*TREES, *DRAFTS, *(CONF / name for name in ("data/padded.yaml", "target/embedded.yaml", "demo.yaml"))]
+    assert sorted(CONF.rglob("*.yaml")) == sorted([*tried, CONF / "trainer" / "cpu.yaml"])
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda path: path.stem)
+def test_drafts_parse(poss, draft):
+    config = printed(poss, "--config", draft)["model"]
+    given = yaml.safe_load(draft.read_text())["model"]
+    assert {name: config[name] for name in given} == given and sum(config["allocation"]) == 6
+
+
+@pytest.mark.parametrize("name", ["trainer/cpu.yaml", "demo.yaml"])
+def test_trainings_parse_with_a_draft_and_data(poss, name):
+    config = printed(
+        poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", CONF / name
+    )
+    assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["validation"] == 0.05
+    callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
+    assert {"Probe", "DraftFolders"} <= set(callbacks)
+
+
+def test_an_interpolation_follows_the_command_line(poss, tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "model: {allocation: [2], chunk: '${data.batch_tokens}'}\ndata: {batch_tokens: 9}\n"
+    )
+    config = printed(poss, "--config", "a.yaml", "--data.batch_tokens", "77")
+    assert config["model"]["chunk"] == 77
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda path: path.stem)
+def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
+    common = ("--target", inputs / "target", "--dtype", "float32", "--suites", f"[{inputs / 'suite.jsonl'}]")
+    result = poss("benchmark", "out", "--drafts.d", inputs / "draft", *common, "--new_tokens", "9", "--config", tree)
+    assert result.code is None
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    given = yaml.safe_load(tree.read_text())
+    assert {name: facts["methods"]["d"][name] for name in given} == given
+    assert facts["command"][:3] == ["poss", "benchmark", "out"]
+    assert len({tuple(record.tokens) for record in read_records(tmp_path / "out")}) == 1
+
+
+def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch):
+    asked = []
+
+    def load(*arguments):
+        asked.append(arguments)
+        raise FileNotFoundError("not today")
+
+    monkeypatch.setattr(extract.Target, "load", load)
+    poss("extract", inputs / "corpus.jsonl", "out", "--config", CONF / "target/embedded.yaml")
+    assert asked == [("embedded", "bfloat16", "cpu")]
