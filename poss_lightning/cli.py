@@ -85,6 +85,7 @@ def trainer(arguments: list[str]) -> None:
             parser_kwargs={"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False},
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
+            trainer_defaults={"use_distributed_sampler": False},  # the DataModule shares its batches out itself
         )
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error

@@ -18,6 +18,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
+        temporary.chmod(0o644)  # some writers leave a file that only they may read
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

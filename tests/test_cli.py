@@ -107,7 +107,7 @@ FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--m
 BAD = [
     # the target
     ((*EXTRACT, "out", "--target", "nowhere/at-all"), "target 'nowhere/at-all' is neither a local folder nor a hub id"),
-    ((*EXTRACT, "out", "--target", "{inputs}/draft"), "is a folder without a whole model"),
+    ((*EXTRACT, "out", "--target", "{inputs}/draft"), "is not a whole model"),
     ((*EXTRACT, "out", "--target", "{inputs}/no-template"), "has no chat template"),
     ((*EXTRACT, "out", "--target", "{inputs}/target", "--dtype", "int3"), "dtype is 'int3'"),
     (("synthesize", "out.jsonl", "--target", "nowhere/at-all"), "neither a local folder nor a hub id"),
@@ -185,7 +185,7 @@ def test_a_probe_of_another_target_is_refused(poss, inputs, tmp_path):
     flags = ("--trainer.logger", "false", "--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar")
     store = ("fit", "--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
     result = poss(*store, *quiet, *flags, "false", "--trainer.callbacks", json.dumps([probe]))
-    assert "another target: fingerprint" in result.code and "\n" not in result.code
+    assert "the probe's target is not the store's: fingerprint" in result.code and "\n" not in result.code
 
 
 # --- what works ---

@@ -180,3 +180,14 @@ def test_lightning_shows_every_sample_once_an_epoch_in_new_order(tmp_path):
     for epoch, seen in enumerate(watcher.seen):
         loader.batch_sampler.set_epoch(epoch)
         assert seen == list(loader.batch_sampler)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_share_the_batches_and_take_as_many_steps(world):
+    lengths = np.random.default_rng(0).integers(3, 50, 101)
+    whole = Buckets(list(range(101)), lengths, 128, seed=1).batches()
+    shares = [Buckets(list(range(101)), lengths, 128, 1, rank, world).batches() for rank in range(world)]
+    assert {len(share) for share in shares} == {len(whole) // world}
+    assert sorted(batch for share in shares for batch in share) == sorted(whole[: len(whole) // world * world])
+    held = [Buckets(list(range(101)), lengths, 128, None, rank, world).batches() for rank in range(world)]
+    assert sorted(i for share in held for batch in share for i in batch) == list(range(101))

@@ -1,11 +1,13 @@
 """The target: features and head, trees over an unmodified model, the cache that keeps a path."""
 
 import json
+import shutil
 
 import naive
 import pytest
 import torch
 from conftest import tiny_model, tiny_target
+from safetensors.torch import load_file, save_file
 from test_trees import random_tree
 from tiny import tiny_tokenizer
 from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
@@ -137,10 +139,29 @@ def test_loading_from_a_folder(tiny_folder, target):
 def test_what_cannot_be_loaded_says_why(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
         Target.load("no/such-model")
-    with pytest.raises(FileNotFoundError, match="a folder without a whole model"):
+    with pytest.raises(FileNotFoundError, match="is not a whole model"):
         Target.load(str(tmp_path))
     with pytest.raises(ValueError, match="dtype is 'int3'"):
         Target.load("embedded", "int3")
+
+
+def test_a_target_with_weights_missing_or_cut_is_refused(tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    state = load_file(weights)
+    save_file(
+        {name: value for name, value in state.items() if "layers.1.mlp.up" not in name}, weights, {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"lacks 1 weights, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
+        Target.load(str(tmp_path))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(FileNotFoundError, match="is not a whole model"):
+        Target.load(str(tmp_path))
+
+
+def test_a_device_that_is_not_there_is_refused(tiny_folder):
+    with pytest.raises(ValueError, match="device is 'warp'"):
+        Target.load(tiny_folder, device="warp")
 
 
 def test_the_missing_package_of_the_embedded_target_is_named(monkeypatch):

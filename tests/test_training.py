@@ -144,3 +144,10 @@ def test_a_vocabulary_of_the_commonest_tokens(store):
 def test_eagle_is_watched_as_deep_as_it_will_be_used(store):
     module = SpecialistTraining(store, [6], depth=1)
     assert (module.draft.config.depth, module.looks) == (1, 6)
+
+
+def test_a_single_pass_can_be_validated(store):
+    module = SpecialistTraining(store, [1])
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    values = trainer.validate(module, FeatureData(store, batch_tokens=512, validation=0.2), verbose=False)[0]
+    assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values

@@ -92,7 +92,9 @@ class Speculative:
             raise ValueError(f"the draft was trained for another target: {difference}")
         draft = draft.to(target.device, target.dtype).eval()
         self.target = target
-        self.drafter = Drafter(draft, target.ends, depth or sum(draft.config.allocation), nodes, top_k)
+        self.drafter = Drafter(
+            draft, target.ends, sum(draft.config.allocation) if depth is None else depth, nodes, top_k
+        )
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:

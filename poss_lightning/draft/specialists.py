@@ -43,8 +43,9 @@ class DraftConfig:
             raise ValueError(
                 f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
             )
-        if self.depth < 1:
-            raise ValueError(f"depth is {self.depth}; it must be at least 1")
+        for name in ("depth", "intermediate_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
 
     def serving(self, position: int) -> int:
         """Which specialist (from 0) serves draft position `position` (from 1)."""

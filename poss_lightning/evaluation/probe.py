@@ -33,28 +33,37 @@ class Probe(lightning.Callback):
         nodes: int = 60,
         top_k: int = 10,
     ):
+        if prompts < 1:
+            raise ValueError(f"prompts is {prompts}; it must be at least 1")
         questions = read_suites(suites)
         self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
         self.name, self.new_tokens, self.nodes, self.top_k = target, new_tokens, nodes, top_k
-        self.target: Target | None = None
+
+    def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
+        """Load the target before the first step.
+
+        Raises:
+            ValueError: it is not the one that the store was made with.
+        """
+        if stage == "fit":
+            spec = pl_module.draft.config.target
+            self.target = Target.load(self.name or spec.name, device=str(trainer.strategy.root_device))
+            if difference := self.target.spec.difference(spec):
+                raise ValueError(f"the probe's target is not the store's: {difference}")
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        if self.target is None:
-            self.target = Target.load(self.name or pl_module.draft.config.target.name, device=str(pl_module.device))
-        draft = copy.deepcopy(pl_module.draft)
+        draft = copy.deepcopy(pl_module.draft)  # the engine turns it to the target's dtype
         depth = sum(draft.config.allocation)
-        with torch.autocast(pl_module.device.type, enabled=False):
-            engine = Speculative(self.target, draft, depth, max(self.nodes, depth + 1), self.top_k)
-            accepted = torch.tensor(
-                [a for prompt in self._prompts() for a in engine.decode([prompt], self.new_tokens)[0].accepted]
-            )
+        engine = Speculative(self.target, draft, depth, max(self.nodes, depth + 1), self.top_k)
+        decoded = [engine.decode([prompt], self.new_tokens)[0] for prompt in self._prompts()]
+        accepted = torch.tensor([count for answer in decoded for count in answer.accepted])
         length, positions = AcceptanceLength(sync_on_compute=False), PositionAcceptance(depth, sync_on_compute=False)
         length.update(accepted)
         positions.update(*rounds(accepted, depth))
         pl_module.log("probe/tau", length.compute().to(pl_module.device), prog_bar=True, sync_dist=True)
-        for k, value in enumerate(positions.compute(), 1):
+        for k, value in enumerate(torch.atleast_1d(positions.compute()), 1):
             if not value.isnan():
                 pl_module.log(f"probe_pos_acc_tree/depth_{k}", value.to(pl_module.device), sync_dist=True)
 

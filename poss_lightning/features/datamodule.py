@@ -58,5 +58,6 @@ class FeatureData(lightning.LightningDataModule):
         return batch._replace(inputs=add_noise(batch.features, batch.lengths, self.noise, seeds))
 
     def _loader(self, indices: list[int], seed: int | None) -> DataLoader:
-        batches = Buckets(indices, self.store.lengths, self.batch_tokens, seed)
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        batches = Buckets(indices, self.store.lengths, self.batch_tokens, seed, rank, world)
         return DataLoader(self.store, batch_sampler=batches, collate_fn=collate, num_workers=self.workers)

@@ -101,11 +101,28 @@ class Buckets(Sampler[list[int]]):
 
     Samples are shuffled, ordered by length (so samples of one length change places from epoch to epoch), cut into
     batches, and these are shuffled. Every epoch has the same number of batches: Lightning asks for it only once.
+
+    Args:
+        indices: samples to draw from.
+        lengths: (samples,) tokens of every sample of the store.
+        batch_tokens: slots of a batch.
+        seed: of the order; None for the longest first, always.
+        rank: which of the `world` processes this is; each takes every world-th batch. In training (with a seed) the
+            batches left over are dropped, so that all processes take as many steps.
+        world: how many processes share the batches.
     """
 
-    def __init__(self, indices: list[int], lengths: np.ndarray, batch_tokens: int, seed: int | None):
-        self.indices, self.lengths, self.batch_tokens = indices, lengths, batch_tokens
-        self.seed, self.epoch = seed, 0
+    def __init__(
+        self,
+        indices: list[int],
+        lengths: np.ndarray,
+        batch_tokens: int,
+        seed: int | None,
+        rank: int = 0,
+        world: int = 1,
+    ):
+        self.indices, self.lengths, self.batch_tokens, self.seed = indices, lengths, batch_tokens, seed
+        self.rank, self.world, self.epoch = rank, world, 0
 
     @property
     def sampler(self) -> "Buckets":
@@ -123,13 +140,14 @@ class Buckets(Sampler[list[int]]):
         return len(self.batches())
 
     def batches(self) -> list[list[int]]:
-        """The epoch's batches. Without a seed: the longest first (too little memory shows at once)."""
+        """The epoch's batches of this process. Without a seed: the longest first (too little memory shows at once)."""
         if self.seed is None:
-            return self._cut(sorted(self.indices, key=lambda i: -self.lengths[i]))
+            return self._cut(sorted(self.indices, key=lambda i: -self.lengths[i]))[self.rank :: self.world]
         generator = np.random.default_rng((self.seed, self.epoch))
         order = generator.permutation(self.indices)
         batches = self._cut(order[np.argsort(-self.lengths[order], kind="stable")].tolist())
-        return [batches[i] for i in generator.permutation(len(batches))]
+        shuffled = [batches[i] for i in generator.permutation(len(batches))]
+        return shuffled[self.rank : len(shuffled) - len(shuffled) % self.world : self.world]
 
     def _cut(self, ordered: list[int]) -> list[list[int]]:
         batches: list[list[int]] = []

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -102,22 +104,28 @@ class Target(nn.Module):
             device: where it computes, "cpu" or "cuda".
 
         Raises:
-            FileNotFoundError: no such folder or hub id, or the embedded target's package is missing.
-            ValueError: an unknown dtype; a model whose logits are not head(feature).
+            FileNotFoundError: no such folder or hub id, a damaged one, or the embedded target's package is missing.
+            ValueError: an unknown dtype or device; weights missing; a model whose logits are not head(feature).
         """
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float16 or float32")
-        source = embedded.folder() if name == embedded.NAME else name
+        _check_device(device)
         disable_progress_bar()  # loading is a matter of seconds here, and the bar would cut through ours
+        source = _folder(name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
-        except (OSError, ValueError) as error:
-            local = Path(name).is_dir()
-            kind = (
-                "a folder without a whole model" if local else "neither a local folder nor a hub id that can be reached"
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source, dtype=getattr(torch, dtype), output_loading_info=True
             )
-            raise FileNotFoundError(f"target {name!r} is {kind}: {str(error).splitlines()[0]}") from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            needs = "config.json, tokenizer.json and model.safetensors"
+            raise FileNotFoundError(
+                f"target {name!r} is not a whole model, which needs {needs}: {str(error).splitlines()[0]}"
+            ) from error
+        if missing := sorted(loading["missing_keys"]):
+            raise ValueError(
+                f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew"
+            )
         return cls(model.to(device), tokenizer, name)
 
     @property
@@ -165,6 +173,28 @@ class Target(nn.Module):
                 f"target {self.spec.name!r} ({type(self.model).__name__}) is not supported: its logits are not "
                 "head(feature) (a bias, a soft cap or a scale stands between), so a draft could not share its head"
             )
+
+
+def _folder(name: str) -> Path:
+    """The local folder of a target: the embedded one's, a user's, or a hub id's after its download."""
+    if name == embedded.NAME:
+        return embedded.folder()
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
+        raise FileNotFoundError(
+            f"target {name!r} is neither a local folder nor a hub id that can be reached"
+        ) from error
+
+
+def _check_device(device: str) -> None:
+    """Raise ValueError unless a tensor can be made there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {device!r}, which this machine or this torch does not have; try cpu") from error
 
 
 def causal(count: int, device: torch.device) -> Tensor:

@@ -56,11 +56,11 @@ class SpecialistTraining(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         features = FeatureStore(store)
-        vocabulary = features.common_tokens(vocabulary_size) if vocabulary_size else None
+        vocabulary = None if vocabulary_size is None else features.common_tokens(vocabulary_size)
         config = DraftConfig(
             features.manifest.target,
             tuple(allocation),
-            depth or sum(allocation),
+            sum(allocation) if depth is None else depth,
             detach,
             intermediate_size,
             vocabulary_size,
@@ -99,7 +99,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
 
     def on_validation_epoch_end(self) -> None:
-        means = self.val_losses["weighted"].compute()
+        means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
         self.log("val/loss", (means[: len(self.pass_weights)] * self.pass_weights).sum(), prog_bar=True)
         self._log_by_depth("val_loss", means)
         for name in ("feature", "token", "topk"):
@@ -150,4 +150,6 @@ class SpecialistTraining(lightning.LightningModule):
 
     def _log_by_depth(self, name: str, values: Tensor) -> None:
         """`name/depth_k`, which TensorBoard groups under `name`; positions that nothing reached are left out."""
-        self.log_dict({f"{name}/depth_{k}": value for k, value in enumerate(values, 1) if not value.isnan()})
+        self.log_dict(
+            {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}
+        )
