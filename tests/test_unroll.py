@@ -6,6 +6,7 @@ import torch
 from conftest import tiny_draft
 
 from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.trees import ancestors
 from poss_lightning.draft.unroll import attend, unroll
 
 ALLOCATIONS = ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])
@@ -67,6 +68,29 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation):
     for k in range(1, depth + 1):
         torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0, 0], rtol=1e-4, atol=1e-5)
         assert target.ends.logits(passes[k - 1][0, start + k - 1]).argmax() == chain[0, k - 1]
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
+def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation):
+    """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
+    draft, depth, counts = tiny_draft(target, allocation), 4, [8, 5]
+    tokens, _, features = inputs(target, 8, batch=2)
+    drafter = Drafter(draft, target.ends, depth, nodes=40, top_k=4)
+    drafter.start(2, 64)
+    drafter.read(tokens, features, counts)
+    tree = drafter.grow()
+    seen = ancestors(tree.parents, depth)
+    for row, count in enumerate(counts):
+        for node in range(1, tree.tokens.shape[1]):
+            path = tree.tokens[row, seen[row, node]][1:]  # without the root
+            text = torch.cat([tokens[row, :count], path])
+            known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
+            passes = unroll(draft, target.ends.embed(text)[None], known[None], len(path))
+            steps = [
+                target.ends.logits(output[0, count - 1 + k]).log_softmax(-1)[token]
+                for k, (output, token) in enumerate(zip(passes, path, strict=True))
+            ]
+            torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
 
 
 def test_a_slot_more_in_the_cache_or_one_less_would_be_seen(target):
