@@ -121,7 +121,7 @@ def main() -> None:
         for name, value in figures.items():
             print(f"  {name:<44} {value:10.4f}")
     with atomic("runs/bench/core.json") as path:
-        path.write_text(json.dumps({**surroundings(), **results}, indent=1) + "\n")
+        path.write_text(json.dumps({**surroundings(target.device), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def trainer(arguments: list[str]) -> None:
             parser.link_arguments("data.store", "model.store")
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
-    logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)  # config.yaml tells it
+    warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
+    for room in ("fabric.utilities.seed", "pytorch.utilities.rank_zero"):  # config.yaml tells it; the rest advertises
+        logging.getLogger(f"lightning.{room}").setLevel(logging.WARNING)
     try:
         Cli(
             SpecialistTraining,

@@ -3,7 +3,6 @@
 shipped corpus --extract--> features --fit--> eagle --fit--> hass, poss2 --benchmark--> records --> table, report
 """
 
-import logging
 import sys
 import time
 from functools import partial
@@ -19,11 +18,13 @@ def demo(
     out: str = "runs/demo",
     target: str = "embedded",
     conversations: int = 500,
-    start_steps: int = 300,
+    start_steps: int = 400,
     steps: int = 120,
     limit: int = 2,
-    new_tokens: int = 64,
-    nodes: int = 24,
+    new_tokens: int = 48,
+    depth: int = 4,
+    nodes: int = 16,
+    top_k: int = 6,
     vocabulary_size: int = 8192,
 ) -> None:
     """From a frozen target to a faster decode in about ten minutes on two CPU cores.
@@ -40,10 +41,11 @@ def demo(
         steps: training steps of each of those.
         limit: questions of each of the six suites.
         new_tokens: decoded a turn, at most.
-        nodes: of a draft tree, root included.
+        depth: draft positions of a tree; small, as the drafts are young and the machine may be.
+        nodes: of a tree, root included.
+        top_k: children tried a node.
         vocabulary_size: tokens the drafts may propose, the commonest in the corpus.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     folder, began = Path(out), time.perf_counter()
     store = str(folder / "features")
     _say(1, f"the target reads {conversations} conversations and keeps its features")
@@ -57,8 +59,9 @@ def demo(
     poss2 = fit("poss2", steps, eagle)
     _say(5, f"{limit} questions of each suite, answered by plain decoding and by every draft in turn")
     drafts = [f"--drafts.{name}={path}" for name, path in (("eagle", eagle), ("hass", hass), ("poss2", poss2))]
-    sizes = ["--limit", str(limit), "--new_tokens", str(new_tokens), "--nodes", str(nodes)]
-    cli.run("benchmark", [str(folder / "benchmark"), *drafts, "--target", target, *sizes])
+    sizes = {"limit": limit, "new_tokens": new_tokens, "depth": depth, "nodes": nodes, "top_k": top_k}
+    options = [f"--{name}={value}" for name, value in {"target": target, **sizes}.items()]
+    cli.run("benchmark", [str(folder / "benchmark"), *drafts, *options])
     records, report = str(folder / "benchmark"), str(folder / "report.html")
     cli.run("compare", [records, "--reference", "hass"])
     cli.run("report", [records, "--runs", str(folder), "--out", report])
