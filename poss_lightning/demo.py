@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from poss_lightning import cli
+from poss_lightning.evaluation.records import read_records
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 
@@ -17,11 +18,11 @@ CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 def demo(
     out: str = "runs/demo",
     target: str = "embedded",
-    conversations: int = 500,
-    start_steps: int = 400,
-    steps: int = 120,
+    conversations: int = 400,
+    start_steps: int = 300,
+    steps: int = 80,
     limit: int = 2,
-    new_tokens: int = 48,
+    new_tokens: int = 40,
     depth: int = 4,
     nodes: int = 16,
     top_k: int = 6,
@@ -61,10 +62,13 @@ def demo(
     drafts = [f"--drafts.{name}={path}" for name, path in (("eagle", eagle), ("hass", hass), ("poss2", poss2))]
     sizes = {"limit": limit, "new_tokens": new_tokens, "depth": depth, "nodes": nodes, "top_k": top_k}
     options = [f"--{name}={value}" for name, value in {"target": target, **sizes}.items()]
-    cli.run("benchmark", [str(folder / "benchmark"), *drafts, *options])
     records, report = str(folder / "benchmark"), str(folder / "report.html")
+    cli.run("benchmark", [records, *drafts, *options])
+    _say(6, "and some again in float32, where the answers must be the target's own to the last token")
+    cli.run("benchmark", [f"{folder}/exact", *drafts, *options, "--dtype=float32", "--suites=[questions]"])
     cli.run("compare", [records, "--reference", "hass"])
     cli.run("report", [records, "--runs", str(folder), "--out", report])
+    print(_exactness(Path(f"{folder}/exact")))
     print(f"\nThe page: {report}   ({time.perf_counter() - began:.0f} s)")
     print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
 
@@ -92,6 +96,20 @@ def _fit(folder: Path, store: str, vocabulary_size: int, name: str, steps: int, 
     return str(draft)
 
 
+def _exactness(folder: Path) -> str:
+    """How many float32 answers are plain decoding's, token for token."""
+    answers: dict[tuple, dict[str, list[int]]] = {}
+    for record in read_records(folder):
+        answers.setdefault((record.suite, record.id, record.turn), {})[record.method] = record.tokens
+    pairs = [
+        tokens == by_method["autoregressive"]
+        for by_method in answers.values()
+        for method, tokens in by_method.items()
+        if method != "autoregressive"
+    ]
+    return f"In float32, {sum(pairs)} of {len(pairs)} answers equal plain decoding's, token for token."
+
+
 def conf(name: str) -> Path:
     """A file of conf/: beside the package in a checkout, inside it where it was installed from a wheel."""
     package = Path(str(files("poss_lightning")))
@@ -102,4 +120,4 @@ def conf(name: str) -> Path:
 
 
 def _say(stage: int, what: str) -> None:
-    print(f"\n[{stage}/5] {what}", flush=True)
+    print(f"\n[{stage}/6] {what}", flush=True)
