@@ -43,7 +43,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"poss {command}: {_line(error)}")
     except KeyboardInterrupt:
-        sys.exit(f"poss {command}: interrupted; give the same command again to go on")
+        sys.exit(f"poss {command}: interrupted")
 
 
 def run(command: str, arguments: list[str]) -> None:

@@ -77,6 +77,9 @@ def _fit(folder: Path, store: str, vocabulary_size: int, name: str, steps: int, 
     """Train one draft, if that is not done, and return its folder."""
     log = folder / name
     draft, finished = log / "draft-last", log / "finished"
+    made_of = f"{steps} steps, {vocabulary_size} tokens, from {start_from}"
+    if finished.exists() and finished.read_text() != made_of:
+        raise ValueError(f"{log} was trained otherwise ({finished.read_text()}): choose another --out or remove it")
     if not finished.exists():
         arguments = {
             "data.store": store,
@@ -92,7 +95,7 @@ def _fit(folder: Path, store: str, vocabulary_size: int, name: str, steps: int, 
         }
         configs = ["--config", str(conf("demo.yaml")), "--config", str(conf(f"draft/{name}.yaml"))]
         cli.run("fit", configs + [f"--{option}={value}" for option, value in arguments.items()])
-        finished.touch()
+        finished.write_text(made_of)
     return str(draft)
 
 

@@ -44,7 +44,12 @@ def pass_losses(
         head: (V, D), frozen.
         topk: tokens in the top-K part.
         chunk: slots whose (chunk, V) matrices exist at once.
+
+    Raises:
+        ValueError: chunk below 1.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1 slot")
     somewhere = counts > 0
     deepest = counts[somewhere]  # (S,)
     predicted = torch.stack([prediction[somewhere] for prediction in predictions])  # (K, S, D)

@@ -243,7 +243,9 @@ def printed(poss: Poss, *arguments: object) -> dict:
 
 def test_every_yaml_is_tried_below():
     tried = [*TREES, *DRAFTS, *(CONF / name for name in ("data/padded.yaml", "target/embedded.yaml", "demo.yaml"))]
-    assert sorted(CONF.rglob("*.yaml")) == sorted([*tried, CONF / "trainer" / "cpu.yaml"])
+    assert sorted(CONF.rglob("*.yaml")) == sorted(
+        [*tried, CONF / "trainer" / "cpu.yaml", CONF / "trainer" / "gpu.yaml"]
+    )
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda path: path.stem)
@@ -253,7 +255,7 @@ def test_drafts_parse(poss, draft):
     assert {name: config[name] for name in given} == given and sum(config["allocation"]) == 6
 
 
-@pytest.mark.parametrize("name", ["trainer/cpu.yaml", "demo.yaml"])
+@pytest.mark.parametrize("name", ["trainer/cpu.yaml", "trainer/gpu.yaml", "demo.yaml"])
 def test_trainings_parse_with_a_draft_and_data(poss, name):
     config = printed(
         poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", CONF / name

@@ -20,6 +20,7 @@ def test_written_records_are_read_back(tmp_path):
         Record(**RECORD),
         Record(**{**RECORD, "id": "two", "pieces": list("abcdefg")}),
         Record(**{**RECORD, "method": "generate", "accepted": []}),
+        Record(**{**RECORD, "accepted": [3, 0, 5]}),  # the last round was cut
         Record(**{**RECORD, "new_tokens": 1, "tokens": [2], "accepted": []}),  # the prefill's token was a stop
     ]
     (tmp_path / "records.jsonl").write_text("\n".join(map(to_line, records)) + "\n", encoding="utf-8")
@@ -31,7 +32,10 @@ def test_written_records_are_read_back(tmp_path):
     "change, said",
     [
         ({"accepted": "3"}, "accepted is '3'"),
-        ({"accepted": [3, 0]}, "which emits 6 tokens (1, and accepted + 1 a round); it must emit new_tokens = 7"),
+        (
+            {"accepted": [3, 0]},
+            "which emits 6 to 6 tokens (1, and accepted + 1 a round, the last of which may be cut); it must emit",
+        ),
         ({"accepted": [3, -1, 1]}, "integers of at least 0"),
         ({"method": "generate"}, "it must be [], generate has no rounds"),
         ({"new_tokens": 6}, "new_tokens is 6; it must be 7"),
@@ -39,6 +43,7 @@ def test_written_records_are_read_back(tmp_path):
         ({"seconds": {"draft": 1}}, '"total" above 0'),
         ({"seconds": {"total": float("nan")}}, '"total" above 0'),
         ({"turn": True}, "turn is True; it must be an integer"),
+        ({"accepted": [3, 1, 1]}, "which emits 8 to 9 tokens"),
         ({"text": None}, "text is None; it must be a string"),
     ],
 )

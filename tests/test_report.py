@@ -77,6 +77,16 @@ def test_the_page_shows_the_numbers(tmp_path, run, training):
             assert f"<b>{value.text(form)}</b><small>{value.interval(form)}</small>" in page
     for words in ("Acceptance by position", "cosine to the target", "Validation loss of", "poss benchmark"):
         assert words in page
+    gain = rows[3].speed_gain
+    assert "speed over<br>eagle" in page and f"<b>{gain.text()}</b><small>{gain.interval()}</small>" in page
+
+
+def test_speed_against_the_reference_has_one_column_or_none(tmp_path, capsys, monkeypatch, run):
+    monkeypatch.setenv("COLUMNS", "100")
+    for reference in (None, "generate"):  # none named; one that has its column already
+        page = write_page(tmp_path, str(run[0]), reference=reference)
+        compare(str(run[0]), reference=reference, resamples=50)
+        assert "speed over<br>" not in page and capsys.readouterr().out.count("× generate") == 1
 
 
 def test_the_page_is_complete_in_itself_and_well_formed(tmp_path, run, training):
@@ -118,6 +128,13 @@ def test_spans_are_the_rounds():
     assert [span.kind for span in spans(replace(short, pieces=None), depth=4)] == ["plain"]
 
 
+def test_a_cut_round_has_no_bonus():
+    record = next(record for record in make_records() if record.method == "eagle")
+    facts = {"accepted": [0, 3], "new_tokens": 4, "tokens": [0] * 4, "pieces": list("abcd")}
+    found = [(span.kind, span.text, span.strength) for span in spans(replace(record, **facts), depth=4)]
+    assert found == [("plain", "a", 0), ("bonus", "b", 0), ("accepted", "cd", 0.75)]
+
+
 def test_spans_hold_every_piece_once():
     for record in make_records():
         assert "".join(span.text for span in spans(record, 3)).split() == record.text.split()
@@ -146,6 +163,7 @@ def test_compare_prints_tables_that_fit_100_columns(capsys, monkeypatch, run):
     monkeypatch.setenv("COLUMNS", "100")
     compare(str(run[0]), reference="eagle", resamples=50)
     out = capsys.readouterr().out
+    assert "× eagle" in out
     assert max(map(len, out.splitlines())) <= 100
     row = next(row for row in summarise(run[1], resamples=50) if row.method == "poss-1")
     for words in ("Tokens a round", "pos-acc by position", "Speed", "By suite", "10 prompts", row.tau_micro.text()):

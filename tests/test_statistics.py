@@ -32,7 +32,7 @@ def naive_tau_micro(bags):
 
 
 def naive_tau_macro(bags):
-    return np.mean([np.mean([accepted + 1 for accepted in naive_rounds(bag)]) for bag in bags])
+    return np.mean([np.mean([accepted + 1 for accepted in rounds]) for rounds in map(naive_rounds, bags) if rounds])
 
 
 def naive_pos_acc(bags, k):
@@ -45,8 +45,9 @@ def naive_speed(bags):
     return sum(record.new_tokens for record in records) / sum(record.seconds["total"] for record in records)
 
 
-def test_one_bootstrap_draw_equals_a_loop_over_drawn_prompts():
-    records = make_records(prompts=4)
+@pytest.mark.parametrize("rounds", [20, 2])
+def test_one_bootstrap_draw_equals_a_loop_over_drawn_prompts(rounds):
+    records = make_records(prompts=4, rounds=rounds)
     methods = group(records)
     order = list(dict.fromkeys(key[:2] for key in methods["eagle"]))
     sums = {name: sum_by_prompt(answers, 3) for name, answers in methods.items()}
@@ -126,6 +127,25 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
         interval = estimate(statistics.tau_micro(draw_counts(40, 400, seed), sums))
         hits += interval.low <= truth <= interval.high
     assert 0.89 <= hits / 200 <= 0.99
+
+
+def test_a_drafter_that_is_never_wrong_has_tau_of_one_more_than_its_depth():
+    """Depth 6, 48 new tokens: the prefill's, 6 rounds of 7, and 5 of a round that the limit cut."""
+    plain = make_records(methods=("autoregressive",), prompts=3, rounds=47)
+    never_wrong = [replace(r, method="poss-6", accepted=[6] * 7) for r in plain]
+    row = next(row for row in summarise(plain + never_wrong) if row.method == "poss-6")
+    assert row.rounds == 7 * len(plain)
+    assert (row.tau_micro.value, row.tau_macro.value) == (7, 7)
+    assert [share.value for share in row.pos_acc] == [1] * 6
+
+
+def test_speed_against_the_reference_is_paired():
+    records = make_records()
+    rows = {(row.suite, row.method): row for row in summarise(records, reference="eagle", resamples=50)}
+    held = {row.method: row for row in summarise(records, baseline="eagle", resamples=50) if row.suite == ALL}
+    assert rows[ALL, "eagle"].speed_gain is None
+    for method in ("autoregressive", "generate", "poss-1"):
+        assert rows[ALL, method].speed_gain == held[method].speed_up["eagle"]
 
 
 # --- edges ---

@@ -10,8 +10,18 @@ from conftest import tiny_model, tiny_target
 from safetensors.torch import load_file, save_file
 from test_trees import random_tree
 from tiny import tiny_tokenizer
-from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
+from poss_lightning.decoding.autoregressive import Generate
 from poss_lightning.decoding.trees import ancestors
 from poss_lightning.target import embedded
 from poss_lightning.target.generation import generate, prefill
@@ -105,7 +115,10 @@ def test_the_fingerprint_tells_models_apart_not_names_or_dtypes():
 
 @pytest.mark.parametrize(
     ("config", "model", "extra"),
-    [(GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}), (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8})],
+    [
+        (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}),
+        (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8, "sliding_window": 8192}),
+    ],
 )
 def test_a_model_whose_logits_are_not_head_of_feature_is_refused(config, model, extra):
     sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -116,6 +129,28 @@ def test_a_model_whose_logits_are_not_head_of_feature_is_refused(config, model, 
         torch.nn.init.normal_(parameter, std=0.5)
     with pytest.raises(ValueError, match=r"not head\(feature\)"):
         Target(odd, tiny_tokenizer(), "odd")
+
+
+def test_a_window_shorter_than_the_context_is_refused():
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    with pytest.raises(ValueError, match="a window of 8 tokens, shorter than its context of 512"):
+        Target(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8)), tiny_tokenizer(), "mistral")
+    assert Target(MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=None)), tiny_tokenizer(), "m").spec
+
+
+def test_a_model_without_what_is_needed_is_refused_in_one_line():
+    odd = MambaForCausalLM(MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.* is not supported"):
+        Target(odd, tiny_tokenizer(), "mamba")
+
+
+def test_the_model_s_own_penalties_do_not_reach_the_baseline():
+    model = tiny_model(0)
+    model.generation_config.repetition_penalty = 1.5
+    target = Target(model, tiny_tokenizer(), "tiny")
+    expected = generate(target, [[5, 6, 7]], 30, frozenset())
+    assert [decoded.tokens for decoded in Generate(target).decode([[5, 6, 7]], 30, frozenset())] == expected
 
 
 def test_ends_are_frozen_and_in_no_state_dict(target):

@@ -18,13 +18,15 @@ class Autoregressive:
         """See `Decoder`."""
         stops = self.target.chat.stops if stops is None else stops
         clock = Clock(self.target.device)
-        stream = steps(self.target, prompts, check_room(self.target, prompts, limit), stops)
+        limits = check_room(self.target, prompts, limit)
+        stream = steps(self.target, prompts, max(limits), stops)
         with clock.part("prefill"):
             columns = [next(stream)]
         with clock.part("verify"):  # every step is the target's
             columns += stream
         seconds = clock.total()
-        return [Decoded(until_stop(list(row), stops), [], seconds) for row in zip(*columns, strict=True)]
+        rows = zip(zip(*columns, strict=True), limits, strict=True)
+        return [Decoded(until_stop(list(row[:most]), stops), seconds=seconds) for row, most in rows]
 
 
 class Generate:
@@ -37,7 +39,7 @@ class Generate:
     def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
         """See `Decoder`. Batches are padded on the left, as `generate` wants it."""
         stops = self.target.chat.stops if stops is None else stops
-        limit = check_room(self.target, prompts, limit)
+        limits = check_room(self.target, prompts, limit)
         clock = Clock(self.target.device)
         flipped = pad([prompt[::-1] for prompt in prompts], self.target.device)
         slots = torch.arange(flipped.shape[1], device=flipped.device)
@@ -45,10 +47,11 @@ class Generate:
         output = self.target.model.generate(
             flipped.flip(1),
             attention_mask=(slots < lengths[:, None]).flip(1),
-            max_new_tokens=limit,
+            max_new_tokens=max(limits),
             do_sample=False,
             eos_token_id=sorted(stops) or None,
-            pad_token_id=next(iter(sorted(stops)), 0),
+            pad_token_id=min(stops, default=0),
         )
-        new = output[:, flipped.shape[1] :].tolist()
-        return [Decoded(until_stop(row, stops), [], clock.total()) for row in new]
+        seconds, new = clock.total(), output[:, flipped.shape[1] :].tolist()
+        rows = zip(new, limits, strict=True)
+        return [Decoded(until_stop(row[:most], stops), seconds=seconds) for row, most in rows]

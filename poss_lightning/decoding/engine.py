@@ -1,5 +1,6 @@
 """The loop: draft, verify, judge, commit. The one object that holds caches while sequences are decoded."""
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,12 +22,13 @@ from poss_lightning.target.model import Target
 class Decoded:
     """One prompt's new tokens.
 
-    In the round that a stop token or the limit cuts, `accepted` is what was emitted less one, so that for a drafting
-    method `len(tokens) == 1 + sum(a + 1 for a in accepted)` always: prefill gives one token, a round accepted + 1.
+    Prefill gives one token and a round accepted + 1, so `len(tokens) == 1 + sum(a + 1 for a in accepted)`, or less
+    where a stop token or the limit cut the last round: what the target took there beyond the limit tells of the draft
+    all the same and is counted, what it took beyond a stop token is not.
     """
 
     tokens: list[int]  # up to and with the stop token
-    accepted: list[int] = field(default_factory=list)  # drafted tokens accepted and emitted, round by round
+    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target took, round by round
     seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
 
 
@@ -57,20 +59,18 @@ class Clock:
         return {**self.seconds, "total": time.perf_counter() - self.began}
 
 
-def check_room(target: Target, prompts: list[list[int]], limit: int) -> int:
-    """How many new tokens the target's context leaves to each prompt, `limit` at most.
+def check_room(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
+    """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
 
     Raises:
         ValueError: limit below 1, or a prompt that fills the context.
     """
     if limit < 1:
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
-    longest = max(map(len, prompts), default=0)
-    if longest >= target.spec.context:
-        raise ValueError(
-            f"a prompt has {longest} tokens; {target.spec.name} reads {target.spec.context}, the answer included"
-        )
-    return min(limit, target.spec.context - longest)
+    context, longest = target.spec.context, max(map(len, prompts), default=0)
+    if longest >= context:
+        raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {context}, the answer included")
+    return [min(limit, context - len(prompt)) for prompt in prompts]
 
 
 class Speculative:
@@ -78,7 +78,7 @@ class Speculative:
 
     Args:
         target: the frozen model.
-        draft: the specialists that propose.
+        draft: the specialists that propose; a copy of them is turned to the target's dtype and device.
         depth: draft positions K; None for the depth of the draft's allocation.
         nodes: nodes of a tree, root included.
         top_k: children tried a node; 1 drafts a chain.
@@ -90,7 +90,7 @@ class Speculative:
     def __init__(self, target: Target, draft: Specialists, depth: int | None = None, nodes: int = 60, top_k: int = 10):
         if difference := draft.config.target.difference(target.spec):
             raise ValueError(f"the draft was trained for another target: {difference}")
-        draft = draft.to(target.device, target.dtype).eval()
+        draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
         self.target = target
         self.drafter = Drafter(
             draft, target.ends, sum(draft.config.allocation) if depth is None else depth, nodes, top_k
@@ -100,17 +100,19 @@ class Speculative:
     def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
         """See `Decoder`."""
         stops = self.target.chat.stops if stops is None else stops
-        limit = check_room(self.target, prompts, limit)
+        limits = check_room(self.target, prompts, limit)
         clock = Clock(self.target.device)
-        first = self._prefill(prompts, limit, clock)
+        first = self._prefill(prompts, max(limits), clock)
         texts: list[list[int]] = [[token] for token in first]
         accepted: list[list[int]] = [[] for _ in prompts]
-        while any(going := [len(text) < limit and text[-1] not in stops for text in texts]):
+        while any(
+            going := [len(text) < most and text[-1] not in stops for text, most in zip(texts, limits, strict=True)]
+        ):
             emitted = self._round(going, clock)
             for row in (row for row, goes in enumerate(going) if goes):
-                kept = until_stop(emitted[row][: limit - len(texts[row])], stops)
-                texts[row] += kept
-                accepted[row].append(len(kept) - 1)
+                until = until_stop(emitted[row], stops)
+                accepted[row].append(min(len(until), len(emitted[row]) - 1))
+                texts[row] += until[: limits[row] - len(texts[row])]
         seconds = clock.total()
         return [Decoded(text, row, seconds) for text, row in zip(texts, accepted, strict=True)]
 

@@ -11,7 +11,7 @@ with digits for the set a key comes from and `.` for hidden:
      t     4    0 0 0 1 2 .
            5    0 0 0 0 1 2
 
-That is one causal block (the zeros) and k-1 diagonals, and nothing else is ever computed.
+That is one causal block (the zeros) and k-1 diagonals: scores are (T, T) for the block and (T,) for each diagonal.
 """
 
 import torch

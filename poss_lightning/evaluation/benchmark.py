@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import pairwise
@@ -81,7 +82,7 @@ def benchmark(
     methods |= {name: Speculative(model, draft, depth, nodes, top_k) for name, draft in loaded.items()}
     facts = {
         "command": sys.argv,
-        "config": config | {"fingerprint": model.spec.fingerprint},
+        "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
         "methods": {name: _facts(method) for name, method in methods.items()},
     }
     Run(Path(out), model, methods, facts).decode(questions, new_tokens, repeats)
@@ -203,11 +204,15 @@ def _facts(method: Decoder) -> dict:
         "allocation": list(drafter.draft.config.allocation),
         "training_depth": drafter.draft.config.depth,
         "parameters": sum(parameter.numel() for parameter in drafter.draft.parameters()),
-        "weights": _digest(drafter.draft),
+        "weights": _digest_weights(drafter.draft),
     }
 
 
-def _digest(draft: Specialists) -> str:
+def _digest_questions(questions: list[Question]) -> str:
+    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
+
+
+def _digest_weights(draft: Specialists) -> str:
     digest = hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())

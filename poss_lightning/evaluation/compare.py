@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from poss_lightning.evaluation.records import depths, read_records, read_runs
+from poss_lightning.evaluation.records import BASELINES, depths, read_records, read_runs
 from poss_lightning.evaluation.statistics import Estimate
 from poss_lightning.evaluation.summary import ALL, MethodSummary, summarise
 
@@ -28,7 +28,7 @@ def compare(
     Args:
         records: Files of records, or folders that hold a records.jsonl; several as [a,b].
         baseline: The method whose speed is 1 and whose tokens the others should give.
-        reference: The method that acceptance lengths are held against, for example the single-layer draft.
+        reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
         resamples: Draws of the bootstrap.
         seed: Of the bootstrap.
     """
@@ -41,12 +41,12 @@ def show(summaries: list[MethodSummary], baseline: str, reference: str | None, c
     """Print every table."""
     overall = [summary for summary in summaries if summary.suite == ALL]
     drafted = [summary for summary in overall if summary.rounds]
-    by_suite = [summary for summary in summaries if summary.suite != ALL and summary.rounds]
+    by_suite = [summary for summary in summaries if summary.suite != ALL and summary.method not in BASELINES]
     console.print(f"\n{overall[0].prompts} prompts; under each value its 95 % interval, prompts drawn anew\n")
     if drafted:
         console.print(acceptance_table(drafted, reference))
         console.print(position_table(drafted))
-    console.print(speed_table(overall, baseline))
+    console.print(speed_table(overall, baseline, reference))
     if by_suite:
         console.print(suite_table(by_suite, baseline))
 
@@ -71,14 +71,16 @@ def position_table(summaries: list[MethodSummary]) -> Table:
     return table
 
 
-def speed_table(summaries: list[MethodSummary], baseline: str) -> Table:
-    """Tokens a second, the ratio to every baseline, and how many prompts were answered as the baseline does."""
+def speed_table(summaries: list[MethodSummary], baseline: str, reference: str | None) -> Table:
+    """Tokens a second, its ratios to baselines and reference, and how many prompts were answered like the baseline."""
     present = {name for summary in summaries for name in summary.speed_up}
     baselines = sorted(present, key=lambda name: (name != baseline, name))
-    ratios = [f"× {name}" for name in baselines]
+    apart = [reference] if reference and reference not in baselines else []
+    ratios = [f"× {name}" for name in (*baselines, *apart)]
     table = _table("Speed", ["method"], ["tokens/s", *ratios, f"same tokens as {baseline}, %"])
     for summary in summaries:
         speed_ups = [_cell(summary.speed_up.get(name)) for name in baselines]
+        speed_ups += [_cell(summary.speed_gain) for _ in apart]
         same = Text("") if summary.method == baseline else _cell(summary.identical.percent(), ".0f")
         table.add_row(Text(summary.method), _cell(summary.tokens_per_second, ".1f"), *speed_ups, same)
     return table
@@ -106,7 +108,7 @@ def _cell(value: Estimate | None, form: str = ".2f", between: str = "\n") -> Tex
 def _table(title: str, names: Iterable[str], numbers: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for name in names:
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for number in numbers:
-        table.add_column(Text(number), justify="right")
+        table.add_column(Text(number), justify="right", overflow="fold")
     return table

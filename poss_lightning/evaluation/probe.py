@@ -1,12 +1,11 @@
 """Real decodes during validation: what the draft is worth, not what its loss says."""
 
-import copy
-
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.evaluation.suites import OWN, read_suites
 from poss_lightning.metrics import AcceptanceLength, PositionAcceptance, rounds
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
@@ -17,7 +16,8 @@ class Probe(lightning.Callback):
 
     Args:
         target: "embedded", a local folder or a hub id; the name under which the store was made by default.
-        suites: files of prompts, or names of the project's own; the first turn of each prompt is decoded.
+        suites: files of prompts, or names of the project's own; the first turn of each is decoded. By default twelve
+            that are in no suite, so that a draft chosen here is not chosen on what it is measured on.
         prompts: how many of them, taken evenly.
         new_tokens: decoded of each.
         nodes: of a tree, root included.
@@ -35,7 +35,7 @@ class Probe(lightning.Callback):
     ):
         if prompts < 1:
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
-        questions = read_suites(suites)
+        questions = read_suites([str(OWN / "probe")] if suites is None else suites)
         self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
         self.name, self.new_tokens, self.nodes, self.top_k = target, new_tokens, nodes, top_k
 
@@ -54,18 +54,20 @@ class Probe(lightning.Callback):
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        draft = copy.deepcopy(pl_module.draft)  # the engine turns it to the target's dtype
-        depth = sum(draft.config.allocation)
-        engine = Speculative(self.target, draft, depth, max(self.nodes, depth + 1), self.top_k)
+        depth = sum(pl_module.draft.config.allocation)
+        engine = Speculative(self.target, pl_module.draft, depth, max(self.nodes, depth + 1), self.top_k)
         decoded = [engine.decode([prompt], self.new_tokens)[0] for prompt in self._prompts()]
-        accepted = torch.tensor([count for answer in decoded for count in answer.accepted])
+        accepted = torch.tensor([count for answer in decoded for count in answer.accepted], dtype=torch.long)
+        if not len(accepted):
+            return rank_zero_warn("the probe's answers are too short for one round: give it more prompts or new_tokens")
         length, positions = AcceptanceLength(sync_on_compute=False), PositionAcceptance(depth, sync_on_compute=False)
         length.update(accepted)
         positions.update(*rounds(accepted, depth))
-        pl_module.log("probe/tau", length.compute().to(pl_module.device), prog_bar=True, sync_dist=True)
+        # Every process decodes the same prompts with the same draft, so there is nothing to reduce.
+        pl_module.log("probe/tau", length.compute().to(pl_module.device), prog_bar=True)
         for k, value in enumerate(torch.atleast_1d(positions.compute()), 1):
             if not value.isnan():
-                pl_module.log(f"probe_pos_acc_tree/depth_{k}", value.to(pl_module.device), sync_dist=True)
+                pl_module.log(f"probe_pos_acc_tree/depth_{k}", value.to(pl_module.device))
 
     def _prompts(self) -> list[list[int]]:
         chat = self.target.chat

@@ -42,7 +42,7 @@ def report(
         runs: Folders of training runs, whose TensorBoard files give the feature drift and loss by depth.
         out: The page to write.
         baseline: The method whose speed is 1 and whose tokens the others should give.
-        reference: The method that acceptance lengths are held against, for example the single-layer draft.
+        reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
         prompts: Prompts whose decoded text is shown, spread over the suites.
         resamples: Draws of the bootstrap behind the 95 % intervals.
         seed: Of the bootstrap.
@@ -55,7 +55,7 @@ def report(
     page = _template().render(
         headline=headline(overall, baseline),
         overall=overall,
-        by_suite=[summary for summary in summaries if summary.suite != ALL and summary.rounds],
+        by_suite=[summary for summary in summaries if summary.suite != ALL and summary.method not in BASELINES],
         baseline=baseline,
         baselines=[name for name in dict.fromkeys((baseline, *BASELINES)) if name in {row.method for row in overall}],
         reference=reference,
@@ -74,7 +74,7 @@ def report(
 
 def headline(overall: list[MethodSummary], baseline: str) -> str:
     """The fastest drafting method against the baseline, in a sentence or two."""
-    drafting = [row for row in overall if row.rounds and baseline in row.speed_up]
+    drafting = [row for row in overall if row.method not in BASELINES and baseline in row.speed_up]
     if not drafting:
         speeds = ", ".join(f"{row.method} {row.tokens_per_second.text('.1f')}" for row in overall)
         return f"No method here drafts; tokens per second: {speeds}."
@@ -183,15 +183,15 @@ def decoded_texts(methods: dict[str, Answers], most: dict[str, int], prompts: in
 def spans(record: Record, depth: int) -> list[Span]:
     """The text cut at rounds: the prefill's token, then each round's accepted run and its bonus token.
 
-    In a round cut short by a stop or the length limit, the last token emitted stands where the bonus would.
+    A last round that a stop token or the limit cut ends within its accepted run.
     """
     if record.pieces is None or not record.accepted:
         return [Span("plain", record.text)]
     cut, start = [Span("plain", record.pieces[0])], 1
     for accepted in record.accepted:
-        end, strength = start + accepted, accepted / depth if depth else 0.0
+        end, strength = start + accepted, min(accepted / depth, 1.0) if depth else 0.0
         cut += [Span("accepted", _seen(record.pieces[start:end]), strength)] if accepted else []
-        cut.append(Span("bonus", _seen(record.pieces[end : end + 1])))
+        cut += [Span("bonus", _seen(piece)) for piece in record.pieces[end : end + 1]]  # none after a cut round
         start = end + 1
     return cut
 

@@ -44,7 +44,7 @@ class Sums:
     """One method's records, summed by prompt.
 
     Attributes:
-        reach: (Q, K+1) rounds that accepted at least k tokens, k = 0..K; column 0 counts all rounds.
+        reach: (Q, K+1) rounds that accepted at least k tokens, k = 0..K; column 0 counts them all.
         tokens: (Q,) new tokens.
         seconds: (Q,) total seconds.
     """
@@ -64,7 +64,7 @@ def tau_micro(counts: Floats, sums: Sums) -> Floats:
 
 
 def tau_macro(counts: Floats, sums: Sums) -> Floats:
-    """Mean over prompts of each prompt's mean; a prompt that ended before its first round has none."""
+    """Mean over prompts of each prompt's mean; a prompt without a round has none."""
     means = ratio(sums.reach.sum(1), sums.reach[:, 0])  # (Q,)
     return ratio(counts @ np.nan_to_num(means), counts @ np.isfinite(means).astype(float))
 

@@ -18,6 +18,7 @@ class MethodSummary:
 
     Attributes:
         suite: the suite, or `ALL`.
+        rounds: how many were decoded.
         tau_micro: tokens a round, bonus counted, over all rounds.
         tau_macro: the mean over prompts of each prompt's mean (the published measure).
         pos_acc: entry k-1 is the share of rounds that accept position k, of those that accept k-1.
@@ -26,6 +27,7 @@ class MethodSummary:
         identical: share of prompts whose tokens, in all turns and repeats, are the first baseline's.
         tau_micro_gain: difference to the reference method; None for itself, or if none was named.
         tau_macro_gain: the same for `tau_macro`.
+        speed_gain: ratio of tokens per second to the reference method; None likewise.
     """
 
     suite: str
@@ -40,6 +42,7 @@ class MethodSummary:
     identical: Estimate
     tau_micro_gain: Estimate | None
     tau_macro_gain: Estimate | None
+    speed_gain: Estimate | None
 
 
 def summarise(
@@ -55,7 +58,7 @@ def summarise(
     Args:
         baseline: the method that `speed_up` and `identical` hold the others against; `BASELINES` that are present
             count for `speed_up` as well.
-        reference: the method that `tau_micro_gain` and `tau_macro_gain` are differences to.
+        reference: the method that `tau_micro_gain` and `tau_macro_gain` are differences to, and `speed_gain` a ratio.
         depths: K by method; the most ever accepted for one that is not named.
 
     Raises:
@@ -151,6 +154,7 @@ def _summarise_suite(
             identical=estimate(statistics.share(counts, same_tokens(methods[name], methods[baseline]))),
             tau_micro_gain=estimate(micro[name] - micro[reference]) if reference not in (None, name) else None,
             tau_macro_gain=estimate(macro[name] - macro[reference]) if reference not in (None, name) else None,
+            speed_gain=estimate(speed[name] / speed[reference]) if reference not in (None, name) else None,
         )
         for name, own in sums.items()
     ]

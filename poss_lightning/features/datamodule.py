@@ -16,7 +16,7 @@ class FeatureData(lightning.LightningDataModule):
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
         validation: fraction of conversations held out.
         seed: of the split, the order and the noise.
-        limit: use only the first so many conversations of the split's training side; None for all.
+        limit: use only that many conversations of the split's training side, drawn by the seed; None for all.
         workers: processes that load; 0 loads in the trainer's own (the store is memory-mapped).
     """
 
@@ -40,13 +40,13 @@ class FeatureData(lightning.LightningDataModule):
         self.store = FeatureStore(store)
         self.batch_tokens, self.noise, self.seed, self.workers = batch_tokens, noise, seed, workers
         train, self.held_out = split(self.store.ids, validation, seed)
-        self.train = train[:limit]
+        self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.store.ids[i]}"))[:limit]
 
     def train_dataloader(self) -> DataLoader:
-        return self._loader(self.train, self.seed)
+        return self._loader(self.train, training=True)
 
     def val_dataloader(self) -> DataLoader:
-        return self._loader(self.held_out, None)
+        return self._loader(self.held_out, training=False)
 
     test_dataloader = val_dataloader
 
@@ -57,7 +57,7 @@ class FeatureData(lightning.LightningDataModule):
         seeds = [stable_number(f"{self.seed}/{self.trainer.current_epoch}/{name}") for name in batch.ids]
         return batch._replace(inputs=add_noise(batch.features, batch.lengths, self.noise, seeds))
 
-    def _loader(self, indices: list[int], seed: int | None) -> DataLoader:
+    def _loader(self, indices: list[int], training: bool) -> DataLoader:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        batches = Buckets(indices, self.store.lengths, self.batch_tokens, seed, rank, world)
+        batches = Buckets(indices, self.store.lengths, self.batch_tokens, self.seed, training, rank, world)
         return DataLoader(self.store, batch_sampler=batches, collate_fn=collate, num_workers=self.workers)

@@ -106,9 +106,10 @@ class Buckets(Sampler[list[int]]):
         indices: samples to draw from.
         lengths: (samples,) tokens of every sample of the store.
         batch_tokens: slots of a batch.
-        seed: of the order; None for the longest first, always.
-        rank: which of the `world` processes this is; each takes every world-th batch. In training (with a seed) the
-            batches left over are dropped, so that all processes take as many steps.
+        seed: of the order.
+        training: a new order every epoch, and as many steps for all processes (batches left over are dropped); else
+            one order for good, in which the first batches are a fair sample, and nothing is dropped.
+        rank: which of the `world` processes this is; each takes every world-th batch.
         world: how many processes share the batches.
     """
 
@@ -117,12 +118,14 @@ class Buckets(Sampler[list[int]]):
         indices: list[int],
         lengths: np.ndarray,
         batch_tokens: int,
-        seed: int | None,
+        seed: int,
+        training: bool = True,
         rank: int = 0,
         world: int = 1,
     ):
-        self.indices, self.lengths, self.batch_tokens, self.seed = indices, lengths, batch_tokens, seed
-        self.rank, self.world, self.epoch = rank, world, 0
+        self.indices, self.lengths, self.batch_tokens = indices, lengths, batch_tokens
+        self.seed, self.training, self.epoch = seed, training, 0
+        self.rank, self.world = rank, world
 
     @property
     def sampler(self) -> "Buckets":
@@ -140,14 +143,13 @@ class Buckets(Sampler[list[int]]):
         return len(self.batches())
 
     def batches(self) -> list[list[int]]:
-        """The epoch's batches of this process. Without a seed: the longest first (too little memory shows at once)."""
-        if self.seed is None:
-            return self._cut(sorted(self.indices, key=lambda i: -self.lengths[i]))[self.rank :: self.world]
-        generator = np.random.default_rng((self.seed, self.epoch))
+        """The epoch's batches of this process."""
+        generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))
         order = generator.permutation(self.indices)
         batches = self._cut(order[np.argsort(-self.lengths[order], kind="stable")].tolist())
         shuffled = [batches[i] for i in generator.permutation(len(batches))]
-        return shuffled[self.rank : len(shuffled) - len(shuffled) % self.world : self.world]
+        shared = len(shuffled) - (len(shuffled) % self.world if self.training else 0)
+        return shuffled[self.rank : shared : self.world]
 
     def _cut(self, ordered: list[int]) -> list[list[int]]:
         batches: list[list[int]] = []

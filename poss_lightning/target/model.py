@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.target import embedded
@@ -21,7 +21,7 @@ class TargetSpec:
     """What a store or a draft must know of its target: who it is and how large."""
 
     name: str
-    fingerprint: str  # of the weights: equal for the same model under any name or dtype of loading
+    fingerprint: str  # of the weights: the same for a model under any name, in bfloat16 or the dtype it was saved in
     template: str  # digest of the chat template
     hidden_size: int
     intermediate_size: int
@@ -90,9 +90,13 @@ class Target(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
+        model.generation_config = GenerationConfig()  # a baseline must not inherit the model's penalties or temperature
         self.ends = _ends(model, name)
-        self.spec = _spec(model, self.chat, name)
-        self._check_head()
+        try:
+            self.spec = _spec(model, self.chat, name)
+            self._check()
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 
     @classmethod
     def load(cls, name: str = embedded.NAME, dtype: str = "bfloat16", device: str = "cpu") -> "Target":
@@ -165,13 +169,22 @@ class Target(nn.Module):
         return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     @torch.inference_mode()
-    def _check_head(self) -> None:
+    def _check(self) -> None:
+        """Refuse a model whose logits are not head(feature), or whose features differ behind a cache and a mask."""
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
-        logits, ours = self.model(tokens, use_cache=False).logits, self.ends.logits(self.read(tokens))
+        features = self.read(tokens)
+        logits, ours = self.model(tokens, use_cache=False).logits, self.ends.logits(features)
         if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise ValueError(
                 f"target {self.spec.name!r} ({type(self.model).__name__}) is not supported: its logits are not "
                 "head(feature) (a bias, a soft cap or a scale stands between), so a draft could not share its head"
+            )
+        cached = self.features(tokens, causal(8, self.device), self.cache(1, 8))
+        distance = (cached.float() - features.float()).norm() / features.float().norm()
+        if distance > (1e-3 if self.dtype == torch.float32 else 5e-2):
+            raise ValueError(
+                f"target {self.spec.name!r} ({type(self.model).__name__}) is not supported: its features behind a "
+                f"cache and a 4-D mask are not those of a plain forward (relative distance {distance:.1g})"
             )
 
 
@@ -214,24 +227,31 @@ def _ends(model: nn.Module, name: str) -> Ends:
 
 def _spec(model: nn.Module, chat: Chat, name: str) -> TargetSpec:
     config = model.config.get_text_config()
+    context = config.max_position_embeddings
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window and window < context:
+        raise ValueError(
+            f"target {name!r} ({type(model).__name__}) is not supported: its layers see a window of {window} tokens, "
+            f"shorter than its context of {context}, and the mask of a tree does not hold windows yet"
+        )
     return TargetSpec(
         name=name,
         fingerprint=_fingerprint(model),
         template=chat.digest,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab_size=model.get_output_embeddings().weight.shape[0],
-        context=config.max_position_embeddings,
+        context=context,
         rope_theta=float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
         norm_eps=getattr(config, "rms_norm_eps", 1e-6),
     )
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """A digest of 64 numbers of every parameter, rounded to bfloat16, so that the dtype of loading does not matter."""
+    """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()

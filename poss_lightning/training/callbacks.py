@@ -4,12 +4,15 @@ import math
 from pathlib import Path
 
 import lightning
+from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.training.module import SpecialistTraining
 
 
 class DraftFolders(lightning.Callback):
-    """Writes `draft-last/` after every validation and `draft-best/` whenever `monitor` improves, in the run's folder.
+    """Writes `draft-last/` after every validation and at the end, and `draft-best/` when `monitor` improves.
+
+    Both stand in the run's own folder.
 
     Args:
         monitor: logged value that tells the best draft; the probe's τ by default.
@@ -23,14 +26,23 @@ class DraftFolders(lightning.Callback):
         self.best = -math.inf
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero or trainer.state.fn != "fit":
+        if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        pl_module.draft.save_pretrained(folder / "draft-last")
+        self._save(trainer, pl_module, "draft-last")
         value = trainer.callback_metrics.get(self.monitor)
-        if value is not None and self.sign * float(value) > self.best:
+        if value is None:
+            rank_zero_warn(f"nothing was logged as {self.monitor!r}, so no draft-best is written")
+        elif self.sign * float(value) > self.best:
             self.best = self.sign * float(value)
-            pl_module.draft.save_pretrained(folder / "draft-best")
+            self._save(trainer, pl_module, "draft-best")
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self._save(trainer, pl_module, "draft-last")
+
+    def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks, so all must ask
+        if trainer.is_global_zero:
+            pl_module.draft.save_pretrained(folder / name)
 
     def state_dict(self) -> dict:
         return {"best": self.best}

@@ -54,6 +54,10 @@ class SpecialistTraining(lightning.LightningModule):
         chunk: int = 256,
     ):
         super().__init__()
+        if not 0 <= warmup <= 1:
+            raise ValueError(f"warmup is {warmup}; it must be a fraction of the steps, between 0 and 1")
+        if gamma <= 0 or learning_rate <= 0:
+            raise ValueError(f"gamma is {gamma} and learning_rate {learning_rate}; both must be above 0")
         self.save_hyperparameters()
         features = FeatureStore(store)
         vocabulary = None if vocabulary_size is None else features.common_tokens(vocabulary_size)
@@ -65,10 +69,18 @@ class SpecialistTraining(lightning.LightningModule):
             intermediate_size,
             vocabulary_size,
         )
+        if config.serving(config.depth) < len(allocation) - 1:
+            least = sum(allocation[:-1]) + 1
+            raise ValueError(
+                f"depth is {config.depth}, which never reaches the last specialist of {list(allocation)}: "
+                f"give at least {least}"
+            )
         self.draft = Specialists(config, vocabulary)
         if start_from:
             self.draft.start_from(Specialists.from_pretrained(start_from))
         self.ends = features.ends().restrict(vocabulary)
+        # The ends never change: DDP need not send them around before every forward.
+        self._ddp_params_and_buffers_to_ignore = [f"ends.{name}" for name, _ in self.ends.named_buffers()]
         weights = gamma ** torch.arange(config.depth)
         self.register_buffer("pass_weights", weights, persistent=False)  # (K,)
         # Validation looks as deep as the draft will be used, whatever depth it is trained at.
@@ -84,11 +96,12 @@ class SpecialistTraining(lightning.LightningModule):
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         loss = (means * self.pass_weights).sum()
         self.log("train/loss", loss, prog_bar=True)
-        self._log_by_depth("train_loss", means)
-        self._log_by_depth("train_feature_loss", losses.feature / losses.slots.clamp(min=1))
-        self._log_by_depth("train_token_loss", losses.token / losses.slots.clamp(min=1))
-        reached, passed = self._acceptance(batch, losses)
-        self._log_by_depth("train_pos_acc_unroll", passed / reached.clamp(min=1))
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # reading a value waits for the device
+            self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
+            for name in ("feature", "token", "topk"):
+                self._log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
+            reached, passed = self._acceptance(batch, losses)
+            self._log_by_depth("train_pos_acc_unroll", passed / reached)
         return loss
 
     def validation_step(self, batch: Batch) -> None:
@@ -120,6 +133,8 @@ class SpecialistTraining(lightning.LightningModule):
             weight_decay=self.hparams.weight_decay,
         )
         total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
         rise = max(1, round(self.hparams.warmup * total))
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))
