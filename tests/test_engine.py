@@ -185,7 +185,7 @@ def test_the_embedded_target_decodes_losslessly_in_float32():
 
     torch.set_num_threads(2)
     target = Target.load("embedded", "float32")
-    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 60, 10)
+    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 16, 4)
     for question in read_suites(limit=4)[:20]:
         prompt = target.chat.prompt([{"role": "user", "content": question.turns[0]}])
         assert tokens_of(speculative, [prompt], 128, None) == tokens_of(Generate(target), [prompt], 128, None)

@@ -1,11 +1,15 @@
 """Training through Lightning on the tiny target: it learns, it logs, and padding is worth nothing."""
 
+import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import lightning
 import pytest
 import torch
-from conftest import tiny_target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from poss_lightning.corpus.readers import Conversation
@@ -15,6 +19,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
+from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
 
@@ -22,7 +27,7 @@ WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory, tiny_folder):
     conversations = [
         Conversation(
             str(i),
@@ -34,7 +39,7 @@ def store(tmp_path_factory):
         for i in range(40)
     ]
     folder = tmp_path_factory.mktemp("store")
-    write_store(folder, tiny_target(), conversations, 128, 1024, 2**20)
+    write_store(folder, Target.load(tiny_folder, "float32"), conversations, 128, 1024, 2**20)
     return str(folder)
 
 
@@ -151,3 +156,36 @@ def test_a_single_pass_can_be_validated(store):
     trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
     values = trainer.validate(module, FeatureData(store, batch_tokens=512, validation=0.2), verbose=False)[0]
     assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values
+
+
+def test_two_processes_train_one_draft(store, tiny_folder, tmp_path):
+    """DDP over gloo from the command line: it ends, both take as many steps, and the draft is written once."""
+    options = {
+        "data.store": store,
+        "data.batch_tokens": 256,
+        "data.validation": 0.2,
+        "model.allocation": "[2, 2]",
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 2,
+        "trainer.strategy": "ddp",
+        "trainer.max_steps": 4,
+        "trainer.val_check_interval": 2,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.num_sanity_val_steps": 0,
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.logger.save_dir": tmp_path,
+        "trainer.logger.name": "run",
+        "trainer.logger.version": "",
+        "trainer.callbacks": json.dumps(
+            [
+                {"class_path": "poss_lightning.evaluation.probe.Probe", "init_args": {"prompts": 2, "new_tokens": 6}},
+                {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+            ]
+        ),
+    }
+    command = [Path(sys.executable).parent / "poss", "fit", *(f"--{name}={value}" for name, value in options.items())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("draft-last", "draft-best"):
+        assert Specialists.from_pretrained(tmp_path / "run" / name).config.allocation == (2, 2)
