@@ -23,9 +23,9 @@ def demo(
     steps: int = 80,
     limit: int = 2,
     new_tokens: int = 40,
-    depth: int = 4,
-    nodes: int = 16,
-    top_k: int = 6,
+    depth: int = 3,
+    nodes: int = 10,
+    top_k: int = 4,
     vocabulary_size: int = 8192,
 ) -> None:
     """From a frozen target to a faster decode in about ten minutes on two CPU cores.
