@@ -83,9 +83,13 @@ class Drafter:
             # 1. The specialist of this position predicts the next feature of every frontier node.
             predicted = self._step(k, z, turn, above)  # (B, M, D)
             # 2. Each node's likeliest children, scored by their paths.
-            likely = self.ends.logits(predicted).float().log_softmax(-1).topk(width, dim=-1)
+            logits = self.ends.logits(predicted)  # (B, M, V)
+            likely = logits.topk(width, dim=-1)
+            steps = likely.values.float() - logits.float().logsumexp(
+                -1, keepdim=True
+            )  # cheaper than log_softmax of all V
             tokens = self.ends.token_ids(likely.indices).flatten(1)  # (B, M*k)
-            paths = (scores[..., None] + likely.values).flatten(1)
+            paths = (scores[..., None] + steps.clamp(max=0)).flatten(1)  # a child never ranks above its parent
             grown.append(Tree(tokens, nodes.repeat_interleave(width, dim=1), paths))
             if k == self.depth:
                 break
