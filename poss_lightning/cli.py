@@ -73,7 +73,7 @@ def trainer(arguments: list[str]) -> None:
             return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in TRAINER}
 
         def add_arguments_to_parser(self, parser) -> None:
-            parser.link_arguments("data.store", "model.store")
+            parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch

@@ -33,7 +33,7 @@ def pass_losses(
     w_token: float = 0.1,
     w_topk: float = 1.0,
     topk: int = 10,
-    chunk: int = 256,
+    chunk: int = 128,
 ) -> PassLosses:
     """Losses of K passes against the target's features.
 
@@ -51,58 +51,63 @@ def pass_losses(
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1 slot")
     somewhere = counts > 0
-    deepest = counts[somewhere]  # (S,)
     predicted = torch.stack([prediction[somewhere] for prediction in predictions])  # (K, S, D)
-    wanted = features[somewhere]  # (S, D)
     passes = torch.arange(1, len(predictions) + 1, device=counts.device)
-    live = deepest >= passes[:, None]  # (K, S)
-
-    distance = torch.nn.functional.smooth_l1_loss(
-        predicted.float(), wanted.float().expand_as(predicted), reduction="none"
+    live = counts[somewhere] >= passes[:, None]  # (K, S)
+    weighted, feature, token, top, guess = _Losses.apply(
+        predicted, features[somewhere], live, head, (w_feature, w_token, w_topk), topk, chunk
     )
-    feature = (distance.mean(-1) * live).sum(-1)  # (K,)
-    entropy, token, top, guess = _CrossEntropy.apply(predicted, wanted, live, head, w_token, w_topk, topk, chunk)
-
     guesses = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
     guesses[:, somewhere] = guess
-    weighted = w_feature * feature + entropy
-    return PassLosses(feature.detach(), token, top, weighted, live.sum(-1), guesses)
+    return PassLosses(feature, token, top, weighted, live.sum(-1), guesses)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Both cross-entropies, chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
+class _Losses(torch.autograd.Function):
+    """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
 
     @staticmethod
-    def forward(ctx, predicted, wanted, live, head, w_token, w_topk, topk, chunk):
-        passes, slots, _ = predicted.shape
-        token = predicted.new_zeros(passes, dtype=torch.float32)
-        top = torch.zeros_like(token)
+    def forward(ctx, predicted, wanted, live, head, weights, topk, chunk):
+        w_feature, w_token, w_topk = weights
+        passes, slots, width = predicted.shape
+        feature, token, top = predicted.new_zeros(3, passes, dtype=torch.float32)
         guess = torch.empty(passes, slots, dtype=torch.long, device=predicted.device)
         gradient = torch.empty_like(predicted)
         for start in range(0, slots, chunk):
             here = slice(start, start + chunk)
-            p = _logits(wanted[here], head).softmax(-1)  # (s, V)
+            f = wanted[here].float()  # (s, D)
+            p = _logits(wanted[here], head).float().softmax(-1)  # (s, V)
             p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
-            weights = (w_token * p).scatter_add_(-1, rows, w_topk * p_top)
+            c = (w_token * p).scatter_add_(-1, rows, w_topk * p_top)  # (s, V)
             total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
             for k in range(passes):
-                logits = _logits(predicted[k, here], head)  # (s, V)
-                guess[k, here] = logits.max(-1).indices
-                lse = logits.logsumexp(-1, keepdim=True)  # (s, 1)
                 mask = live[k, here]
-                token[k] += ((lse[:, 0] - torch.linalg.vecdot(p, logits)) * mask).sum()
-                top[k] += ((p_top * (lse - logits.gather(-1, rows))).sum(-1) * mask).sum()
-                slope = logits.sub_(lse).exp_().mul_(total).sub_(weights).mul_(mask[:, None])
-                gradient[k, here] = (slope.to(head.dtype) @ head).to(gradient.dtype)
+                logits = _logits(predicted[k, here], head)  # (s, V)
+                highest, guess[k, here] = logits.max(-1)
+                q = logits.float().sub_(highest[:, None])  # relative to the highest, till exp_ makes it odds
+                along, along_top = torch.linalg.vecdot(p, q), q.gather(-1, rows)
+                norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
+                lse = norm.log()
+                token[k] += ((lse[:, 0] - along) * mask).sum()
+                top[k] += ((p_top * (lse - along_top)).sum(-1) * mask).sum()
+                slope = q.mul_(total / norm).sub_(c).to(head.dtype) @ head  # (s, D)
+                distance = predicted[k, here].float() - f
+                feature[k] += (_smooth_l1(distance).mean(-1) * mask).sum()
+                slope = slope.float() + w_feature / width * distance.clamp_(-1, 1)
+                gradient[k, here] = (slope * mask[:, None]).to(gradient.dtype)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(token, top, guess)
-        return w_token * token + w_topk * top, token, top, guess
+        ctx.mark_non_differentiable(feature, token, top, guess)
+        return w_feature * feature + w_token * token + w_topk * top, feature, token, top, guess
 
     @staticmethod
-    def backward(ctx, grad_entropy, *_):
+    def backward(ctx, grad_weighted, *_):
         (gradient,) = ctx.saved_tensors
-        return grad_entropy[:, None, None].to(gradient.dtype) * gradient, *(None,) * 7
+        return grad_weighted[:, None, None].to(gradient.dtype) * gradient, *(None,) * 6
 
 
 def _logits(features: Tensor, head: Tensor) -> Tensor:
-    return (features.to(head.dtype) @ head.T).float()  # (s, V)
+    return features.to(head.dtype) @ head.T  # (s, V)
+
+
+def _smooth_l1(distance: Tensor) -> Tensor:
+    size = distance.abs()
+    return torch.where(size < 1, 0.5 * size * size, size - 0.5)

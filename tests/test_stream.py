@@ -6,37 +6,54 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import Buckets, add_noise, collate, passes_that_count, split
+from poss_lightning.features.stream import (
+    Batch,
+    Loader,
+    Schedule,
+    add_noise,
+    answers,
+    buckets,
+    collate,
+    packs,
+    passes_that_count,
+    split,
+)
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
+SPANS = [np.array([[1, length]]) for length in LENGTHS]
 
 
 def naive_counts(length: int, spans: list[tuple[int, int]]) -> list[int]:
-    """Per slot t the largest k for which x_{t-k+2} ... x_{t+2} lie in one span; 0 where there is none."""
+    """Per slot t the largest k for which x_{t-k+2} ... x_{t+2} lie in one span and are real; 0 where there is none."""
     counts = []
     for t in range(length):
         fits = [
             k
             for k in range(1, length + 1)
-            if any(start <= t - k + 2 and t + 2 < stop and stop <= length for start, stop in spans)
+            if t >= k - 1 and any(start <= t - k + 2 and t + 2 < stop and stop <= length for start, stop in spans)
         ]
         counts.append(max(fits, default=0))
     return counts
 
 
-@pytest.mark.parametrize("spans", [[], [(3, 9)], [(1, 3), (5, 6), (8, 12)], [(4, 5)], [(2, 4)], [(1, 12)], [(10, 12)]])
+@pytest.mark.parametrize(
+    "spans", [[], [(3, 9)], [(1, 3), (5, 6), (8, 12)], [(4, 5)], [(2, 4)], [(1, 12)], [(10, 12)], [(0, 5)]]
+)
 def test_passes_that_count_by_definition(spans):
-    assert passes_that_count(12, spans).tolist() == naive_counts(12, spans)
+    edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    counts = passes_that_count(12, edges)
+    assert counts.tolist() == naive_counts(12, spans)
+    for k in range(1, 13):  # and the schedule knows their number beforehand
+        assert (answers(12, edges) - (k - 1)).clip(0).sum() == (counts >= k).sum()
 
 
 def test_every_smaller_pass_counts_too():
     """`k <= counts[t]` says it for all k at once, so that the set of passes at a slot must have no gaps."""
     for k in range(1, 6):
         window = [t for t in range(12) if t - k + 2 >= 3 and t + 2 < 9]
-        assert (passes_that_count(12, [(3, 9)]) >= k).nonzero().flatten().tolist() == window
+        assert (passes_that_count(12, np.array([[3, 9]])) >= k).nonzero().flatten().tolist() == window
 
 
 def sample(name: str, length: int, width: int = 4) -> Sample:
@@ -47,38 +64,43 @@ def sample(name: str, length: int, width: int = 4) -> Sample:
     return Sample(name, tokens, greedy, [(2, length)], torch.randn(length, width, generator=generator))
 
 
-def test_collate_pads_on_the_right():
-    samples = [sample("a", 5), sample("b", 9), sample("c", 2)]
-    batch = collate(samples)
-    assert batch.tokens.shape == (3, 9) and batch.features.shape == (3, 9, 4)
-    assert batch.ids == ["a", "b", "c"] and batch.lengths.tolist() == [5, 9, 2]
-    for row, one in enumerate(samples):
-        length = len(one.tokens)
-        assert batch.tokens[row, :length].equal(one.tokens) and batch.features[row, :length].equal(one.features)
-        assert batch.greedy[row, :length].equal(one.greedy)
-        assert batch.counts[row, :length].equal(passes_that_count(length, one.spans))
-        assert not batch.tokens[row, length:].any() and not batch.features[row, length:].any()
-        assert not batch.counts[row, length:].any() and (batch.greedy[row, length:] == -1).all()
-    assert batch.inputs is batch.features
+@pytest.mark.parametrize("rows", [[["a"], ["b"], ["c"]], [["a", "b"], ["c"]], [["c", "a", "b"]]], ids=str)
+def test_collate_puts_conversations_one_after_another_and_pads_on_the_right(rows):
+    samples = {name: sample(name, length) for name, length in (("a", 5), ("b", 9), ("c", 3))}
+    batch = collate([[samples[name] for name in row] for row in rows])
+    assert batch.ids == [name for row in rows for name in row]
+    assert batch.tokens.shape[1] == max(map(sum, batch.lengths)) and batch.inputs is batch.features
+    for (row, here), name in zip(batch.parts(), batch.ids, strict=True):
+        one = samples[name]
+        assert batch.tokens[row, here].equal(one.tokens) and batch.features[row, here].equal(one.features)
+        assert batch.greedy[row, here].equal(one.greedy)
+        assert batch.counts[row, here].equal(passes_that_count(len(one.tokens), np.array(one.spans)))
+        assert batch.positions[row, here].tolist() == list(range(len(one.tokens)))
+    for row, lengths in enumerate(batch.lengths):
+        rest = slice(sum(lengths), None)
+        assert not batch.tokens[row, rest].any() and not batch.features[row, rest].any()
+        assert not batch.counts[row, rest].any() and not batch.positions[row, rest].any()
+        assert (batch.greedy[row, rest] == -1).all()
+    assert batch.step.tokens == 17 and batch.step.batches == 1
+    assert batch.step.slots(12).tolist() == [int((batch.counts >= k).sum()) for k in range(1, 13)]
 
 
-def test_noise_is_bounded_per_sample_and_zero_in_the_padding():
-    batch = collate([sample("a", 5, 64), sample("b", 30, 64)])
-    noise = add_noise(batch.features, batch.lengths, 0.2, [1, 2]) - batch.features
-    for row, length in enumerate((5, 30)):
+def test_noise_is_bounded_per_conversation_and_zero_in_the_padding():
+    batch = collate([[sample("a", 5, 64), sample("b", 7, 64)], [sample("c", 30, 64)]])
+    noise = add_noise(batch, 0.2, [1, 2, 3]) - batch.features
+    for row, here, length in ((0, slice(0, 5), 5), (0, slice(5, 12), 7), (1, slice(0, 30), 30)):
         bound = 0.1 * 512 / length
-        assert noise[row, :length].abs().max() <= bound * (1 + 1e-5)
-        assert noise[row, :length].abs().max() > 0.95 * bound and noise[row, :length].std() > 0.5 * bound
-        assert not noise[row, length:].any()
+        assert noise[row, here].abs().max() <= bound * (1 + 1e-5)
+        assert noise[row, here].abs().max() > 0.95 * bound and noise[row, here].std() > 0.5 * bound
+    assert not noise[0, 12:].any()
 
 
-def test_noise_belongs_to_the_sample_not_to_its_neighbours():
+def test_noise_belongs_to_the_conversation_not_to_its_neighbours():
     short, long = sample("a", 5), sample("b", 30)
-    together, alone = collate([long, short]), collate([short])
-    noisy = add_noise(together.features, together.lengths, 0.2, [7, 8])[1, :5]
-    assert noisy.equal(add_noise(alone.features, alone.lengths, 0.2, [8])[0])
-    assert not noisy.equal(add_noise(alone.features, alone.lengths, 0.2, [9])[0])
-    assert together.features.equal(collate([long, short]).features)  # what is given is left as it is
+    together, alone = collate([[long, short]]), collate([[short]])
+    noisy = add_noise(together, 0.2, [7, 8])[0, 30:]
+    assert noisy.equal(add_noise(alone, 0.2, [8])[0]) and not noisy.equal(add_noise(alone, 0.2, [9])[0])
+    assert together.features.equal(collate([[long, short]]).features)  # what is given is left as it is
 
 
 def test_split_has_two_disjoint_sides_that_cover_all():
@@ -105,50 +127,144 @@ def test_splits_that_cannot_be(names, validation, words):
         split(names, validation, 0)
 
 
+def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    for index in ordered:
+        fits = [b for b in batches if sum(lengths[b]) + lengths[index] <= capacity]
+        if fits:
+            max(fits, key=lambda b: sum(lengths[b])).append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def test_packs_are_the_best_fit_and_nearly_full():
+    lengths = np.random.default_rng(3).integers(2, 60, 200)
+    ordered = np.argsort(-lengths, kind="stable").tolist()
+    found = packs(ordered, lengths, 64)
+    assert all(len(rows) == 1 and sum(lengths[rows[0]]) <= 64 for rows in found)
+    sums = sorted(sum(lengths[rows[0]]) for rows in found)
+    assert sums == sorted(sum(lengths[batch]) for batch in naive_best_fit(ordered, lengths, 64))
+    assert len(found) <= 1.05 * lengths.sum() / 64 + 1
+
+
+def schedule(epoch: int = 0, **changes) -> Schedule:
+    options = {"indices": list(range(300)), "lengths": LENGTHS, "spans": SPANS, "batch_tokens": 100, "seed": 0}
+    made = Schedule(**(options | changes))
+    made.set_epoch(epoch)
+    return made
+
+
+def shown(planned) -> list[int]:
+    """Samples of planned batches, in order; what only fills up is left out."""
+    return [i for batch in planned if batch.counts for row in batch.rows for i in row]
+
+
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_every_sample_once_an_epoch_within_the_budget(training):
+def test_every_sample_once_an_epoch_within_the_budget(training, packed):
     indices = list(range(0, 300, 2))
     for epoch in range(3):
-        buckets = Buckets(indices, LENGTHS, 100, 0, training)
-        buckets.set_epoch(epoch)
-        assert sorted(i for batch in buckets for i in batch) == indices
-        assert all(len(batch) * max(LENGTHS[i] for i in batch) <= 100 for batch in buckets)
+        planned = list(schedule(epoch, indices=indices, training=training, packed=packed))
+        assert sorted(shown(planned)) == indices
+        assert all(len(b.rows) * max(sum(LENGTHS[row]) for row in b.rows) <= 100 for b in planned)
 
 
-def test_a_sample_beyond_the_budget_stands_alone():
-    batches = list(Buckets([0, 1, 2, 3], np.array([5, 50, 4, 60]), 20, seed=0))
-    assert sorted(map(sorted, batches)) == [[0, 2], [1], [3]]
+@pytest.mark.parametrize("cut", [packs, buckets])
+def test_a_sample_beyond_the_budget_stands_alone(cut):
+    batches = cut([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
+    assert sorted(sorted(i for row in rows for i in row) for rows in batches) == [[0, 2], [1], [3]]
 
 
-def test_the_order_follows_seed_and_epoch():
-    def order(seed: int, epoch: int) -> list[list[int]]:
-        buckets = Buckets(list(range(300)), LENGTHS, 100, seed)
-        buckets.set_epoch(epoch)
-        return list(buckets)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_order_follows_seed_and_epoch(packed):
+    def order(seed: int, epoch: int) -> list[list[list[int]]]:
+        return schedule(epoch, seed=seed, packed=packed).batches()
 
     first = order(0, 0)
     assert first == order(0, 0)
     assert first != order(0, 1) != order(1, 1) and first != order(1, 0)
-    assert sorted(map(sorted, first)) != sorted(map(sorted, order(0, 1)))  # samples change company too
+    company = [{frozenset(i for row in rows for i in row) for rows in order(0, epoch)} for epoch in (0, 1)]
+    assert company[0] != company[1]  # samples change company too
 
 
-def test_every_epoch_has_as_many_batches():
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_epoch_has_as_many_batches(packed):
     """Lightning asks for the length once, and would drop batches or skip validation if it changed."""
-    lengths = np.random.default_rng(1).integers(2, 300, 6000)
-    buckets, counts = Buckets(list(range(6000)), lengths, 2000, seed=0), set()
+    lengths = np.random.default_rng(1).integers(2, 300, 3000)
+    spans = [np.array([[1, 2]])] * 3000
+    made = schedule(indices=list(range(3000)), lengths=lengths, spans=spans, batch_tokens=2000, packed=packed)
+    counts = set()
     for epoch in range(4):
-        buckets.set_epoch(epoch)
-        counts.add(len(buckets))
-    assert len(counts) == 1
+        made.set_epoch(epoch)
+        counts.add(len(made.batches()))
+    assert counts == {made.total}
 
 
 def test_validation_keeps_one_order_whose_beginning_is_a_fair_sample():
-    held = Buckets(list(range(300)), LENGTHS, 100, seed=0, training=False)
-    first = held.batches()
-    held.set_epoch(3)
-    assert held.batches() == first and sorted(i for batch in first for i in batch) == list(range(300))
-    begin = [LENGTHS[i] for batch in first[: len(first) // 4] for i in batch]
+    first = shown(schedule(0, training=False, packed=False))
+    assert shown(schedule(3, training=False, packed=False)) == first
+    begin = [LENGTHS[i] for i in first[: len(first) // 4]]
     assert abs(np.mean(begin) - LENGTHS.mean()) < 0.25 * LENGTHS.mean()
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (3, 1), (1, 4), (2, 3), (5, 2)])
+def test_processes_share_the_steps_and_each_knows_all_of_its_step(world, accumulate):
+    shares = [list(schedule(rank=rank, world=world, accumulate=accumulate)) for rank in range(world)]
+    assert {len(share) for share in shares} == {len(schedule(world=world, accumulate=accumulate))}
+    assert sorted(i for share in shares for i in shown(share)) == list(range(300))
+    whole = schedule().batches()
+    assert [b.rows for g in range(len(shares[0])) for share in shares for b in [share[g]] if b.counts] == whole
+    for start in range(0, len(shares[0]), accumulate):
+        step = [planned for share in shares for planned in share[start : start + accumulate]]
+        found = [answers(LENGTHS[i], SPANS[i]) for i in shown(step)]
+        for planned in step:
+            assert sorted(planned.step.answers.tolist()) == sorted(np.concatenate(found).tolist())
+            assert planned.step.tokens == LENGTHS[shown(step)].sum() and planned.step.batches == world * accumulate
+
+
+@pytest.mark.parametrize("before", [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("after", [(1, 1), (2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize("taken", [0, 1, 4, 7, 10_000])
+def test_a_schedule_goes_on_at_the_exact_sample_with_any_number_of_processes(before, after, taken):
+    def made(world_accumulate, rank=0, epoch=2):
+        world, accumulate = world_accumulate
+        return schedule(epoch, rank=rank, world=world, accumulate=accumulate)
+
+    first = [made(before, rank) for rank in range(before[0])]
+    taken = min(taken // before[1] * before[1], len(first[0]))
+    seen = [i for one in first for i in shown(list(one)[:taken])]
+    first[0].taken = taken
+    rest = [made(after, rank, epoch=0) for rank in range(after[0])]
+    for one in rest:
+        one.load_state_dict(first[0].state_dict())
+        assert one.epoch == 2 and len(list(one)) == one.left() <= len(one)
+    assert sorted(seen + [i for one in rest for i in shown(one)]) == list(range(300))
+    if before == after:
+        assert [shown(list(one)[taken:]) for one in first] == [shown(one) for one in rest]
+    for one in rest:
+        one.set_epoch(3)
+        assert len(list(one)) == len(one) == one.left()  # the next epoch is whole again
+
+
+def test_a_state_of_other_data_is_refused():
+    with pytest.raises(ValueError, match="resume with the same store"):
+        schedule().load_state_dict(schedule(indices=list(range(100))).state_dict())
+
+
+class Numbers:
+    """A source of tiny samples."""
+
+    def __getitem__(self, index: int) -> Sample:
+        return sample(str(index), int(LENGTHS[index]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_fills_up_the_last_step_counts_nothing(workers):
+    made = schedule(indices=[0, 1, 2], world=2, accumulate=2, rank=1, batch_tokens=40)
+    batches = list(Loader(Numbers(), made, workers))
+    assert made.taken == len(batches) == len(made) and not batches[-1].counts.any()
+    assert batches[-1].step.slots(3).sum() > 0
 
 
 class Watcher(lightning.LightningModule):
@@ -157,41 +273,29 @@ class Watcher(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: list[list[list[int]]] = []
+        self.seen: list[list[list[str]]] = []
 
     def on_train_epoch_start(self) -> None:
         self.seen.append([])
 
-    def training_step(self, batch: list[int]) -> torch.Tensor:
-        self.seen[-1].append(batch)
+    def training_step(self, batch: Batch) -> torch.Tensor:
+        self.seen[-1].append(batch.ids)
         return self.weight.sum()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_lightning_shows_every_sample_once_an_epoch_in_new_order(tmp_path):
-    loader = DataLoader(range(300), batch_sampler=Buckets(list(range(300)), LENGTHS, 500, seed=0), collate_fn=list)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_lightning_shows_every_sample_once_an_epoch_in_new_order(tmp_path, workers):
+    loader = Loader(Numbers(), schedule(batch_tokens=500), workers)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     watcher = Watcher()
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=3, default_root_dir=tmp_path, enable_checkpointing=False, **quiet
     )
     trainer.fit(watcher, loader)
-    for epoch in watcher.seen:
-        assert Counter(i for batch in epoch for i in batch) == Counter(range(300))
-    assert watcher.seen[0] != watcher.seen[1] != watcher.seen[2]
     for epoch, seen in enumerate(watcher.seen):
-        loader.batch_sampler.set_epoch(epoch)
-        assert seen == list(loader.batch_sampler)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_share_the_batches_and_take_as_many_steps(world):
-    lengths = np.random.default_rng(0).integers(3, 50, 101)
-    whole = Buckets(list(range(101)), lengths, 128, seed=1).batches()
-    shares = [Buckets(list(range(101)), lengths, 128, 1, True, rank, world).batches() for rank in range(world)]
-    assert {len(share) for share in shares} == {len(whole) // world}
-    assert sorted(batch for share in shares for batch in share) == sorted(whole[: len(whole) // world * world])
-    held = [Buckets(list(range(101)), lengths, 128, 1, False, rank, world).batches() for rank in range(world)]
-    assert sorted(i for share in held for batch in share for i in batch) == list(range(101))
+        assert Counter(i for batch in seen for i in batch) == Counter(map(str, range(300)))
+        assert [i for batch in seen for i in batch] == list(map(str, shown(schedule(epoch, batch_tokens=500))))
+    assert watcher.seen[0] != watcher.seen[1] != watcher.seen[2]

@@ -55,8 +55,8 @@ def test_alone_padded_and_in_a_batch_are_one(store, allocation):
     lightning.seed_everything(0)
     module = SpecialistTraining(store, allocation, 6)
     samples = [FeatureStore(store)[i] for i in (0, 20, 39)]
-    loss, gradient = gradients(module, collate(samples))
-    apart = [gradients(module, collate([sample])) for sample in samples]
+    loss, gradient = gradients(module, collate([[sample] for sample in samples]))
+    apart = [gradients(module, collate([[sample]])) for sample in samples]
     torch.testing.assert_close(loss, sum(a for a, _ in apart), rtol=1e-4, atol=1e-5)
     for i, together in enumerate(gradient):
         torch.testing.assert_close(together, sum(g[i] for _, g in apart), rtol=1e-3, atol=1e-5)

@@ -4,10 +4,14 @@ import naive
 import pytest
 import torch
 from conftest import tiny_draft
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestors
-from poss_lightning.draft.unroll import attend, unroll
+from poss_lightning.draft import attention
+from poss_lightning.draft.attention import Packing, attend
+from poss_lightning.draft.unroll import unroll
 
 ALLOCATIONS = ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])
 
@@ -26,7 +30,12 @@ def test_what_a_pass_sees_is_the_drawing(k):
     values = torch.eye(4 * slots).view(4, 1, 1, slots, 4 * slots)  # (set, B, H, T, d)
     queries = torch.zeros(1, 1, slots, 4 * slots)
     diagonals = [(values[k - 1 - i], values[k - 1 - i]) for i in range(k - 1)]
-    seen = attend(queries, (values[0], values[0]), diagonals)[0, 0].view(slots, 4, slots) > 0  # (t, set, s)
+    seen = (
+        attend(queries, (values[0], values[0]), diagonals, Packing.whole(1, slots, queries.device))[0, 0].view(
+            slots, 4, slots
+        )
+        > 0
+    )  # (t, set, s)
     rows = []
     for t in range(k - 1, slots):
         sets = [seen[t, :, s].nonzero().flatten().tolist() for s in range(slots)]
@@ -101,6 +110,118 @@ def test_a_slot_more_in_the_cache_or_one_less_would_be_seen(target):
     right = naive.chain(draft, embedded[0], features[0], 6, 3)[2]
     wrong = naive.chain(draft, embedded[0], torch.cat([features[0, 1:], features[0, :1]]), 6, 3)[2]
     assert torch.allclose(third, right, atol=1e-4) and not torch.allclose(third, wrong, atol=1e-2)
+
+
+def packed(rows: list[list[int]], count: int) -> Packing:
+    """Conversations of these lengths in rows of `count` slots."""
+    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
+    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions]))
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize("rows", [3, 256])
+def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, monkeypatch):
+    """Two rows: two conversations and padding; and one that goes one slot beyond the row, as a last token does."""
+    monkeypatch.setattr(attention, "ROWS", rows)
+    packing = packed([[5, 8], [17]], 16)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(2, heads, 16, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    weights = torch.randn(2, 4, 16, 9, generator=generator, dtype=torch.float64)
+    places = [(0, 0, 5), (0, 5, 13), (1, 0, 16)]
+
+    def loss(out, norm):
+        real = torch.zeros(2, 16, dtype=torch.bool)
+        for row, start, stop in places:
+            real[row, start:stop] = True
+        joined = torch.cat([out, norm[..., None].to(out.dtype)], dim=-1)
+        return (weights * joined * real[:, None, :, None]).sum()
+
+    def naive_block():
+        out, norm = torch.zeros_like(queries), torch.zeros(2, 4, 16, dtype=torch.float64)
+        for row, start, stop in places:
+            for t in range(start, stop):
+                seen = slice(start, max(t - skip, start) + 1)
+                for head in range(4):
+                    scores = keys[row, head // 2, seen] @ queries[row, head, t] * 8**-0.5
+                    out[row, head, t] = scores.softmax(0) @ values[row, head // 2, seen]
+                    norm[row, head, t] = scores.logsumexp(0)
+        return out, norm
+
+    ours, naively = attention.row_block(queries, keys, values, skip, packing), naive_block()
+    for a, b in zip(ours, naively, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(
+        *(torch.autograd.grad(loss(*found), (queries, keys, values)) for found in (ours, naively)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_flex_attention_sees_the_same(skip):
+    """On a CPU FlexAttention has no backward; its forward says whether the mask and the norm are right."""
+    packing = packed([[5, 8], [16]], 16)
+    queries, keys, values = (torch.randn(2, heads, 16, 16) for heads in (4, 2, 2))
+    for row, slots in ((0, 13), (1, 16)):
+        for ours, flex in zip(
+            attention.row_block(queries, keys, values, skip, packing),
+            attention.flex_block(queries, keys, values, skip, packing),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours[row, :, :slots], flex[row, :, :slots], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
+def test_packed_is_padded_is_alone(target, allocation):
+    """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
+    draft, lengths, depth = tiny_draft(target, allocation), [7, 12, 9], 6
+    texts = [inputs(target, length, seed=length)[1:] for length in lengths]  # embedded and features, (1, T, D) each
+
+    def run(embedded, features, packing, places):
+        draft.zero_grad()
+        passes = draft(embedded, features, depth, packing)
+        real = [torch.stack([p[row, slots][depth - 1 :] for p in passes]) for row, slots in places]
+        sum(part.square().sum() for part in real).backward()
+        return real, [p.grad.clone() for p in draft.parameters()]
+
+    def padded(x):
+        return torch.nn.functional.pad(x, (0, 0, 0, 12 - x.shape[1]))
+
+    edges = [slice(0, 7), slice(7, 19), slice(19, 28)]
+    together = run(*(torch.cat(x, 1) for x in zip(*texts, strict=True)), packed([lengths], 28), [(0, e) for e in edges])
+    rows = run(
+        *(torch.cat([padded(y) for y in x]) for x in zip(*texts, strict=True)),
+        packed([[n] for n in lengths], 12),
+        [(row, slice(0, n)) for row, n in enumerate(lengths)],
+    )
+    alone = [run(*text, None, [(0, slice(0, n))]) for text, n in zip(texts, lengths, strict=True)]
+    singles = [real for (real,), _ in alone]
+    for found, gradient in (together, rows):
+        for a, b in zip(found, singles, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for i, whole in enumerate(gradient):
+            torch.testing.assert_close(whole, sum(g[i] for _, g in alone), rtol=1e-4, atol=1e-4)
+
+
+def test_no_scores_of_all_slots_with_all_are_ever_made(target, monkeypatch):
+    """Nothing in forward or backward is as large as T x T, so memory grows linearly in T."""
+    monkeypatch.setattr(attention, "ROWS", 8)
+    draft, count = tiny_draft(target, [2, 2]), 160
+    _, embedded, features = inputs(target, count)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+            return out
+
+    with Watch():
+        sum(p.square().sum() for p in draft(embedded, features, 4)).backward()
+    assert largest < count * count
 
 
 def test_padding_and_neighbours_change_nothing(target):

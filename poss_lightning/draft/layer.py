@@ -34,6 +34,13 @@ def rotate(x: Tensor, turn: Rotation) -> Tensor:
     return (x.float() * turn.cos + half * turn.sin).to(x.dtype)
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the dtype of what it reads: mixed dtypes would take torch's slow path."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Specialist(nn.Module):
     """A decoder layer that serves one run of draft positions."""
 
@@ -44,7 +51,7 @@ class Specialist(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
-        self.norm = nn.RMSNorm(width, eps=norm_eps)
+        self.norm = Norm(width, eps=norm_eps)
         self.gate_proj = nn.Linear(width, intermediate, bias=False)
         self.up_proj = nn.Linear(width, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, width, bias=False)
@@ -61,7 +68,7 @@ class Specialist(nn.Module):
     def finish(self, z: Tensor, attended: Tensor) -> Tensor:
         """What follows attention: z (B, T, D) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
         hidden = z + self.o_proj(attended.transpose(1, 2).flatten(2))
-        normed = nn.functional.rms_norm(hidden, hidden.shape[-1:], self.norm.weight.to(hidden.dtype), self.norm.eps)
+        normed = self.norm(hidden)
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
 

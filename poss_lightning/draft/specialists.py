@@ -10,7 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.layer import Rotation, Specialist, rotation
+from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic
 from poss_lightning.target.model import TargetSpec
 
@@ -54,6 +56,10 @@ class DraftConfig:
                 return index
         return len(self.allocation) - 1
 
+    def to_json(self) -> str:
+        """What config.json holds."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
     @classmethod
     def from_json(cls, path: Path) -> "DraftConfig":
         """Read config.json.
@@ -93,6 +99,10 @@ class Specialists(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(self.fc.bias)
 
+    def forward(self, embedded: Tensor, features: Tensor, depth: int, packing: Packing | None = None) -> list[Tensor]:
+        """The unroll, so that a strategy that shards or wraps the draft sees one call a step; see `unroll`."""
+        return unroll(self, embedded, features, depth, packing)
+
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, D)."""
         return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
@@ -130,7 +140,7 @@ class Specialists(nn.Module):
         with atomic(Path(folder) / WEIGHTS) as path:
             save_file(state, path)
         with atomic(Path(folder) / CONFIG) as path:
-            path.write_text(json.dumps(asdict(self.config), indent=1) + "\n")
+            path.write_text(self.config.to_json())
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Specialists":

@@ -1,18 +1,26 @@
-"""The LightningDataModule over a feature store."""
+"""The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
 
 import lightning
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities import rank_zero_warn
 
+from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.stream import Batch, Buckets, add_noise, collate, split, stable_number
+from poss_lightning.features.stream import Batch, Loader, Schedule, add_noise, split, stable_number
 
 
 class FeatureData(lightning.LightningDataModule):
-    """Batches of a feature store: buckets of like length, noise in training, a seeded split by conversation.
+    """Batches of features: packed rows, noise in training, a seeded split by conversation.
+
+    Give `store`, or `corpus` for online features: then the target stays in the process, and nothing is on disk.
 
     Args:
-        store: folder written by `poss extract`.
-        batch_tokens: slots of a batch, padding included.
+        store: folder or fsspec address of what `poss extract` wrote.
+        corpus: file or hub id of conversations, as `poss extract` takes it.
+        target: of online features: "embedded", a local folder or a hub id.
+        max_length: of online features: tokens a conversation is cut at.
+        dtype: of online features: bfloat16, float16 or float32, of the target and the features.
+        batch_tokens: tokens of a batch of one process, padding included.
+        packed: several conversations in one row, seen by themselves alone; else one a row, with others of like length.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
         validation: fraction of conversations held out.
         seed: of the split, the order and the noise.
@@ -22,8 +30,13 @@ class FeatureData(lightning.LightningDataModule):
 
     def __init__(
         self,
-        store: str,
+        store: str | None = None,
+        corpus: str | None = None,
+        target: str = "embedded",
+        max_length: int = 2048,
+        dtype: str = "bfloat16",
         batch_tokens: int = 4096,
+        packed: bool = True,
         noise: float = 0.2,
         validation: float = 0.05,
         seed: int = 0,
@@ -31,33 +44,62 @@ class FeatureData(lightning.LightningDataModule):
         workers: int = 0,
     ):
         super().__init__()
+        if (store is None) == (corpus is None):
+            raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
         if noise < 0:
             raise ValueError(f"noise is {noise}; it must be at least 0")
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        self.store = FeatureStore(store)
-        self.batch_tokens, self.noise, self.seed, self.workers = batch_tokens, noise, seed, workers
-        train, self.held_out = split(self.store.ids, validation, seed)
-        self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.store.ids[i]}"))[:limit]
+        self.source = FeatureStore(store) if store else OnlineFeatures.read(corpus, target, max_length, dtype)
+        self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
+        self.seed, self.workers = seed, workers
+        train, self.held_out = split(self.source.ids, validation, seed)
+        self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
 
-    def train_dataloader(self) -> DataLoader:
-        return self._loader(self.train, training=True)
+    def train_dataloader(self) -> Loader:
+        return Loader(self.source, self._schedule(self.train, training=True), self.workers)
 
-    def val_dataloader(self) -> DataLoader:
-        return self._loader(self.held_out, training=False)
+    def val_dataloader(self) -> Loader:
+        return Loader(self.source, self._schedule(self.held_out, training=False), self.workers)
 
     test_dataloader = val_dataloader
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Noise is drawn on the device, anew for every sample and epoch."""
+        """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""
+        if isinstance(self.source, OnlineFeatures):
+            batch = self.source.fill(batch)
         if not (self.noise and self.trainer.training):
             return batch
-        seeds = [stable_number(f"{self.seed}/{self.trainer.current_epoch}/{name}") for name in batch.ids]
-        return batch._replace(inputs=add_noise(batch.features, batch.lengths, self.noise, seeds))
+        epoch = self.trainer.current_epoch
+        seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]
+        return batch._replace(inputs=add_noise(batch, self.noise, seeds))
 
-    def _loader(self, indices: list[int], training: bool) -> DataLoader:
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        batches = Buckets(indices, self.store.lengths, self.batch_tokens, self.seed, training, rank, world)
-        return DataLoader(self.store, batch_sampler=batches, collate_fn=collate, num_workers=self.workers)
+    def go_on(self, fit_loop: dict) -> None:
+        """Make the progress within an epoch that a checkpoint tells of that of this number of processes.
+
+        Args:
+            fit_loop: Lightning's state of its loop, with the loader's; changed in place.
+        """
+        (state,) = fit_loop["state_dict"].get("combined_loader") or [None]
+        if state is None or not 0 < state["done"] < state["total"]:
+            return
+        schedule = self._schedule(self.train, training=True)
+        schedule.load_state_dict(state)
+        if state["world"] != schedule.world:
+            rank_zero_warn(
+                f"the run goes on with {schedule.world} processes where it had {state['world']}: every sample of the "
+                "epoch is still shown once, but steps take other samples together"
+            )
+        progress = fit_loop["epoch_loop.batch_progress"]["current"]
+        taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
+        progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
+
+    def _schedule(self, indices: list[int], training: bool) -> Schedule:
+        rank, world, accumulate = 0, 1, 1
+        if self.trainer:
+            rank, world = self.trainer.global_rank, self.trainer.world_size
+            accumulate = self.trainer.accumulate_grad_batches if training else 1
+        shown = self.source.lengths, self.source.spans, self.batch_tokens, self.seed, self.packed
+        return Schedule(indices, *shown, training, rank, world, accumulate)

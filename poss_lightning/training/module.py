@@ -1,22 +1,27 @@
 """The LightningModule: a shell around unroll, loss and metrics."""
 
+from typing import Literal
+
 import lightning
 import torch
 from torch import Tensor
 
+from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.draft.unroll import unroll
+from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.losses import PassLosses, pass_losses
 from poss_lightning.metrics import FeatureDrift, PassMeans, PositionAcceptance, unrolled
+
+Source = FeatureStore | OnlineFeatures
 
 
 class SpecialistTraining(lightning.LightningModule):
     """Trains the specialists of one allocation on a feature store.
 
     Args:
-        store: folder written by `poss extract`; gives the target's sizes and its frozen ends.
+        store: gives the target's sizes and its frozen ends: what `FeatureData` reads from, or the address of a store.
         allocation: positions served by each specialist, e.g. [2, 2, 2].
         depth: passes of the unroll in training; None for the sum of the allocation.
         detach: whether features are detached between passes.
@@ -31,12 +36,13 @@ class SpecialistTraining(lightning.LightningModule):
         betas: of AdamW.
         weight_decay: of AdamW.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
+        mean_over: "slots" that count in the whole optimizer step, or all its "tokens".
         chunk: slots whose (chunk, V) matrices exist at once.
     """
 
     def __init__(
         self,
-        store: str,
+        store: str | Source,
         allocation: list[int],
         depth: int | None = None,
         detach: bool = True,
@@ -51,18 +57,19 @@ class SpecialistTraining(lightning.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         warmup: float = 0.01,
-        chunk: int = 256,
+        mean_over: Literal["slots", "tokens"] = "slots",
+        chunk: int = 128,
     ):
         super().__init__()
         if not 0 <= warmup <= 1:
             raise ValueError(f"warmup is {warmup}; it must be a fraction of the steps, between 0 and 1")
         if gamma <= 0 or learning_rate <= 0:
             raise ValueError(f"gamma is {gamma} and learning_rate {learning_rate}; both must be above 0")
-        self.save_hyperparameters()
-        features = FeatureStore(store)
+        self.save_hyperparameters(ignore="store")
+        features = FeatureStore(store) if isinstance(store, str) else store
         vocabulary = None if vocabulary_size is None else features.common_tokens(vocabulary_size)
         config = DraftConfig(
-            features.manifest.target,
+            features.target,
             tuple(allocation),
             sum(allocation) if depth is None else depth,
             detach,
@@ -93,9 +100,11 @@ class SpecialistTraining(lightning.LightningModule):
 
     def training_step(self, batch: Batch) -> Tensor:
         losses, _ = self._losses(batch, self.draft.config.depth)
-        means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-        loss = (means * self.pass_weights).sum()
-        self.log("train/loss", loss, prog_bar=True)
+        # The mean is over the whole step; what strategies average over is undone.
+        whole = batch.step.slots(len(losses.slots)) if self.hparams.mean_over == "slots" else batch.step.tokens
+        loss = (losses.weighted / whole.clamp(min=1) * self.pass_weights).sum() * batch.step.batches
+        own = losses.weighted.detach() / losses.slots.clamp(min=1)  # (K,)
+        self.log("train/loss", (own * self.pass_weights).sum(), prog_bar=True)
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # reading a value waits for the device
             self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
             for name in ("feature", "token", "topk"):
@@ -141,11 +150,20 @@ class SpecialistTraining(lightning.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
+        checkpoint["draft"] = self.draft.config.to_json()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        if self._trainer is not None and self.trainer.datamodule is not None:
+            self.trainer.datamodule.go_on(checkpoint["loops"]["fit_loop"])
+
     def _losses(self, batch: Batch, depth: int) -> tuple[PassLosses, list[Tensor]]:
         """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
         embedded = self.ends.embed(batch.tokens[:, 1:])
-        inputs = batch.inputs[:, :-1].to(self.draft.fc.weight.dtype)
-        predictions = unroll(self.draft, embedded, inputs, depth)
+        inputs = batch.inputs[:, :-1].to(self.dtype)
+        packing = Packing(batch.lengths, batch.positions[:, :-1])
+        predictions = self.draft(embedded, inputs, depth, packing)
         hp = self.hparams
         losses = pass_losses(
             predictions,

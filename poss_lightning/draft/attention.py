@@ -1,0 +1,164 @@
+"""The unroll's attention: one causal block and some diagonals in one softmax, conversation by conversation.
+
+A key that is hidden is hidden before the softmax. The block's scores are never kept: its output and the logarithm of
+its norm are, with which the diagonals join the softmax afterwards, and backward makes the scores again, some rows of
+queries at a time. So memory grows linearly in T. On CUDA the block is FlexAttention's.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
+ROWS = 256  # queries whose scores exist at once
+
+
+class Packing(NamedTuple):
+    """Which conversation a slot belongs to: rows hold one or several, one after another; what is left is padding."""
+
+    lengths: list[list[int]]  # of the conversations of each row, in slots; what goes beyond T is cut
+    positions: Tensor  # (B or 1, T) a slot's place in its conversation; 0 in the padding
+
+    @classmethod
+    def whole(cls, batch: int, count: int, device: torch.device) -> "Packing":
+        """One conversation a row, without padding."""
+        return cls([[count]] * batch, torch.arange(count, device=device)[None])
+
+
+def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], packing: Packing) -> Tensor:
+    """Attention over one causal block and some diagonals, in one softmax.
+
+    Args:
+        queries: (B, H, T, d)
+        context: of z^0; slot t sees the slots s <= t - len(diagonals) of its own conversation.
+        diagonals: the i-th holds, for every slot t, the key and value at slot t - i, stored at t - i.
+
+    Returns:
+        (B, H, T, d). The first len(diagonals) slots of a conversation have no such past and see its first slot instead:
+        no pass that counts reads them, and they stay finite.
+    """
+    keys, values = context
+    block = flex_block if queries.is_cuda else row_block
+    attended, norm = block(queries, keys, values, len(diagonals), packing)  # (B, H, T, d), (B, H, T)
+    if not diagonals:
+        return attended
+    groups, scale = queries.shape[1] // keys.shape[1], queries.shape[-1] ** -0.5
+    scores, neighbours = [norm], []
+    for i, (key, value) in enumerate(diagonals):
+        score = (queries * _right(key, i, groups)).sum(-1, dtype=torch.float32) * scale  # (B, H, T)
+        scores.append(score.masked_fill((packing.positions < i)[:, None], -torch.inf))
+        neighbours.append(_right(value, i, groups))
+    block_weight, *weights = torch.stack(scores).softmax(0).to(values.dtype)[..., None]  # (B, H, T, 1) each
+    attended = attended * block_weight
+    for weight, neighbour in zip(weights, neighbours, strict=True):
+        attended = attended + weight * neighbour
+    return attended
+
+
+def _right(x: Tensor, steps: int, groups: int) -> Tensor:
+    """(B, kv heads, T, d) -> (B, H, T, d), moved to the right; what enters on the left is hidden by the caller."""
+    return x.roll(steps, dims=2).repeat_interleave(groups, dim=1)
+
+
+def row_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
+    """Causal attention to the slots s <= t - skip of the same conversation, `ROWS` queries at a time.
+
+    Returns:
+        The output (B, H, T, d) and the logarithm of the softmax's norm (B, H, T), float32; 0 in the padding.
+    """
+    return _RowBlock.apply(queries, keys, values, skip, packing.lengths)
+
+
+class _RowBlock(torch.autograd.Function):
+    """Backward makes the scores again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, skip, lengths):
+        out, norm = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3], dtype=torch.float32)
+        for tile in _tiles(lengths, queries.shape[2], skip):
+            scores = tile.scores(queries, keys)  # (kv, H/kv * r, n)
+            tile.put(norm, high := scores.logsumexp(-1, keepdim=True))
+            tile.put(out, scores.sub_(high).exp_().to(values.dtype) @ values[tile.keys])
+        ctx.save_for_backward(queries, keys, values, out, norm)
+        ctx.skip, ctx.lengths = skip, lengths
+        return out, norm
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_norm):
+        queries, keys, values, out, norm = ctx.saved_tensors
+        grad_queries = torch.zeros_like(queries)
+        grad_keys, grad_values = (torch.zeros_like(keys, dtype=torch.float32) for _ in range(2))
+        # d score = weight * (d weight - Σ weights * d weights + d norm), and Σ weights * d weights = out · d out
+        level = grad_norm - torch.linalg.vecdot(out.float(), grad_out.float())  # (B, H, T)
+        for tile in _tiles(ctx.lengths, queries.shape[2], ctx.skip):
+            weights = tile.scores(queries, keys).sub_(tile.take(norm, keys)).exp_()
+            slope = tile.take(grad_out, keys)  # (kv, H/kv * r, d)
+            grad_values[tile.keys] += weights.to(slope.dtype).mT @ slope
+            weights *= (slope @ values[tile.keys].mT).float() + tile.take(level, keys)
+            grad_scores = (weights * queries.shape[-1] ** -0.5).to(queries.dtype)
+            tile.put(grad_queries, grad_scores @ keys[tile.keys])
+            grad_keys[tile.keys] += grad_scores.mT @ tile.take(queries, keys)
+        return grad_queries, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None
+
+
+class _Tile(NamedTuple):
+    """Some queries of one conversation, and the keys they may see; heads that share keys stand one under another."""
+
+    row: int
+    start: int  # first slot of the conversation
+    first: int  # first query
+    stop: int
+    skip: int
+
+    @property
+    def keys(self) -> tuple:
+        return self.row, slice(None), slice(self.start, max(self.stop - self.skip, self.start + 1))
+
+    def take(self, x: Tensor, keys: Tensor) -> Tensor:
+        """(B, H, T, ...) -> (kv, H/kv * r, ...)"""
+        picked = x[self.row, :, self.first : self.stop]
+        return picked.reshape(keys.shape[1], -1, *picked.shape[2:] or (1,))
+
+    def put(self, x: Tensor, value: Tensor) -> None:
+        x[self.row, :, self.first : self.stop] = value.reshape(x[self.row, :, self.first : self.stop].shape)
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """(kv, H/kv * r, n) in float32, hidden keys -inf."""
+        seen = keys[self.keys]  # (kv, n, d)
+        scores = (self.take(queries, keys) @ seen.mT).float() * queries.shape[-1] ** -0.5
+        last = (torch.arange(self.first, self.stop, device=keys.device) - self.skip).clamp(min=self.start)  # (r,)
+        hidden = torch.arange(self.start, self.start + seen.shape[1], device=keys.device) > last[:, None]  # (r, n)
+        return scores.view(len(seen), -1, *hidden.shape).masked_fill_(hidden, -torch.inf).view_as(scores)
+
+
+def _tiles(lengths: list[list[int]], count: int, skip: int) -> list[_Tile]:
+    tiles = []
+    for row, conversations in enumerate(lengths):
+        start = 0
+        for length in conversations:
+            end = min(start + length, count)
+            tiles += [_Tile(row, start, first, min(first + ROWS, end), skip) for first in range(start, end, ROWS)]
+            start += length
+    return tiles
+
+
+def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The same through FlexAttention; its mask is made block by block, never (T, T)."""
+    batch, _, count, _ = queries.shape
+    positions = packing.positions.expand(batch, -1)
+    conversation = (positions == 0).cumsum(-1)  # (B, T)
+
+    def visible(b, h, t, s):
+        return (conversation[b, t] == conversation[b, s]) & (positions[b, s] <= (positions[b, t] - skip).clamp(min=0))
+
+    compile_ = _compiled if queries.is_cuda else lambda function: function  # eager, for a test of the mask
+    mask = compile_(create_block_mask)(visible, batch, None, count, count, device=queries.device)
+    return compile_(flex_attention)(queries, keys, values, block_mask=mask, enable_gqa=True, return_lse=True)
+
+
+@cache
+def _compiled(function):
+    return torch.compile(function, dynamic=True)

@@ -1,0 +1,66 @@
+"""Online features: the target reads every batch when it is needed, in the training process; nothing is on disk."""
+
+import numpy as np
+import torch
+
+from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.features import extract
+from poss_lightning.features.store import Sample
+from poss_lightning.features.stream import Batch, buckets
+from poss_lightning.target.generation import pad
+from poss_lightning.target.model import Ends, Target, TargetSpec
+
+ROWS = 256  # slots whose logits exist at once
+
+
+class OnlineFeatures:
+    """What a `FeatureStore` offers, but samples come without features; `fill` makes them.
+
+    Args:
+        model: the target; it stays in the process, and follows the batches to their device.
+        texts: conversations, rendered and cut.
+    """
+
+    def __init__(self, model: Target, texts: list):
+        self.model, self.texts = model, texts
+        self.ids = [text.id for text in texts]
+        self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
+        self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
+
+    @classmethod
+    def read(cls, corpus: str, target: str, max_length: int, dtype: str) -> "OnlineFeatures":
+        """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
+        conversations = read_conversations(corpus)
+        model = Target.load(target, dtype)
+        return cls(model, extract._texts(model, conversations, min(max_length, model.spec.context)))
+
+    def __getitem__(self, index: int) -> Sample:
+        text = self.texts[index]
+        tokens = torch.tensor(text.tokens)
+        return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
+
+    @property
+    def target(self) -> TargetSpec:
+        return self.model.spec
+
+    def ends(self) -> Ends:
+        """The target's embedding and head."""
+        return Ends(self.model.ends.embedding, self.model.ends.head)
+
+    @torch.no_grad()  # not inference_mode: autograd keeps the features
+    def fill(self, batch: Batch) -> Batch:
+        """The batch with features (B, T, D), and the target's likeliest tokens wherever a pass counts."""
+        self.model.to(batch.tokens.device)
+        parts = batch.parts()
+        texts = [batch.tokens[part].tolist() for part in parts]
+        lengths = np.array(list(map(len, texts)))
+        features = self.model.ends.embedding.new_zeros(*batch.tokens.shape, self.target.hidden_size)
+        for group in buckets(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum())):
+            read = self.model.read(pad([texts[i] for (i,) in group], batch.tokens.device))
+            for (i,), row in zip(group, read, strict=True):
+                features[parts[i]] = row[: lengths[i]]
+        known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
+        greedy = batch.greedy.clone()
+        for row, slot in (some.unbind(1) for some in known.split(ROWS)):
+            greedy[row, slot] = self.model.ends.logits(features[row, slot]).max(-1).indices
+        return batch._replace(features=features, inputs=features, greedy=greedy)
