@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
-ROWS = 256  # queries whose scores exist at once
+ROWS = 128  # queries whose scores exist at once: on a CPU they should stay in its cache
 
 
 class Packing(NamedTuple):
@@ -45,22 +45,18 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
     attended, norm = block(queries, keys, values, len(diagonals), packing)  # (B, H, T, d), (B, H, T)
     if not diagonals:
         return attended
-    groups, scale = queries.shape[1] // keys.shape[1], queries.shape[-1] ** -0.5
-    scores, neighbours = [norm], []
+    grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, kv, H/kv, T, d)
+    scores, neighbours = [norm.view(grouped.shape[:-1])], []
     for i, (key, value) in enumerate(diagonals):
-        score = (queries * _right(key, i, groups)).sum(-1, dtype=torch.float32) * scale  # (B, H, T)
-        scores.append(score.masked_fill((packing.positions < i)[:, None], -torch.inf))
-        neighbours.append(_right(value, i, groups))
-    block_weight, *weights = torch.stack(scores).softmax(0).to(values.dtype)[..., None]  # (B, H, T, 1) each
-    attended = attended * block_weight
+        # What enters on the left is hidden: it is no slot of this conversation.
+        score = (grouped * key.roll(i, 2)[:, :, None]).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
+        scores.append(score.masked_fill((packing.positions < i)[:, None, None], -torch.inf))  # (B, kv, H/kv, T)
+        neighbours.append(value.roll(i, 2)[:, :, None])
+    first, *weights = torch.stack(scores).softmax(0).to(values.dtype)[..., None]  # (B, kv, H/kv, T, 1) each
+    attended = attended.view(grouped.shape) * first
     for weight, neighbour in zip(weights, neighbours, strict=True):
         attended = attended + weight * neighbour
-    return attended
-
-
-def _right(x: Tensor, steps: int, groups: int) -> Tensor:
-    """(B, kv heads, T, d) -> (B, H, T, d), moved to the right; what enters on the left is hidden by the caller."""
-    return x.roll(steps, dims=2).repeat_interleave(groups, dim=1)
+    return attended.flatten(1, 2)
 
 
 def row_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -73,15 +69,19 @@ def row_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing:
 
 
 class _RowBlock(torch.autograd.Function):
-    """Backward makes the scores again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
+    """Backward makes the weights again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
 
     @staticmethod
     def forward(ctx, queries, keys, values, skip, lengths):
+        scaled = queries * queries.shape[-1] ** -0.5
         out, norm = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3], dtype=torch.float32)
         for tile in _tiles(lengths, queries.shape[2], skip):
-            scores = tile.scores(queries, keys)  # (kv, H/kv * r, n)
-            tile.put(norm, high := scores.logsumexp(-1, keepdim=True))
-            tile.put(out, scores.sub_(high).exp_().to(values.dtype) @ values[tile.keys])
+            scores = tile.scores(scaled, keys)  # (kv, H/kv * r, n)
+            highest = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(highest).exp_()
+            total = weights.sum(-1, keepdim=True)
+            tile.put(norm, highest + total.log())
+            tile.put(out, weights.to(values.dtype) @ values[tile.keys] / total)
         ctx.save_for_backward(queries, keys, values, out, norm)
         ctx.skip, ctx.lengths = skip, lengths
         return out, norm
@@ -89,18 +89,19 @@ class _RowBlock(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_norm):
         queries, keys, values, out, norm = ctx.saved_tensors
-        grad_queries = torch.zeros_like(queries)
+        scale = queries.shape[-1] ** -0.5
+        scaled, grad_queries = queries * scale, torch.zeros_like(queries)
         grad_keys, grad_values = (torch.zeros_like(keys, dtype=torch.float32) for _ in range(2))
         # d score = weight * (d weight - Σ weights * d weights + d norm), and Σ weights * d weights = out · d out
         level = grad_norm - torch.linalg.vecdot(out.float(), grad_out.float())  # (B, H, T)
         for tile in _tiles(ctx.lengths, queries.shape[2], ctx.skip):
-            weights = tile.scores(queries, keys).sub_(tile.take(norm, keys)).exp_()
+            weights = tile.scores(scaled, keys).sub_(tile.take(norm, keys)).exp_()
             slope = tile.take(grad_out, keys)  # (kv, H/kv * r, d)
             grad_values[tile.keys] += weights.to(slope.dtype).mT @ slope
-            weights *= (slope @ values[tile.keys].mT).float() + tile.take(level, keys)
-            grad_scores = (weights * queries.shape[-1] ** -0.5).to(queries.dtype)
-            tile.put(grad_queries, grad_scores @ keys[tile.keys])
-            grad_keys[tile.keys] += grad_scores.mT @ tile.take(queries, keys)
+            grad_scores = weights.mul_((slope @ values[tile.keys].mT).float().add_(tile.take(level, keys)))
+            grad_scores = grad_scores.to(queries.dtype)
+            tile.put(grad_queries, grad_scores @ keys[tile.keys] * scale)
+            grad_keys[tile.keys] += grad_scores.mT @ tile.take(scaled, keys)
         return grad_queries, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None
 
 
@@ -125,13 +126,16 @@ class _Tile(NamedTuple):
     def put(self, x: Tensor, value: Tensor) -> None:
         x[self.row, :, self.first : self.stop] = value.reshape(x[self.row, :, self.first : self.stop].shape)
 
-    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def scores(self, scaled: Tensor, keys: Tensor) -> Tensor:
         """(kv, H/kv * r, n) in float32, hidden keys -inf."""
         seen = keys[self.keys]  # (kv, n, d)
-        scores = (self.take(queries, keys) @ seen.mT).float() * queries.shape[-1] ** -0.5
-        last = (torch.arange(self.first, self.stop, device=keys.device) - self.skip).clamp(min=self.start)  # (r,)
-        hidden = torch.arange(self.start, self.start + seen.shape[1], device=keys.device) > last[:, None]  # (r, n)
-        return scores.view(len(seen), -1, *hidden.shape).masked_fill_(hidden, -torch.inf).view_as(scores)
+        scores = (self.take(scaled, keys) @ seen.mT).float()
+        near = max(self.first - self.skip, self.start)  # every query sees what stands before
+        last = torch.arange(self.first, self.stop, device=keys.device).sub_(self.skip).clamp_(min=self.start)  # (r,)
+        hidden = torch.arange(near, self.start + seen.shape[1], device=keys.device) > last[:, None]  # (r, n - before)
+        by_row = scores.view(len(seen), -1, len(last), seen.shape[1])
+        by_row[..., near - self.start :].masked_fill_(hidden, -torch.inf)
+        return scores
 
 
 def _tiles(lengths: list[list[int]], count: int, skip: int) -> list[_Tile]:

@@ -61,18 +61,18 @@ class DraftConfig:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, path: Path) -> "DraftConfig":
-        """Read config.json.
+    def from_json(cls, text: str, where: str | Path) -> "DraftConfig":
+        """Read what `to_json` wrote; `where` it stood is for the message.
 
         Raises:
             ValueError: it is not JSON, or a field is missing or unknown; the message names file and field.
         """
         try:
-            stored = json.loads(path.read_text())
+            stored = json.loads(text)
             return cls(**{**stored, "target": TargetSpec(**stored["target"])})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             known = ", ".join(f.name for f in fields(cls))
-            raise ValueError(f"{path} is not a draft's config ({error}); its fields are {known}") from error
+            raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
 
 
 class Specialists(nn.Module):
@@ -156,7 +156,7 @@ class Specialists(nn.Module):
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")
-        config = DraftConfig.from_json(folder / CONFIG)
+        config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
             draft = cls(config, state.get("vocabulary"))

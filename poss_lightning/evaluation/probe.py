@@ -9,6 +9,7 @@ from poss_lightning.evaluation.suites import OWN, read_suites
 from poss_lightning.metrics import AcceptanceLength, PositionAcceptance, rounds
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import whole
 
 
 class Probe(lightning.Callback):
@@ -55,7 +56,7 @@ class Probe(lightning.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         depth = sum(pl_module.draft.config.allocation)
-        engine = Speculative(self.target, pl_module.draft, depth, max(self.nodes, depth + 1), self.top_k)
+        engine = Speculative(self.target, whole(pl_module.draft), depth, max(self.nodes, depth + 1), self.top_k)
         decoded = [engine.decode([prompt], self.new_tokens)[0] for prompt in self._prompts()]
         accepted = torch.tensor([count for answer in decoded for count in answer.accepted], dtype=torch.long)
         if not len(accepted):

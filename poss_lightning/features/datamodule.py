@@ -57,9 +57,14 @@ class FeatureData(lightning.LightningDataModule):
         self.seed, self.workers = seed, workers
         train, self.held_out = split(self.source.ids, validation, seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
+        self.schedule: Schedule | None = None  # of training
+        self.resumed: dict[str, int] | None = None
 
     def train_dataloader(self) -> Loader:
-        return Loader(self.source, self._schedule(self.train, training=True), self.workers)
+        self.schedule = self._schedule(self.train, training=True)
+        if self.resumed:
+            self.schedule.load_state_dict(self.resumed)
+        return Loader(self.source, self.schedule, self.workers)
 
     def val_dataloader(self) -> Loader:
         return Loader(self.source, self._schedule(self.held_out, training=False), self.workers)
@@ -77,15 +82,18 @@ class FeatureData(lightning.LightningDataModule):
         return batch._replace(inputs=add_noise(batch, self.noise, seeds))
 
     def go_on(self, fit_loop: dict) -> None:
-        """Make the progress within an epoch that a checkpoint tells of that of this number of processes.
+        """Go on within the epoch that a checkpoint stopped in, on whatever number of processes there is now.
+
+        Lightning itself would restore the loader only if nobody had asked for its length before, as the learning rate's
+        schedule does.
 
         Args:
-            fit_loop: Lightning's state of its loop, with the loader's; changed in place.
+            fit_loop: Lightning's state of its loop, with the loader's; its progress becomes that of these processes.
         """
         (state,) = fit_loop["state_dict"].get("combined_loader") or [None]
         if state is None or not 0 < state["done"] < state["total"]:
             return
-        schedule = self._schedule(self.train, training=True)
+        self.resumed, schedule = state, self.schedule or self._schedule(self.train, training=True)
         schedule.load_state_dict(state)
         if state["world"] != schedule.world:
             rank_zero_warn(

@@ -7,6 +7,7 @@ import lightning
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import whole
 
 
 class DraftFolders(lightning.Callback):
@@ -41,8 +42,9 @@ class DraftFolders(lightning.Callback):
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks, so all must ask
+        draft = whole(pl_module.draft)  # asks all ranks too
         if trainer.is_global_zero:
-            pl_module.draft.save_pretrained(folder / name)
+            draft.save_pretrained(folder / name)
 
     def state_dict(self) -> dict:
         return {"best": self.best}

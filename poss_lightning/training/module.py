@@ -1,9 +1,11 @@
 """The LightningModule: a shell around unroll, loss and metrics."""
 
+from pathlib import Path
 from typing import Literal
 
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
@@ -13,6 +15,8 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.losses import PassLosses, pass_losses
 from poss_lightning.metrics import FeatureDrift, PassMeans, PositionAcceptance, unrolled
+from poss_lightning.training import guard
+from poss_lightning.training.strategies import FSDP2, DeepSpeed, whole
 
 Source = FeatureStore | OnlineFeatures
 
@@ -37,6 +41,8 @@ class SpecialistTraining(lightning.LightningModule):
         weight_decay: of AdamW.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
         mean_over: "slots" that count in the whole optimizer step, or all its "tokens".
+        not_finite: "stop" when a loss or a gradient is not, or "skip" the optimizer step. Either way its pass, specialist
+            and conversations are named, and the batch is saved beside the log.
         chunk: slots whose (chunk, V) matrices exist at once.
     """
 
@@ -58,6 +64,7 @@ class SpecialistTraining(lightning.LightningModule):
         weight_decay: float = 0.0,
         warmup: float = 0.01,
         mean_over: Literal["slots", "tokens"] = "slots",
+        not_finite: Literal["stop", "skip"] = "stop",
         chunk: int = 128,
     ):
         super().__init__()
@@ -88,6 +95,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.ends = features.ends().restrict(vocabulary)
         # The ends never change: DDP need not send them around before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"ends.{name}" for name, _ in self.ends.named_buffers()]
+        self._step: list[tuple[Batch, Tensor]] = []  # batches since the last optimizer step, and their losses (K,)
         weights = gamma ** torch.arange(config.depth)
         self.register_buffer("pass_weights", weights, persistent=False)  # (K,)
         # Validation looks as deep as the draft will be used, whatever depth it is trained at.
@@ -98,6 +106,15 @@ class SpecialistTraining(lightning.LightningModule):
         self.val_acceptance = PositionAcceptance(self.looks)
         self.val_drift = FeatureDrift(self.looks)
 
+    def configure_model(self) -> None:
+        """FSDP2 shards the draft before the optimizer is made."""
+        if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2):
+            self.trainer.strategy.shard(self.draft)
+
+    def on_fit_start(self) -> None:
+        if self.hparams.not_finite == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
+            raise ValueError("not_finite is skip, but DeepSpeed cannot undo a backward: make it stop")
+
     def training_step(self, batch: Batch) -> Tensor:
         losses, _ = self._losses(batch, self.draft.config.depth)
         # The mean is over the whole step; what strategies average over is undone.
@@ -105,6 +122,7 @@ class SpecialistTraining(lightning.LightningModule):
         loss = (losses.weighted / whole.clamp(min=1) * self.pass_weights).sum() * batch.step.batches
         own = losses.weighted.detach() / losses.slots.clamp(min=1)  # (K,)
         self.log("train/loss", (own * self.pass_weights).sum(), prog_bar=True)
+        self._step.append((batch, losses.weighted.detach()))
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # reading a value waits for the device
             self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
             for name in ("feature", "token", "topk"):
@@ -112,6 +130,40 @@ class SpecialistTraining(lightning.LightningModule):
             reached, passed = self._acceptance(batch, losses)
             self._log_by_depth("train_pos_acc_unroll", passed / reached)
         return loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure) -> None:
+        """Forward and backward, and the step if all is finite on every process."""
+        loss = optimizer_closure()
+        (*batches,), (*losses,) = zip(*self._step, strict=True)
+        self._step.clear()
+        if self.trainer.strategy.reduce_boolean_decision(guard.finite(losses, self.draft)):
+            optimizer.step(closure=lambda: loss)
+        else:
+            self._not_finite(batches, losses)
+            optimizer.zero_grad()
+
+    def _not_finite(self, batches: list[Batch], losses: list[Tensor]) -> None:
+        """Say whose fault it was, leave a reproducer, and stop or go on without the step. All processes come here."""
+        blamed = guard.blame_losses(self.draft, batches, losses)
+        everyone = self._from_all(blamed)
+        said = list(filter(None, everyone)) or [guard.blame_gradients(self.draft, batches)]
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / f"not-finite-{self.trainer.global_step}"
+        draft = whole(self.draft)  # asks all processes
+        if self.trainer.is_global_zero:
+            draft.save_pretrained(folder)
+        if blamed or not any(everyone):
+            guard.save(folder / f"rank-{self.global_rank}", batches, "; ".join(said))
+        message = f"step {self.trainer.global_step}: {'; '.join(said)}; {folder} reproduces it"
+        if self.hparams.not_finite == "stop":
+            raise guard.NotFinite(message)
+        rank_zero_warn(f"{message}; the step is skipped")
+
+    def _from_all(self, words: str | None) -> list[str | None]:
+        """What every process says."""
+        everyone = [words] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(everyone, words)
+        return everyone
 
     def validation_step(self, batch: Batch) -> None:
         losses, predictions = self._losses(batch, self.looks)

@@ -1,0 +1,38 @@
+"""What the benchmarks share: medians of seconds, and the peak of tensor allocations."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def seconds(work: Callable[[], object], times: int, device: str = "cpu") -> float:
+    """Median of some runs after one that is not counted."""
+    runs = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        runs.append(time.perf_counter() - start)
+    return median(runs[1:])
+
+
+def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
+    """Most bytes of tensors that `work` had allocated at once, beyond what was there before; it runs twice."""
+    work()
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,115 @@
+"""A run that was killed and goes on ends with the weights of one that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_training import store  # noqa: F401  (a fixture)
+
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.files import atomic
+from poss_lightning.training.module import SpecialistTraining
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(lightning.Callback):
+    """Raises, or ends the process, after so many batches of the run, before the checkpoint of the last."""
+
+    def __init__(self, after: int | None = None, signal: int | None = None):
+        self.after, self.signal = after, signal
+        self.seen: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
+        if len(self.seen) == self.after:
+            if self.signal:
+                os.kill(os.getpid(), self.signal)
+            with atomic(Path(trainer.default_root_dir, f"seen-{trainer.global_rank}.json")) as path:
+                path.write_text(json.dumps(self.seen))
+            raise Killed
+
+
+def fit(store, folder, kill=None, goes_on=False, every=1, **options):  # noqa: F811
+    lightning.seed_everything(0)
+    module = SpecialistTraining(store, [1, 2], learning_rate=3e-3)
+    keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
+    kill = kill or Kill()
+    trainer = lightning.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 3,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "gradient_clip_val": 0.5,
+            "default_root_dir": folder,
+            "use_distributed_sampler": False,
+            "callbacks": [kill, keep],
+            **options,
+        }
+    )
+    data = FeatureData(store, batch_tokens=256, validation=0.2)
+    trainer.fit(module, data, ckpt_path=f"{folder}/last.ckpt" if goes_on else None)
+    return module, trainer, kill.seen
+
+
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [(1, {}), (2, {"accumulate_grad_batches": 2}), (3, {"max_epochs": -1, "max_steps": 17})],
+    ids=str,
+)
+def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, every, options):  # noqa: F811
+    whole, trainer, seen = fit(store, tmp_path / "whole", **options)
+    batches = trainer.num_training_batches
+    assert batches >= 5
+    for after in [batches - 2, batches - 1, batches, batches + 1, 2 * batches]:
+        with pytest.raises(Killed):
+            fit(store, tmp_path / str(after), Kill(after), every=every, **options)
+        again, other, rest = fit(store, tmp_path / str(after), goes_on=True, every=every, **options)
+        assert other.global_step == trainer.global_step
+        assert 0 < len(rest) < len(seen) and seen[-len(rest) :] == rest  # at the exact sample
+        for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True):
+            assert torch.equal(a, b), after
+
+
+SCRIPT = "import sys, test_resume as t; t.fit(sys.argv[1], sys.argv[2], t.Kill(int(sys.argv[3]), {signal}), {options})"
+
+
+def run(tmp_path, store, after, signal="None", options=""):  # noqa: F811
+    """`fit` in processes of its own, which die."""
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT.format(signal=signal, options=options))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, script, store, tmp_path, str(after)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_sigkill(store, tmp_path):  # noqa: F811
+    whole, _, _ = fit(store, tmp_path / "whole")
+    died = run(tmp_path, store, 9, "9", "every=4")
+    assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
+    again, _, _ = fit(store, tmp_path, goes_on=True, every=4)
+    assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path, after):  # noqa: F811
+    died = run(tmp_path, store, after + 1, options="devices=2, strategy='ddp'")
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)] if died.returncode else died
+    taken = [name for rank in seen for _, ids in rank[:after] for name in ids]
+    with pytest.warns(UserWarning, match="the run goes on with 1 processes where it had 2"):
+        _, trainer, rest = fit(store, tmp_path, goes_on=True, max_epochs=2)
+    first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
+    assert sorted(taken + first) == sorted(second) and taken and first
+    assert trainer.current_epoch == 2
