@@ -43,9 +43,10 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
     Extraction also finds the target's likeliest token after every answer slot, so it reads the LM head there.
     """
     read = read_conversations(str(CORPUS), limit=conversations)
-    texts = extract._texts(target, read, 2048)
+    texts = extract.read_texts(target, read, 2048)
     batches = [
-        pad([text.tokens for text in batch], target.device) for batch in extract._plan(texts, batch_tokens, 10**9)[0]
+        pad([text.tokens for text in batch], target.device)
+        for batch in extract.plan_shards(texts, batch_tokens, 10**9)[0]
     ]
     tokens = sum(len(text.tokens) for text in texts)
 

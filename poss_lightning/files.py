@@ -1,6 +1,7 @@
 """Writing so that nothing is ever half-written: a temporary name first, the real one when all is there."""
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,3 +29,24 @@ def sha256(path: str | Path) -> str:
     """Hex digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Hashed(io.BufferedWriter):
+    """A new file whose digest is known when it is written, without reading it again."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(io.FileIO(path, "w"))
+        self._digest = hashlib.sha256()
+
+    def write(self, data) -> int:
+        self._digest.update(data)
+        return super().write(data)
+
+    def sha256(self) -> str:
+        """Hex digest of all that was written so far."""
+        return self._digest.hexdigest()
+
+
+def user_cache() -> Path:
+    """Where large files are kept between runs: POSS_CACHE, or ~/.cache/poss_lightning."""
+    return Path(os.environ.get("POSS_CACHE", Path.home() / ".cache" / "poss_lightning"))

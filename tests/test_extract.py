@@ -1,22 +1,21 @@
 """`poss extract`: what it stores, and that a killed run ends with the bytes of one that was not."""
 
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from conftest import tiny_model, tiny_target
 from tiny import CHATML, tiny_tokenizer
 
 from poss_lightning.corpus.readers import Conversation, CorpusError
-from poss_lightning.features import extract as module
-from poss_lightning.features.extract import extract, write_store
-from poss_lightning.features.store import FeatureStore, StoreError, verify
+from poss_lightning.features.encoding import decode, encode
+from poss_lightning.features.extract import plan_shards, read_texts, write_store
+from poss_lightning.features.manifest import StoreError
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
 
 ROLES = ("user", "assistant")
@@ -39,7 +38,7 @@ def make_conversations(count: int = 24, seed: int = 0) -> list[Conversation]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file, hidden ones too."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_the_store_has_shards_of_bounded_size_and_no_other_files(whole):
     assert sorted(contents(whole)) == ["ends.safetensors", "manifest.json", *shards] and len(shards) > 2
     rest = iter(store.lengths.tolist())
     for name in shards:
-        rows = len(module.store.datasets.Dataset.from_file(str(whole / name)))
+        rows = len(datasets.Dataset.from_file(str(whole / name)))
         features = 4 * 32 * sum(next(rest) for _ in range(rows))
         assert features <= SIZES["shard_bytes"] + 4 * 32 * SIZES["batch_tokens"]
 
@@ -122,7 +121,7 @@ def dies_after(monkeypatch, target: Target, forwards: int) -> None:
     monkeypatch.setattr(target, "read", dying)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "unfinished.json"])
+@pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "settings.json"])
 def test_a_kill_around_any_file_is_survived(whole, target, tmp_path, monkeypatch, name):
     """Killed with the file half written under its temporary name, and with the file just there."""
     for when in ("before", "after"):
@@ -173,6 +172,8 @@ def other_template() -> Target:
         (other_target, 24, {}, "target"),
         (other_template, 24, {}, "template"),
         (tiny_target, 24, {"max_length": 59}, "max_length 60 (now 59)"),
+        (tiny_target, 24, {"stored": "float8"}, "stored exact (now float8)"),
+        (tiny_target, 24, {"layers": (1,)}, "layers [] (now [1])"),
         (tiny_target, 23, {}, "corpus"),
     ],
 )
@@ -212,32 +213,58 @@ def test_a_corpus_without_answers_within_the_length_is_refused(target, tmp_path)
     assert not (tmp_path / "store").exists()
 
 
-SLEEPY = """
-import sys, time
-from poss_lightning.features import extract
-write = extract._write_shard
-def slow(path, *rest):
-    if path.name == ".shard-00001.arrow.tmp":
-        path.write_bytes(b"half")
-        print("half", flush=True)
-        time.sleep(60)
-    write(path, *rest)
-extract._write_shard = slow
-extract.extract(*sys.argv[1:3], target=sys.argv[3], dtype="float32", batch_tokens=2000, shard_mb=1)
-"""
+# --- 8 bits, and layers ---
 
 
-def test_a_true_sigkill_in_the_middle_of_a_shard(tiny_folder, tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    long = [" ".join(WORDS * 8) + f" {i}" for i in range(60)]
-    records = [{"messages": [{"role": role, "content": text} for role in ROLES]} for text in long]
-    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = [sys.executable, "-c", SLEEPY, str(corpus), str(tmp_path / "killed"), tiny_folder]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout.readline() == "half\n"
-        process.send_signal(signal.SIGKILL)
-    assert ".shard-00001.arrow.tmp" in contents(tmp_path / "killed")
-    for folder in ("killed", "whole"):
-        extract(str(corpus), str(tmp_path / folder), tiny_folder, dtype="float32", batch_tokens=2000, shard_mb=1)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    verify(tmp_path / "killed")
+@pytest.mark.parametrize("layers", [(), (1, 3)])
+@pytest.mark.parametrize("stored", ["exact", "float8"])
+def test_features_and_layers_are_the_targets_as_stored(tmp_path, stored, layers):
+    target = Target(tiny_model(num_hidden_layers=4).to(torch.bfloat16), tiny_tokenizer(), "tiny")
+    write_store(tmp_path, target, make_conversations(), **SIZES, stored=stored, layers=layers)
+    store = FeatureStore(tmp_path)
+    assert (store.manifest.stored, store.manifest.layers) == (stored, layers)
+    batches = plan_shards(read_texts(target, make_conversations(), 60), 200, 10**9)[0]
+    samples = (store[i] for i in range(len(store)))
+    for batch in batches:
+        tokens = pad([text.tokens for text in batch], "cpu")
+        features, outputs = target.read(tokens), naive_layers(target, tokens, layers)
+        for row, text in enumerate(batch):
+            sample, here = next(samples), slice(0, len(text.tokens))
+            assert sample.id == text.id
+            assert sample.features.equal(as_stored(features[row, here], stored))
+            assert sample.layers.equal(as_stored(outputs[row, here], stored))
+
+
+def as_stored(x: torch.Tensor, stored: str) -> torch.Tensor:
+    return decode(encode(x, stored), stored, x.dtype) if x.numel() else x
+
+
+def naive_layers(target: Target, tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    """(B, T, n, D): caught as they leave the decoder layers, counted from 1."""
+    caught = {}
+    for number, layer in enumerate(target.model.model.layers, 1):
+        layer.register_forward_hook(lambda module, inputs, output, number=number: caught.update({number: output}))
+    target.read(tokens)
+    empty = torch.empty(*tokens.shape, 0, target.spec.hidden_size, dtype=target.dtype)
+    return torch.cat([empty, *(caught[layer][:, :, None] for layer in layers)], dim=2)
+
+
+@pytest.mark.parametrize("layers", [(0,), (-1,), (1, 2)])
+def test_layers_that_cannot_be_kept_are_refused(target, tmp_path, layers):
+    with pytest.raises(ValueError, match=rf"layers has {layers[-1]}; those of tiny that can be kept are 1 to 1"):
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=layers)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(("stored", "most"), [("exact", 2 * 32 + 16), ("float8", 32 + 24)])
+def test_bytes_of_a_token_all_columns_included(tmp_path, stored, most):
+    """Conversations of some 200 tokens: ids, spans and Arrow's own bytes fall on few."""
+    draw = random.Random(0)
+    long = [
+        Conversation(f"c{i}", [{"role": role, "content": " ".join(draw.choices(WORDS, k=40))} for role in ROLES])
+        for i in range(60)
+    ]
+    target = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer(), "tiny")
+    write_store(tmp_path, target, long, 512, 4096, 2**30, stored)
+    shards = FeatureStore(tmp_path).manifest
+    assert sum(note.bytes for note in shards.shards) / shards.tokens <= most

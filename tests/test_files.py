@@ -1,10 +1,11 @@
 """Writing that is never half done."""
 
 import hashlib
+import os
 
 import pytest
 
-from poss_lightning.files import atomic, sha256
+from poss_lightning.files import Hashed, atomic, sha256
 
 
 def names(folder) -> list[str]:
@@ -46,3 +47,13 @@ def test_what_a_killed_process_left_is_overwritten(tmp_path):
 def test_sha256(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert sha256(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_a_digest_known_while_writing_is_that_of_the_file(tmp_path):
+    pieces = [b"", b"abc", memoryview(os.urandom(100_000)), bytearray(b"d")]
+    with Hashed(tmp_path / "file") as file:
+        for piece in pieces:
+            assert file.write(piece) == len(piece)
+        assert file.tell() == sum(map(len, pieces))
+        known = file.sha256()
+    assert known == sha256(tmp_path / "file") and (tmp_path / "file").read_bytes() == b"".join(pieces)

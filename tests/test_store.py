@@ -1,6 +1,7 @@
 """The feature store: what is damaged is found and named; what is read is what was written."""
 
 import json
+import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,8 @@ from test_extract import SIZES, make_conversations
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
-from poss_lightning.features.store import FeatureStore, StoreError, verify
+from poss_lightning.features.manifest import StoreError, verify
+from poss_lightning.features.store import FeatureStore
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,49 @@ def test_the_manifest_says_what_the_store_is(whole, target):
     assert (manifest.dtype, manifest.max_length, manifest.samples) == ("float32", 60, 24)
 
 
+def test_a_store_of_before_there_were_layers_is_read(folder, whole):
+    path = folder / "manifest.json"
+    stored = json.loads(path.read_text())
+    del stored["stored"], stored["layers"]
+    path.write_text(json.dumps(stored))
+    assert FeatureStore(folder).manifest == FeatureStore(whole).manifest
+
+
+def test_shards_of_other_columns_are_refused(folder):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": [1]}))
+    with pytest.raises(StoreError, match=r"shard-00000\.arrow cannot be read \(its columns are id, length"):
+        FeatureStore(folder)
+
+
+def test_a_store_is_a_sequence(whole):
+    store = FeatureStore(whole)
+    assert [sample.id for sample in store] == store.ids and store[-1].id == store.ids[-1]
+    assert [len(sample.tokens) for sample in store] == store.lengths.tolist()
+    with pytest.raises(IndexError):
+        store[len(store)]
+
+
+def test_spans_are_known_without_reading_samples(whole):
+    store = FeatureStore(whole)
+    assert [[tuple(span) for span in spans.tolist()] for spans in store.spans] == [sample.spans for sample in store]
+    assert max(map(len, store.spans)) == 2  # so the law above has met both kinds
+
+
+def test_a_store_travels_to_another_process_as_its_folder(whole):
+    store = FeatureStore(whole)
+    sent = pickle.dumps(store)
+    assert len(sent) < 500 and pickle.loads(sent)[5].features.equal(store[5].features)
+
+
+def test_a_sample_may_be_written_to_and_the_store_stays(whole):
+    store = FeatureStore(whole)
+    sample = store[2]
+    sample.features.zero_(), sample.tokens.zero_()
+    assert store[2].features.any() and store[2].tokens.any()
+    verify(whole)
+
+
 def test_reading_a_store_writes_nothing(whole):
     before = sorted(path.name for path in whole.iterdir())
     store = FeatureStore(whole)
@@ -141,14 +186,16 @@ def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
 
 def make_data(whole: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
     data = FeatureData(str(whole), **{"batch_tokens": 200, "validation": 0.3, **changes})
-    data.trainer = SimpleNamespace(training=training, current_epoch=epoch, global_rank=0, world_size=1)
+    data.trainer = SimpleNamespace(
+        training=training, current_epoch=epoch, global_rank=0, world_size=1, accumulate_grad_batches=1
+    )
     return data
 
 
 def test_every_conversation_is_on_one_side_once(whole):
     data = make_data(whole)
     train, held = ([name for batch in loader for name in batch.ids] for loader in loaders(data))
-    assert sorted(train + held) == sorted(data.store.ids) and train and held
+    assert sorted(train + held) == sorted(data.source.ids) and train and held
     assert all(batch.tokens.numel() <= 200 for loader in loaders(data) for batch in loader)
 
 
@@ -158,12 +205,11 @@ def loaders(data: FeatureData):
 
 def test_batches_hold_the_stored_features(whole):
     data = make_data(whole)
-    by_name = {sample.id: sample for sample in (data.store[i] for i in range(len(data.store)))}
+    by_name = {sample.id: sample for sample in (data.source[i] for i in range(len(data.source)))}
     for batch in data.train_dataloader():
-        for row, name in enumerate(batch.ids):
-            length = len(by_name[name].tokens)
-            assert batch.tokens[row, :length].equal(by_name[name].tokens)
-            assert batch.features[row, :length].equal(by_name[name].features)
+        for part, name in zip(batch.parts(), batch.ids, strict=True):
+            assert batch.tokens[part].equal(by_name[name].tokens)
+            assert batch.features[part].equal(by_name[name].features)
 
 
 def test_a_limit_takes_the_first_of_the_training_side_only(whole):

@@ -14,7 +14,7 @@ class FeatureData(lightning.LightningDataModule):
     Give `store`, or `corpus` for online features: then the target stays in the process, and nothing is on disk.
 
     Args:
-        store: folder or fsspec address of what `poss extract` wrote.
+        store: folder written by `poss extract`, or any address of one that fsspec reads, which is copied once.
         corpus: file or hub id of conversations, as `poss extract` takes it.
         target: of online features: "embedded", a local folder or a hub id.
         max_length: of online features: tokens a conversation is cut at.

@@ -1,34 +1,31 @@
 """Precompute the target's features of a corpus: `poss extract`.
 
-The work is planned first (order, batches, shards) from the corpus alone, so a killed run goes on with the first shard
-that is not there, and ends with the same bytes.
+The work is planned first (order, batches, shards) from the corpus alone, so any number of processes may share the
+shards, a killed one is made good by giving the command again, and the bytes are always the same.
 """
 
 import hashlib
 import json
-from dataclasses import dataclass
+import os
 from pathlib import Path
+from typing import Literal
 
-import pyarrow as pa
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from tqdm import tqdm
 
 from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
-from poss_lightning.features import store
-from poss_lightning.features.store import ENDS, MANIFEST, SCHEMA, FileNote, Manifest, StoreError
+from poss_lightning.features import unfinished
+from poss_lightning.features.encoding import vector_bytes
+from poss_lightning.features.manifest import ENDS, FileNote, Manifest
+from poss_lightning.features.manifest import verify as verify_store
+from poss_lightning.features.remote import local
+from poss_lightning.features.shards import Text, write_shard
 from poss_lightning.files import atomic
 from poss_lightning.target.chat import Rendered
-from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
 
-
-@dataclass(frozen=True)
-class _Text:
-    id: str
-    tokens: list[int]
-    spans: list[tuple[int, int]]
+Shard = list[list[Text]]  # batches of texts
 
 
 def extract(
@@ -42,11 +39,14 @@ def extract(
     shard_mb: int = 512,
     dtype: str = "bfloat16",
     device: str = "cpu",
+    stored: Literal["exact", "float8"] = "exact",
+    layers: list[int] | None = None,
     verify: bool = False,
 ) -> None:
     """Write the feature store of a corpus.
 
-    A killed run goes on where it stopped when the command is given again, and ends with the same bytes.
+    A killed run goes on where it stopped when the command is given again, and ends with the same bytes. Started by
+    torchrun or srun, every rank takes its share of the shards; the last to be done finishes the store.
 
     Args:
         corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
@@ -57,19 +57,30 @@ def extract(
         max_length: tokens a conversation is cut at; the target's context at most.
         batch_tokens: tokens of a forward, padding included.
         shard_mb: size of a shard, in MiB of features.
-        dtype: bfloat16, float16 or float32, of the target and the features.
-        device: cpu or cuda.
-        verify: only read the finished store `out` and check every byte of it.
+        dtype: bfloat16, float16 or float32, of the target and of the features when they are read back.
+        device: cpu or cuda; with several ranks on a machine, cuda is each one's own GPU.
+        stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
+        layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
+            all, and all less 3.
+        verify: only read the finished store `out`, or the address of one, and check every byte of it.
     """
     if verify:
-        store.verify(Path(out))
+        verify_store(local(out))
         return print(f"{out}: every file is as it was written")
+    if "://" in out:
+        raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+    rank, world, place = unfinished.this_rank(os.environ)
+    if device == "cuda" and world > 1:
+        device = f"cuda:{place % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
     conversations = read_conversations(corpus, split, limit)
     model = Target.load(target, dtype, device)
-    write_store(Path(out), model, conversations, max_length, batch_tokens, shard_mb * 2**20)
+    chosen = tuple(layers or ())
+    write_store(
+        Path(out), model, conversations, max_length, batch_tokens, shard_mb * 2**20, stored, chosen, rank, world
+    )
 
 
 def write_store(
@@ -79,48 +90,64 @@ def write_store(
     max_length: int,
     batch_tokens: int,
     shard_bytes: int,
+    stored: str = "exact",
+    layers: tuple[int, ...] = (),
+    rank: int = 0,
+    world: int = 1,
 ) -> None:
-    """Read conversations with the target and write their store; see `extract`.
+    """Read conversations with the target and write their store, or this rank's share of it; see `extract`.
 
     Raises:
         StoreError: `folder` holds a store, or the beginning of one, of other settings.
         CorpusError: no conversation has an assistant's turn within max_length tokens.
+        ValueError: an unknown way to store, or a layer that the target does not have.
     """
+    vector = vector_bytes(target.spec.hidden_size, target.dtype, stored)
+    target.check_layers(layers)
     max_length = min(max_length, target.spec.context)
-    texts = _texts(target, conversations, max_length)
-    per_token = target.spec.hidden_size * target.dtype.itemsize
-    shards = _plan(texts, batch_tokens, shard_bytes // per_token)
-    if not _claim(folder, _settings(target, texts, max_length, batch_tokens, shard_bytes)):
-        return
-    total = sum(len(text.tokens) for text in texts)
-    notes = []
-    with tqdm(total=total, unit="token", unit_scale=True, desc="extract") as bar:
-        for number, batches in enumerate(shards):
-            path = folder / f"shard-{number:05d}.arrow"
-            if not path.exists():
-                with atomic(path) as temporary:
-                    _write_shard(temporary, target, batches, bar)
-            else:
-                bar.update(sum(len(text.tokens) for batch in batches for text in batch))
-            notes.append(FileNote.of(path))
-    ends = _write_ends(folder, target)
-    digest = _digest(texts)
-    name = str(target.dtype).removeprefix("torch.")
-    Manifest(target.spec, name, max_length, digest, len(texts), total, ends, tuple(notes)).write(folder)
-    (folder / PLAN).unlink()
+    texts = read_texts(target, conversations, max_length)
+    shards = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
+    dtype, corpus = str(target.dtype).removeprefix("torch."), _digest(texts)
+    kind = unfinished.kind(target.spec, dtype, stored, layers, max_length, corpus)
+    if not unfinished.claim(folder, kind, {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}):
+        return unfinished.clear(folder)  # the run that finished it may have been killed before it did
+    _share(folder, target, shards, stored, layers, rank, world)
+    notes = [unfinished.note(folder, number) for number in range(len(shards))]
+    if None in notes and not unfinished.finished(folder):
+        others = f"{notes.count(None)} of {len(shards)} shards are with other processes, the last of which finishes it"
+        return print(f"{folder}: {others}; if one of them died, give the command again")
+    with unfinished.alone(folder):
+        if not unfinished.finished(folder):
+            ends, total = _write_ends(folder, target), sum(len(text.tokens) for text in texts)
+            sizes = (len(texts), total, ends, tuple(notes))
+            Manifest(target.spec, dtype, max_length, corpus, *sizes, stored, layers).write(folder)
+    unfinished.clear(folder)
 
 
-PLAN = "unfinished.json"
+def _share(
+    folder: Path, target: Target, shards: list[Shard], stored: str, layers: tuple[int, ...], rank: int, world: int
+) -> None:
+    """Write what of the shards is this rank's, and what no other process is at."""
+    sizes = [sum(len(text.tokens) for batch in shard for text in batch) for shard in shards]
+    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=rank > 0) as bar:
+        for number in unfinished.order(len(shards), rank, world):
+            with unfinished.turn(folder, number) as mine:
+                if mine:
+                    path = unfinished.shard(folder, number)
+                    note = write_shard(path, target, shards[number], stored, layers, bar)
+                    unfinished.leave_note(folder, number, note)
+                else:
+                    bar.update(sizes[number])
 
 
-def _texts(target: Target, conversations: list[Conversation], max_length: int) -> list[_Text]:
+def read_texts(target: Target, conversations: list[Conversation], max_length: int) -> list[Text]:
     """Render and cut; leave out what has no two tokens of one assistant span; order by length."""
     texts = []
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         whole = _render(target, conversation)
         spans = [(start, min(stop, max_length)) for start, stop in whole.spans if start < max_length]
         if any(stop - start >= 2 for start, stop in spans):
-            texts.append(_Text(conversation.id, whole.tokens[:max_length], spans))
+            texts.append(Text(conversation.id, whole.tokens[:max_length], spans))
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
     return sorted(texts, key=lambda text: len(text.tokens))
@@ -133,7 +160,7 @@ def _render(target: Target, conversation: Conversation) -> Rendered:
         raise CorpusError(f"conversation {conversation.id}: {error}") from error
 
 
-def _plan(texts: list[_Text], batch_tokens: int, shard_tokens: int) -> list[list[list[_Text]]]:
+def plan_shards(texts: list[Text], batch_tokens: int, shard_tokens: int) -> list[Shard]:
     """Shards of batches of texts: neighbours in length share a batch."""
     shards, batch, filled = [[]], [], 0
     for text in texts:  # ascending: the newest is the longest, so it sets the padding
@@ -150,90 +177,11 @@ def _plan(texts: list[_Text], batch_tokens: int, shard_tokens: int) -> list[list
     return shards
 
 
-def _digest(texts: list[_Text]) -> str:
+def _digest(texts: list[Text]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(json.dumps([text.id, text.tokens, text.spans]).encode())
     return digest.hexdigest()
-
-
-def _settings(target: Target, texts: list[_Text], max_length: int, batch_tokens: int, shard_bytes: int) -> dict:
-    return {
-        "target": target.spec.fingerprint,
-        "template": target.spec.template,
-        "dtype": str(target.dtype),
-        "max_length": max_length,
-        "corpus": _digest(texts),
-        "batch_tokens": batch_tokens,
-        "shard_bytes": shard_bytes,
-    }
-
-
-def _claim(folder: Path, settings: dict) -> bool:
-    """Note the settings; False where the same store is finished; refuse to mix with another."""
-    note, finished = folder / PLAN, (folder / MANIFEST).exists()
-    if not finished and not note.exists():
-        if any(folder.glob("shard-*")):
-            raise StoreError(f"{folder} holds shards of an unknown store: choose another folder or remove it")
-        with atomic(note) as path:
-            path.write_text(json.dumps(settings, indent=1))
-    there = _finished(folder) if finished else json.loads(note.read_text())
-    changed = [f"{name} {there[name]} (now {settings[name]})" for name in there if there[name] != settings[name]]
-    if changed:
-        words = ", ".join(changed)
-        raise StoreError(f"{folder} holds a store of another kind, {words}: choose another folder or remove it")
-    if finished:
-        note.unlink(missing_ok=True)  # a run may have been killed between the two
-    return not finished
-
-
-def _finished(folder: Path) -> dict:
-    manifest = store.check(folder)
-    return {
-        "target": manifest.target.fingerprint,
-        "template": manifest.target.template,
-        "dtype": f"torch.{manifest.dtype}",
-        "max_length": manifest.max_length,
-        "corpus": manifest.corpus,
-    }
-
-
-def _write_shard(path: Path, target: Target, batches: list[list[_Text]], bar: tqdm) -> None:
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-        for batch in batches:
-            writer.write_batch(_read_batch(target, batch))
-            bar.update(sum(len(text.tokens) for text in batch))
-
-
-@torch.inference_mode()
-def _read_batch(target: Target, batch: list[_Text]) -> pa.RecordBatch:
-    tokens = pad([text.tokens for text in batch], target.device)
-    features = target.read(tokens)  # (B, T, D)
-    greedy = _greedy(target, features, batch).cpu()  # (B, T)
-    features = features.cpu()
-    rows = {
-        "id": [text.id for text in batch],
-        "length": [len(text.tokens) for text in batch],
-        "tokens": [text.tokens for text in batch],
-        "greedy": [row[: len(text.tokens)].tolist() for row, text in zip(greedy, batch, strict=True)],
-        "spans": [[edge for span in text.spans for edge in span] for text in batch],
-        "features": [_bytes(row[: len(text.tokens)]) for row, text in zip(features, batch, strict=True)],
-    }
-    return pa.RecordBatch.from_pydict(rows, schema=SCHEMA)
-
-
-def _greedy(target: Target, features: Tensor, batch: list[_Text]) -> Tensor:
-    """The target's likeliest next token after every slot from which an assistant's token follows; -1 elsewhere."""
-    greedy = torch.full(features.shape[:2], -1, device=features.device)
-    for row, text in enumerate(batch):
-        for start, stop in text.spans:
-            here = slice(start - 1, stop - 1)
-            greedy[row, here] = target.ends.logits(features[row, here]).max(-1).indices
-    return greedy
-
-
-def _bytes(features: Tensor) -> bytes:
-    return features.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _write_ends(folder: Path, target: Target) -> FileNote:

@@ -2,10 +2,12 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.features import extract
-from poss_lightning.features.store import Sample
+from poss_lightning.features.extract import read_texts
+from poss_lightning.features.shards import Text
+from poss_lightning.features.store import Sample, commonest
 from poss_lightning.features.stream import Batch, buckets
 from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Ends, Target, TargetSpec
@@ -21,7 +23,7 @@ class OnlineFeatures:
         texts: conversations, rendered and cut.
     """
 
-    def __init__(self, model: Target, texts: list):
+    def __init__(self, model: Target, texts: list[Text]):
         self.model, self.texts = model, texts
         self.ids = [text.id for text in texts]
         self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
@@ -32,7 +34,7 @@ class OnlineFeatures:
         """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
         conversations = read_conversations(corpus)
         model = Target.load(target, dtype)
-        return cls(model, extract._texts(model, conversations, min(max_length, model.spec.context)))
+        return cls(model, read_texts(model, conversations, min(max_length, model.spec.context)))
 
     def __getitem__(self, index: int) -> Sample:
         text = self.texts[index]
@@ -46,6 +48,11 @@ class OnlineFeatures:
     def ends(self) -> Ends:
         """The target's embedding and head."""
         return Ends(self.model.ends.embedding, self.model.ends.head)
+
+    def common_tokens(self, size: int) -> Tensor:
+        """As of a `FeatureStore`."""
+        answers = (text.tokens[start:stop] for text in self.texts for start, stop in text.spans)
+        return commonest(answers, self.target.vocab_size, size)
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:

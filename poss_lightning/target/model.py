@@ -168,6 +168,25 @@ class Target(nn.Module):
         """Features of whole right-padded sequences, no cache: (B, T) -> (B, T, D). Padding harms nobody before it."""
         return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
+    def read_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """As `read`, with what some of the decoder layers put out: (B, T) -> (B, T, D), (B, T, n, D).
+
+        Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The last one is
+        not among them: behind the norm it is the feature. EAGLE-3 takes 2, half of all, and all less 3.
+
+        Raises:
+            ValueError: no such layer.
+        """
+        self.check_layers(layers)
+        read = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        return read.last_hidden_state, torch.stack([read.hidden_states[layer] for layer in layers], dim=2)
+
+    def check_layers(self, layers: tuple[int, ...]) -> None:
+        """Raise ValueError where `read_layers` cannot give one of them."""
+        last = self.model.config.get_text_config().num_hidden_layers - 1
+        if wrong := [layer for layer in layers if not 1 <= layer <= last]:
+            raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
+
     @torch.inference_mode()
     def _check(self) -> None:
         """Refuse a model whose logits are not head(feature), or whose features differ behind a cache and a mask."""

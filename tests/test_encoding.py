@@ -1,0 +1,101 @@
+"""Features as bytes: what 8 bits keep, bounded entry by entry."""
+
+import math
+
+import pytest
+import torch
+
+from poss_lightning.features.encoding import _numbers, decode, encode, vector_bytes
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def features(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """(6, 7, 48) of very different size from vector to vector, each with an entry far larger than the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(6, 7, 48, generator=generator) * torch.logspace(-3, 2, 7)[:, None]
+    drawn[..., 5] *= 200
+    return drawn.clamp(-60_000, 60_000).to(dtype)
+
+
+def kept(x: torch.Tensor) -> torch.Tensor:
+    raw = encode(x, "float8")
+    assert raw.dtype == torch.uint8 and raw.shape == (*x.shape[:-1], vector_bytes(x.shape[-1], x.dtype, "float8"))
+    return decode(raw, "float8", x.dtype)
+
+
+def naive_e4m3() -> torch.Tensor:
+    """Every number of e4m3: four bits of exponent with bias 7, three of mantissa, no infinity."""
+    numbers = [m / 8 * 2.0**-6 for m in range(8)]
+    numbers += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
+    return torch.tensor([sign * number for number in numbers for sign in (1, -1)], dtype=torch.float64)
+
+
+def naive_scale(vector: torch.Tensor) -> float:
+    return 2.0 ** math.ceil(math.log2(vector.double().abs().max() / 448))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_entry_becomes_the_nearest_number_there_is(dtype):
+    for vector in features(dtype)[0]:
+        grid = naive_e4m3() * naive_scale(vector)
+        nearest = (grid - vector.double()[:, None]).abs().amin(1)
+        difference = (kept(vector).double() - vector.double()).abs()
+        torch.testing.assert_close(difference, nearest, rtol=0, atol=1e-7 if dtype == torch.float16 else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_error_of_an_entry_is_bounded_by_the_format(dtype):
+    x = features(dtype, 1)
+    scale = torch.tensor([[naive_scale(vector) for vector in row] for row in x])[..., None]
+    error, normal = (kept(x).float() - x.float()).abs(), x.float().abs() >= scale * 2**-6
+    assert normal.float().mean() > 0.9
+    assert (error <= x.float().abs() / 16)[normal].all() and (error <= scale * 2**-10)[~normal].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_was_kept_once_is_kept_exactly(dtype):
+    for seed in range(5):
+        once = kept(features(dtype, seed))
+        assert once.dtype == dtype and once.equal(kept(once))
+
+
+@pytest.mark.parametrize("largest", [448.0, 449.0, 230.0, 224.0, 464.0, 1.0, 1e-30, 3e38])
+def test_the_largest_entry_fits_wherever_it_lies_between_powers_of_two(largest):
+    x = torch.tensor([largest, -largest / 2, largest / 300, 0.0])
+    assert kept(x).isfinite().all() and kept(x).equal(kept(kept(x)))
+    torch.testing.assert_close(kept(x), x, rtol=1 / 16, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_stay_zeros_and_signs_stay(dtype):
+    x = features(dtype)
+    x[0], x[1, :, ::3] = 0, 0
+    assert (kept(x)[x == 0] == 0).all() and (kept(x) * x >= 0).all()
+
+
+@pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_hidden(broken):
+    x = features(torch.bfloat16)[0]
+    x[2, 7] = broken
+    assert not kept(x)[2].isfinite().any() and kept(x)[[0, 1, 3, 4, 5, 6]].isfinite().all()
+
+
+def test_codes_are_read_as_torch_reads_them():
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    finite = numbers.isfinite()  # two codes are nan, which encode never leaves beside a finite scale
+    assert finite.sum() == 254 and _numbers(codes)[finite].equal(numbers[finite])
+    assert _numbers(codes)[128].signbit()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_is_exact(dtype):
+    x = features(dtype)
+    assert encode(x, "exact").shape[-1] == vector_bytes(48, dtype, "exact") == 48 * dtype.itemsize
+    assert decode(encode(x, "exact"), "exact", dtype).equal(x)
+
+
+def test_an_unknown_way_is_refused():
+    with pytest.raises(ValueError, match="stored is 'int4'; it must be exact or float8"):
+        vector_bytes(4, torch.float32, "int4")
