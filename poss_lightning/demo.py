@@ -11,6 +11,7 @@ from pathlib import Path
 
 from poss_lightning import cli
 from poss_lightning.evaluation.records import read_records
+from poss_lightning.files import conf
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 
@@ -111,15 +112,6 @@ def _exactness(folder: Path) -> str:
         if method != "autoregressive"
     ]
     return f"In float32, {sum(pairs)} of {len(pairs)} answers equal plain decoding's, token for token."
-
-
-def conf(name: str) -> Path:
-    """A file of conf/: beside the package in a checkout, inside it where it was installed from a wheel."""
-    package = Path(str(files("poss_lightning")))
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / name).is_file():
-            return folder / name
-    raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")
 
 
 def _say(stage: int, what: str) -> None:

@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 
 
@@ -50,3 +51,12 @@ class Hashed(io.BufferedWriter):
 def user_cache() -> Path:
     """Where large files are kept between runs: POSS_CACHE, or ~/.cache/poss_lightning."""
     return Path(os.environ.get("POSS_CACHE", Path.home() / ".cache" / "poss_lightning"))
+
+
+def conf(name: str) -> Path:
+    """A file of conf/: beside the package in a checkout, inside it where it was installed from a wheel."""
+    package = Path(str(files("poss_lightning")))
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")

@@ -54,7 +54,7 @@ def pass_losses(
     predicted = torch.stack([prediction[somewhere] for prediction in predictions])  # (K, S, D)
     passes = torch.arange(1, len(predictions) + 1, device=counts.device)
     live = counts[somewhere] >= passes[:, None]  # (K, S)
-    weighted, feature, token, top, guess = _Losses.apply(
+    weighted, (feature, token, top), guess = _Losses.apply(
         predicted, features[somewhere], live, head, (w_feature, w_token, w_topk), topk, chunk
     )
     guesses = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
@@ -67,41 +67,48 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, predicted, wanted, live, head, weights, topk, chunk):
-        w_feature, w_token, w_topk = weights
-        passes, slots, width = predicted.shape
-        feature, token, top = predicted.new_zeros(3, passes, dtype=torch.float32)
+        passes, slots, _ = predicted.shape
+        sums = predicted.new_zeros(3, passes, dtype=torch.float32)  # feature, token, top-K
         guess = torch.empty(passes, slots, dtype=torch.long, device=predicted.device)
         gradient = torch.empty_like(predicted)
         for start in range(0, slots, chunk):
             here = slice(start, start + chunk)
-            f = wanted[here].float()  # (s, D)
-            p = _logits(wanted[here], head).float().softmax(-1)  # (s, V)
-            p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
-            c = (w_token * p).scatter_add_(-1, rows, w_topk * p_top)  # (s, V)
-            total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
-            for k in range(passes):
-                mask = live[k, here]
-                logits = _logits(predicted[k, here], head)  # (s, V)
-                highest, guess[k, here] = logits.max(-1)
-                q = logits.float().sub_(highest[:, None])  # relative to the highest, till exp_ makes it odds
-                along, along_top = torch.linalg.vecdot(p, q), q.gather(-1, rows)
-                norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
-                lse = norm.log()
-                token[k] += ((lse[:, 0] - along) * mask).sum()
-                top[k] += ((p_top * (lse - along_top)).sum(-1) * mask).sum()
-                slope = q.mul_(total / norm).sub_(c).to(head.dtype) @ head  # (s, D)
-                distance = predicted[k, here].float() - f
-                feature[k] += (_smooth_l1(distance).mean(-1) * mask).sum()
-                slope = slope.float() + w_feature / width * distance.clamp_(-1, 1)
-                gradient[k, here] = (slope * mask[:, None]).to(gradient.dtype)
+            some = predicted[:, here], wanted[here], live[:, here], head
+            _chunk(*some, weights, topk, sums, guess[:, here], gradient[:, here])
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(feature, token, top, guess)
-        return w_feature * feature + w_token * token + w_topk * top, feature, token, top, guess
+        weighted = (sums * sums.new_tensor(weights)[:, None]).sum(0)
+        ctx.mark_non_differentiable(sums, guess)
+        return weighted, sums, guess
 
     @staticmethod
     def backward(ctx, grad_weighted, *_):
         (gradient,) = ctx.saved_tensors
         return grad_weighted[:, None, None].to(gradient.dtype) * gradient, *(None,) * 6
+
+
+def _chunk(predicted, wanted, live, head, weights, topk, sums, guess, gradient) -> None:
+    """Add a chunk's sums (3, K); fill in what is guessed (K, s) and the gradient (K, s, D). Nothing else stays."""
+    w_feature, w_token, w_topk = weights
+    f = wanted.float()  # (s, D)
+    p = _logits(wanted, head).float().softmax(-1)  # (s, V)
+    p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
+    c = (w_token * p).scatter_add_(-1, rows, w_topk * p_top)  # (s, V)
+    total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
+    for k, (prediction, mask) in enumerate(zip(predicted, live, strict=True)):
+        logits = _logits(prediction, head)  # (s, V)
+        highest, guess[k] = logits.max(-1)
+        q = logits.float().sub_(highest[:, None])  # relative to the highest, till exp_ makes it odds
+        del logits
+        along, along_top = torch.linalg.vecdot(p, q), q.gather(-1, rows)
+        norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
+        lse = norm.log()
+        distance = prediction.float() - f  # (s, D)
+        parts = _smooth_l1(distance).mean(-1), lse[:, 0] - along, (p_top * (lse - along_top)).sum(-1)
+        sums[:, k] += (torch.stack(parts) * mask).sum(-1)
+        slope = q.mul_(total / norm).sub_(c).to(head.dtype) @ head  # (s, D)
+        slope = slope.float() + w_feature / f.shape[-1] * distance.clamp_(-1, 1)
+        gradient[k] = slope * mask[:, None]
+        del q
 
 
 def _logits(features: Tensor, head: Tensor) -> Tensor:

@@ -156,6 +156,13 @@ BAD = [
         "unrecognized arguments: --tarrget x (poss extract --help tells its options)",
     ),
     ((*EXTRACT, "out", "--max_length", "five"), 'Parser key "max_length": Expected a'),
+    ((*EXTRACT, "out", *FLOAT, "--layers", "[5]"), "layers has 5"),
+    ((*EXTRACT, "out", *FLOAT, "--stored", "int8"), 'Parser key "stored"'),
+    ((*EXTRACT, "s3://x/y"), "it must be a local folder"),
+    (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
+    (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
+    (("plan", "--tokens", "1"), "tokens is 1; it must be at least 2"),
+    (("fit", "--model.allocation", "[2]"), "store is None and corpus None; give one of them"),
     (("extract",), "required: corpus, out"),
     ((*EXTRACT, "out", "--config", "nowhere.yaml"), "File does not exist"),
     ((*EXTRACT, "out", "--config", str(CONF / "tree" / "chain.yaml")), "'depth' is not accepted"),
@@ -232,6 +239,7 @@ FILES = ("ends.safetensors", "manifest.json", "shard-00000.arrow")
 
 # --- the YAML files ---
 
+TRAINERS = [CONF / f"trainer/{name}.yaml" for name in ("cpu", "gpu", "ddp", "fsdp2", "zero1", "zero2", "zero3")]
 TREES, DRAFTS = sorted((CONF / "tree").glob("*.yaml")), sorted((CONF / "draft").glob("*.yaml"))
 
 
@@ -242,10 +250,8 @@ def printed(poss: Poss, *arguments: object) -> dict:
 
 
 def test_every_yaml_is_tried_below():
-    tried = [*TREES, *DRAFTS, *(CONF / name for name in ("data/padded.yaml", "target/embedded.yaml", "demo.yaml"))]
-    assert sorted(CONF.rglob("*.yaml")) == sorted(
-        [*tried, CONF / "trainer" / "cpu.yaml", CONF / "trainer" / "gpu.yaml"]
-    )
+    others = ("data/padded.yaml", "target/embedded.yaml", "demo.yaml", "trainer/base.yaml")
+    assert sorted(CONF.rglob("*.yaml")) == sorted([*TREES, *DRAFTS, *TRAINERS, *(CONF / name for name in others)])
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda path: path.stem)
@@ -255,12 +261,13 @@ def test_drafts_parse(poss, draft):
     assert {name: config[name] for name in given} == given and sum(config["allocation"]) == 6
 
 
-@pytest.mark.parametrize("name", ["trainer/cpu.yaml", "trainer/gpu.yaml", "demo.yaml"])
-def test_trainings_parse_with_a_draft_and_data(poss, name):
+@pytest.mark.parametrize("training", [*TRAINERS, CONF / "demo.yaml"], ids=lambda path: path.stem)
+def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, training):
     config = printed(
-        poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", CONF / name
+        poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", training
     )
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["validation"] == 0.05
+    assert config["trainer"]["gradient_clip_val"] == 0.5 and config["trainer"]["precision"] == "bf16-mixed"
     callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
     assert {"Probe", "DraftFolders"} <= set(callbacks)
 

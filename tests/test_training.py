@@ -20,7 +20,7 @@ from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
-from poss_lightning.training.callbacks import DraftFolders
+from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.module import SpecialistTraining
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
@@ -101,6 +101,36 @@ def test_checkpoints_hold_nothing_frozen_and_resume(store, tmp_path):
     again = SpecialistTraining(store, [2, 2])
     again.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
     assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
+
+
+def test_throughput_is_seen(store, tmp_path):
+    """Slots and tokens of all batches between two logs, and FLOPs of the same, over the seconds between them."""
+    module = SpecialistTraining(store, [2, 2])
+    trainer = lightning.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        accumulate_grad_batches=2,
+        log_every_n_steps=4,
+        limit_val_batches=1,
+        val_check_interval=3,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[throughput := Throughput()],
+        default_root_dir=tmp_path,
+    )
+    taken, plain = [], throughput._log
+    throughput._log = lambda *given: (taken.append((throughput.done.tolist(), throughput.begun)), plain(*given))
+    data = FeatureData(store, batch_tokens=256, validation=0.2)
+    trainer.fit(module, data)
+    ((slots, tokens, flops), _) = taken[0]
+    shown = [i for epoch in range(2) for i in data.train]  # enough to hold what four steps took
+    assert 0 < slots < tokens <= sum(data.source.lengths[i] for i in shown) and flops > 0
+    seen = trainer.callback_metrics
+    assert 0 < seen["throughput/waiting"] < 1 and seen["throughput/teraflops"] > 0
+    assert seen["slots/s"] / seen["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
+    assert {"slots/s", "throughput/waiting"} <= set(trainer.progress_bar_metrics)
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):

@@ -49,14 +49,19 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
     scores, neighbours = [norm.view(grouped.shape[:-1])], []
     for i, (key, value) in enumerate(diagonals):
         # What enters on the left is hidden: it is no slot of this conversation.
-        score = (grouped * key.roll(i, 2)[:, :, None]).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
+        score = (grouped * _right(key, i)).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
         scores.append(score.masked_fill((packing.positions < i)[:, None, None], -torch.inf))  # (B, kv, H/kv, T)
-        neighbours.append(value.roll(i, 2)[:, :, None])
+        neighbours.append(_right(value, i))
     first, *weights = torch.stack(scores).softmax(0).to(values.dtype)[..., None]  # (B, kv, H/kv, T, 1) each
     attended = attended.view(grouped.shape) * first
     for weight, neighbour in zip(weights, neighbours, strict=True):
         attended = attended + weight * neighbour
     return attended.flatten(1, 2)
+
+
+def _right(x: Tensor, steps: int) -> Tensor:
+    """(B, kv, T, d) moved to the right, for the heads that share it: (B, kv, 1, T, d)"""
+    return (x.roll(steps, 2) if steps else x)[:, :, None]
 
 
 def row_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:

@@ -35,10 +35,10 @@ def rotate(x: Tensor, turn: Rotation) -> Tensor:
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of what it reads: mixed dtypes would take torch's slow path."""
+    """RMSNorm in the dtype of what it reads: mixed dtypes take torch's slow path, and CUDA's autocast gives float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
 class Specialist(nn.Module):

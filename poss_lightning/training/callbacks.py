@@ -1,11 +1,15 @@
-"""Draft folders written while training runs."""
+"""What happens beside the steps: draft folders are written, and throughput is measured."""
 
 import math
+import time
 from pathlib import Path
 
 import lightning
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from poss_lightning.features.stream import Batch
+from poss_lightning.training.costs import step_flops
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import whole
 
@@ -51,3 +55,50 @@ class DraftFolders(lightning.Callback):
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.best = state_dict["best"]
+
+
+class Throughput(lightning.Callback):
+    """Logs every `log_every_n_steps` what all processes get done: slots/s, tokens/s, TFLOP/s, and the share of waiting.
+
+    A slot counts if pass 1 does. FLOPs are those of the method's matrix products (`step_flops`), so the rate is a
+    model's, not the hardware's. Waiting is all time between two steps: reading, transfer, noise, online features, and
+    Lightning's own; validation is left out. On a GPU, which works on meanwhile, it is an upper bound.
+    """
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self._restart(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.waited += time.monotonic() - self.left
+
+    def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
+        tokens = sum(map(sum, batch.lengths))
+        seen = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
+        slots = (batch.counts > 0).sum()
+        flops = step_flops(pl_module.draft.config, len(pl_module.ends.head), tokens, slots, seen / tokens)
+        self.done += torch.stack([slots, slots.new_tensor(tokens), flops]).to(self.done)  # no wait for the device
+        self.left = time.monotonic()
+        if trainer.global_step >= self.step + trainer.log_every_n_steps:
+            self._log(trainer, pl_module)
+            self._restart(trainer, pl_module)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self.paused = time.monotonic()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.begun += time.monotonic() - self.paused
+            self.left = time.monotonic()
+
+    def _log(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        slots, tokens, flops = trainer.strategy.reduce(self.done, reduce_op="sum").tolist()  # waits for the device
+        elapsed = time.monotonic() - self.begun
+        pl_module.log("slots/s", slots / elapsed, prog_bar=True)
+        pl_module.log("throughput/tokens_per_second", tokens / elapsed)
+        pl_module.log("throughput/teraflops", flops / elapsed / 1e12)
+        pl_module.log("throughput/waiting", self.waited / elapsed, prog_bar=True)
+
+    def _restart(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self.step, self.waited = trainer.global_step, 0.0
+        self.done = torch.zeros(3, dtype=torch.float64, device=pl_module.device)  # slots, tokens, FLOPs
+        self.begun = self.left = time.monotonic()

@@ -41,8 +41,8 @@ class SpecialistTraining(lightning.LightningModule):
         weight_decay: of AdamW.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
         mean_over: "slots" that count in the whole optimizer step, or all its "tokens".
-        not_finite: "stop" when a loss or a gradient is not, or "skip" the optimizer step. Either way its pass, specialist
-            and conversations are named, and the batch is saved beside the log.
+        not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way pass, specialist and
+            conversations are named, and the batch is saved beside the log.
         chunk: slots whose (chunk, V) matrices exist at once.
     """
 
@@ -96,8 +96,6 @@ class SpecialistTraining(lightning.LightningModule):
         # The ends never change: DDP need not send them around before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"ends.{name}" for name, _ in self.ends.named_buffers()]
         self._step: list[tuple[Batch, Tensor]] = []  # batches since the last optimizer step, and their losses (K,)
-        weights = gamma ** torch.arange(config.depth)
-        self.register_buffer("pass_weights", weights, persistent=False)  # (K,)
         # Validation looks as deep as the draft will be used, whatever depth it is trained at.
         self.looks = max(config.depth, sum(allocation))
         self.val_losses = torch.nn.ModuleDict(
@@ -119,9 +117,9 @@ class SpecialistTraining(lightning.LightningModule):
         losses, _ = self._losses(batch, self.draft.config.depth)
         # The mean is over the whole step; what strategies average over is undone.
         whole = batch.step.slots(len(losses.slots)) if self.hparams.mean_over == "slots" else batch.step.tokens
-        loss = (losses.weighted / whole.clamp(min=1) * self.pass_weights).sum() * batch.step.batches
+        loss = self._over_passes(losses.weighted / whole.clamp(min=1)) * batch.step.batches
         own = losses.weighted.detach() / losses.slots.clamp(min=1)  # (K,)
-        self.log("train/loss", (own * self.pass_weights).sum(), prog_bar=True)
+        self.log("train/loss", self._over_passes(own), prog_bar=True)
         self._step.append((batch, losses.weighted.detach()))
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # reading a value waits for the device
             self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
@@ -174,7 +172,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
-        self.log("val/loss", (means[: len(self.pass_weights)] * self.pass_weights).sum(), prog_bar=True)
+        self.log("val/loss", self._over_passes(means[: self.draft.config.depth]), prog_bar=True)
         self._log_by_depth("val_loss", means)
         for name in ("feature", "token", "topk"):
             self._log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
@@ -210,10 +208,15 @@ class SpecialistTraining(lightning.LightningModule):
         if self._trainer is not None and self.trainer.datamodule is not None:
             self.trainer.datamodule.go_on(checkpoint["loops"]["fit_loop"])
 
+    def _over_passes(self, means: Tensor) -> Tensor:
+        """L = Σ_k γ^{k-1} L_k of means (K,)."""
+        return (means * self.hparams.gamma ** torch.arange(len(means), device=means.device)).sum()
+
     def _losses(self, batch: Batch, depth: int) -> tuple[PassLosses, list[Tensor]]:
         """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
+        torch.set_autocast_cache_enabled(True)  # Lightning's would cast a weight anew at each use, and keep all copies
         embedded = self.ends.embed(batch.tokens[:, 1:])
-        inputs = batch.inputs[:, :-1].to(self.dtype)
+        inputs = batch.inputs[:, :-1].to(self.draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
         predictions = self.draft(embedded, inputs, depth, packing)
         hp = self.hparams

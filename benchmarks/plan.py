@@ -1,0 +1,162 @@
+"""`python benchmarks/plan.py`: the memory that `poss plan` predicts, against the peak of a real training's tensors.
+
+Each case trains two steps through Lightning on the CPU, with random weights and a random batch. All tensor allocations
+of the run are counted, from the making of the module on. Prints a table and writes runs/bench/plan.json.
+"""
+
+import gc
+import json
+import logging
+import warnings
+from typing import NamedTuple
+
+import lightning
+import torch
+from measure import peak_bytes
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.features.store import Sample
+from poss_lightning.features.stream import Batch, collate
+from poss_lightning.files import atomic
+from poss_lightning.target.model import Ends, TargetSpec
+from poss_lightning.training.memory import Setup, memory
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.plan import TARGETS, TIED
+
+ALLOWED = 0.15
+
+
+def sizes(width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> TargetSpec:
+    """A made-up target."""
+    return TargetSpec("made up", "", "", width, inner, heads, kv_heads, head_dim, vocabulary, 8192, 1e4, 1e-5)
+
+
+class Case(NamedTuple):
+    """A training to predict and to measure; its batch is one packed row."""
+
+    target: TargetSpec
+    allocation: tuple[int, ...]
+    depth: int
+    lengths: list[int]  # of the conversations
+    vocabulary: int | None = None
+    precision: str = "bf16-mixed"
+    answers: float = 1.0
+    detach: bool = True
+
+    def setup(self) -> Setup:
+        config = DraftConfig(self.target, self.allocation, self.depth, self.detach, None, self.vocabulary)
+        tied = self.target.name in TIED
+        return Setup(
+            config,
+            tied,
+            sum(self.lengths),
+            max(self.lengths),
+            self.answers,
+            precision=self.precision,
+            device="cpu",
+        )
+
+
+NARROW, WIDE = sizes(128, 352, 4, 2, 32, 2000), sizes(512, 2048, 8, 8, 64, 1000)
+EMBEDDED = TARGETS["smollm2-135m"]
+CASES = [
+    Case(NARROW, (2, 2, 2), 6, [512], precision="32-true"),
+    Case(NARROW, (2, 2, 2), 6, [1024]),
+    Case(NARROW, (2, 2, 2), 6, [512, 700, 36, 800]),
+    Case(NARROW, (2, 2, 2), 6, [4096]),
+    Case(NARROW, (1, 1, 1, 1, 1, 1), 6, [300, 212], answers=0.5),
+    Case(NARROW, (6,), 1, [1024], precision="32-true"),
+    Case(NARROW, (3, 3), 8, [1024, 1024], vocabulary=500, detach=False),
+    Case(WIDE, (2, 1), 3, [64]),
+    Case(WIDE, (6,), 1, [512, 512], precision="32-true"),
+    Case(sizes(128, 1024, 4, 4, 32, 200), (6,), 1, [2048]),
+    Case(sizes(64, 176, 8, 2, 16, 50000), (3, 3), 6, [1024]),
+    Case(EMBEDDED, (3, 3), 6, [512], vocabulary=8192),
+    Case(EMBEDDED, (2, 2, 2), 6, [300, 212]),
+]
+
+
+class Random:
+    """What the module asks of a feature store."""
+
+    def __init__(self, case: Case):
+        self.target, self.tied = case.target, case.target.name in TIED
+
+    def ends(self) -> Ends:
+        embedding = torch.randn(self.target.vocab_size, self.target.hidden_size, dtype=torch.bfloat16)
+        return Ends(embedding, embedding if self.tied else embedding.clone())
+
+    def common_tokens(self, size: int) -> Tensor:
+        return torch.arange(size)
+
+
+def batch(case: Case) -> Batch:
+    """One packed row; `answers` of every conversation are the assistant's, and its inputs are a copy, as with noise."""
+    samples = []
+    for number, length in enumerate(case.lengths):
+        tokens, spans = torch.zeros(length, dtype=torch.long), [(length - round(case.answers * length), length)]
+        features = torch.randn(length, case.target.hidden_size, dtype=torch.bfloat16)
+        samples.append(Sample(str(number), tokens, tokens, spans, features))
+    made = collate([samples])
+    return made._replace(inputs=made.features.clone())
+
+
+def train(case: Case) -> None:
+    """Two steps: only the second has AdamW's moments, and the gradients of the one before."""
+    module = SpecialistTraining(
+        Random(case), list(case.allocation), case.depth, case.detach, vocabulary_size=case.vocabulary
+    )
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        precision=case.precision,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader([batch(case)] * 2, batch_size=None, collate_fn=lambda planned: planned))
+    del module, trainer
+    gc.collect()  # modules and trainer hold each other, and must not be freed in the next run
+
+
+def compare(case: Case) -> dict:
+    """Bytes predicted and measured, their ratio, and the predicted parts."""
+    predicted, measured = memory(case.setup()), peak_bytes(lambda: train(case))
+    figures = {"predicted": predicted.total, "measured": measured, "ratio": predicted.total / measured}
+    return figures | {"parts": predicted._asdict()}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results = []
+    print(
+        f"{'width':>6}{'V':>7}  {'allocation':<20}{'depth':>6}{'T':>6}  {'precision':<12}{'MB':>8}{'of':>8}{'ratio':>7}"
+    )
+    for case in CASES:
+        figures = compare(case)
+        results.append({"case": case._asdict() | {"target": case.target.__dict__}, **figures})
+        print(
+            f"{case.target.hidden_size:>6}{case.setup().vocabulary:>7}  {list(case.allocation)!s:<20}{case.depth:>6}"
+            f"{sum(case.lengths):>6}  {case.precision:<12}{figures['predicted'] / 1e6:>8.1f}"
+            f"{figures['measured'] / 1e6:>8.1f}{figures['ratio']:>7.3f}  {figures['parts']['moment']}",
+            flush=True,
+        )
+    furthest = max(abs(figures["ratio"] - 1) for figures in results)
+    print(f"furthest off: {furthest:.1%}; allowed: {ALLOWED:.0%}")
+    with atomic("runs/bench/plan.json") as path:
+        path.write_text(
+            json.dumps({**surroundings(torch.device("cpu")), "furthest": furthest, "cases": results}, indent=1) + "\n"
+        )
+    if furthest > ALLOWED:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

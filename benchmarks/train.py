@@ -1,0 +1,133 @@
+"""`make bench-train`: a training step against the published one and against the matmul rate of the machine.
+
+Same weights, same batch, one process, in turn. On a CPU with the embedded target's sizes, on CUDA with Llama-3-8B's;
+weights and features are random, since neither time nor memory depends on them. Prints a table, writes
+runs/bench/train.json.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+
+import published
+import torch
+from measure import peak_bytes, seconds
+from torch import Tensor
+
+from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.files import atomic
+from poss_lightning.losses import pass_losses
+from poss_lightning.target.model import TargetSpec
+from poss_lightning.training.costs import step_flops
+
+DEPTH, ALLOCATION = 6, (3, 3)
+#            hidden, intermediate, heads, kv heads, head_dim, vocabulary
+SMOLLM2 = (576, 1536, 9, 3, 64, 49152)
+LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
+
+
+class Problem:
+    """Random weights and one packed row of `slots` slots that all count, in bf16 with fp32 weights or in fp32."""
+
+    def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype = torch.bfloat16):
+        torch.manual_seed(0)
+        spec = TargetSpec("random", "", "", *sizes, context=8192, rope_theta=1e5, norm_eps=1e-5)
+        width, vocabulary = sizes[0], sizes[-1]
+        with torch.device(device):
+            self.draft = Specialists(DraftConfig(spec, ALLOCATION, DEPTH))
+            self.head = (torch.randn(vocabulary, width) * 0.1).to(dtype)
+            self.embedded, self.inputs, self.features = torch.randn(3, 1, slots, width).to(dtype)
+            self.counts = torch.full((1, slots), DEPTH)
+            self.counts[0, :DEPTH] = torch.arange(1, DEPTH + 1)  # a pass is real from its own slot on
+            self.packing = Packing.whole(1, slots, torch.device(device))
+        self.device, self.mixed, self.slots = device, dtype == torch.bfloat16, slots
+        self.chunk = 128 if device == "cpu" else 1024
+        self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.0)
+
+    def ours(self) -> Tensor:
+        predictions = self.draft(self.embedded, self.inputs, DEPTH, self.packing)
+        return pass_losses(predictions, self.features, self.counts, self.head, chunk=self.chunk).weighted.sum()
+
+    def twin(self) -> Tensor:
+        given = self.embedded, self.inputs, self.features, self.counts
+        return torch.stack(published.step(self.draft, self.head, *given)).sum()
+
+    def step(self, loss_of: Callable[[], Tensor]) -> None:
+        """In Lightning's order: the old gradients go after the forward."""
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed):
+            loss = loss_of() / self.slots
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def resident(self) -> int:
+        """Bytes that are there all the time: weights, gradients, optimizer state, head, batch."""
+        self.step(self.ours)
+        state = [x for one in self.optimizer.state.values() for x in one.values()]
+        kept = [self.head, self.embedded, self.inputs, self.features, self.counts, *self.draft.parameters(), *state]
+        return sum(x.nbytes for x in kept + [p.grad for p in self.draft.parameters()])
+
+
+def difference(sizes: tuple[int, ...], device: str, slots: int = 160) -> float:
+    """Largest relative difference of a parameter's gradient, and of the loss, between ours and the twin's, in fp32."""
+    problem, found = Problem(sizes, slots, device, torch.float32), []
+    for loss_of in (problem.ours, problem.twin):
+        problem.optimizer.zero_grad()
+        (loss := loss_of()).backward()
+        found.append([loss.detach()] + [p.grad.clone() for p in problem.draft.parameters()])
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+
+
+def matmul_rate(device: str, size: int) -> float:
+    """FLOP/s of one large bf16 product."""
+    a, b = torch.randn(2, size, size, device=device).bfloat16()
+    return 2 * size**3 / seconds(lambda: a @ b, 9, device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--slots", type=int, default=2048)
+    options = parser.parse_args()
+    device, slots = options.device, options.slots
+    sizes = SMOLLM2 if device == "cpu" else LLAMA_3_8B
+    problem, half = Problem(sizes, slots, device), Problem(sizes, slots // 2, device)
+
+    times = {"ours": seconds(lambda: problem.step(problem.ours), 5, device)}
+    times["twin"] = seconds(lambda: problem.step(problem.twin), 2, device)
+    times["ours again"] = seconds(lambda: problem.step(problem.ours), 5, device)
+    ours = (times["ours"] + times["ours again"]) / 2
+    steps = {"ours": (problem, problem.ours), "twin": (problem, problem.twin), "half": (half, half.ours)}
+    peaks = {
+        name: one.resident() + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
+        for name, (one, loss) in steps.items()
+    }
+    flops = float(step_flops(problem.draft.config, sizes[-1], slots, slots, (slots + 1) / 2))
+    rate = matmul_rate(device, 2048 if device == "cpu" else 8192)
+    results = {
+        "sizes": dict(
+            zip(("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"), sizes, strict=True)
+        ),
+        "slots": slots,
+        "depth": DEPTH,
+        "allocation": ALLOCATION,
+        "speed_ratio": times["twin"] / ours,
+        "memory_ratio": peaks["ours"] / peaks["twin"],
+        "max_relative_gradient_difference": difference(sizes, device),
+        "slots_per_second": slots / ours,
+        "slots_per_second_twin": slots / times["twin"],
+        "matmul_rate_fraction": flops / ours / rate,
+        "matmul_teraflops": rate / 1e12,
+        "peak_megabytes": {name: peak / 1e6 for name, peak in peaks.items()},
+        "memory_of_twice_the_slots": peaks["ours"] / peaks["half"],
+    }
+    for name, value in results.items():
+        print(f"  {name:<34} {value if not isinstance(value, float) else format(value, '.4g')}")
+    with atomic("runs/bench/train.json") as path:
+        path.write_text(json.dumps({**surroundings(torch.device(device)), **results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A draft's folder from a checkpoint of training, whatever strategy wrote it: without a GPU or a process group."""
+
+import pickle
+from pathlib import Path
+
+import torch
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+
+PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
+
+
+def export(checkpoint: str, out: str) -> None:
+    """Write the draft of a training checkpoint as a folder: config.json and model.safetensors.
+
+    Args:
+        checkpoint: a .ckpt file that `poss fit` wrote, with any strategy.
+        out: folder to write.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no checkpoint of ours, or its weights contradict its config.
+    """
+    stored = read_checkpoint(Path(checkpoint))
+    weights = {
+        name.removeprefix(PREFIX): value for name, value in stored["state_dict"].items() if name.startswith(PREFIX)
+    }
+    config = DraftConfig.from_json(stored["draft"], checkpoint)
+    try:
+        draft = Specialists(config, weights.get("vocabulary"))
+        draft.load_state_dict(weights)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{checkpoint}: its state_dict does not fit its draft's config: {error}") from error
+    draft.save_pretrained(out)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """What a checkpoint holds; tensors and plain values only, nothing in the file is run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no checkpoint of ours.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give a .ckpt file, as every strategy in conf/trainer/ writes it")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} is no whole checkpoint of plain tensors: {str(error).splitlines()[0]}") from error
+    for name in ("state_dict", "draft"):
+        if not isinstance(stored, dict) or name not in stored:
+            raise ValueError(f"{path} has no {name!r}: it is no checkpoint of `poss fit`")
+    return stored

@@ -1,0 +1,246 @@
+"""Sharded training: DeepSpeed's ZeRO and FSDP2, on GPUs and on CPU ranks over gloo, with one kind of checkpoint.
+
+Whatever the strategy, a step's gradient is reduced once, after its last accumulated batch, and a checkpoint is one
+plain Lightning file with whole float32 weights and whole AdamW moments. So any strategy goes on from any other's
+checkpoint, on any number of processes, and the draft comes out of it without a process group (`poss export`).
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from poss_lightning.draft.specialists import Specialists
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
+
+
+def whole(draft: Specialists) -> Specialists:
+    """The draft in training as one that is not divided: float32, on the CPU, in every process. All processes must ask.
+
+    What stands there already is shared, not copied.
+    """
+    state = gathered(draft)
+    with torch.device("meta"):  # draws no random numbers
+        undivided = Specialists(draft.config, state.get("vocabulary"))
+    undivided.load_state_dict(state, assign=True)
+    return undivided
+
+
+def gathered(module: nn.Module) -> dict[str, Tensor]:
+    """The whole state of a module in training, weights in float32, on the CPU. All processes must ask."""
+    return {name: _whole(value).detach().cpu() for name, value in module.state_dict(keep_vars=True).items()}
+
+
+def _whole(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO: what is computed with may be bfloat16
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(value)
+    return value
+
+
+class FSDP2(ModelParallelStrategy):
+    """Weights, gradients and optimizer sharded over all processes by torch's fully_shard.
+
+    The draft is one group: gathered once a batch, and its gradients scattered once a step. With precision bf16-mixed
+    what is gathered is bfloat16; the shards and the reduction stay float32. `SpecialistTraining.configure_model` calls
+    `shard`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def shard(self, draft: Specialists) -> None:
+        """Shard the draft's parameters in place; once is enough."""
+        if isinstance(draft, FSDPModule):
+            return
+        mixed = self.precision_plugin.precision == "bf16-mixed"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+        fully_shard(draft.to(self.root_device), mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward of a batch that is accumulated: gradients stay here."""
+        sharded = [module for module in self.lightning_module.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True)
+
+
+class DeepSpeed(DeepSpeedStrategy):
+    """ZeRO: optimizer state (1), gradients too (2), weights too (3) divided among all processes.
+
+    The optimizer is the module's own, torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
+
+    Args:
+        stage: 1, 2 or 3.
+        offload_optimizer: keep the optimizer's state, and take its step, on the CPU.
+        offload_parameters: keep the weights on the CPU until they are used (stage 3).
+
+    Raises:
+        ValueError: another stage, or weights to offload at a stage that does not divide them.
+    """
+
+    def __init__(self, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False) -> None:
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage is {stage}; ZeRO's stages are 1, 2 and 3")
+        if offload_parameters and stage != 3:
+            raise ValueError(f"offload_parameters is true at stage {stage}; only stage 3 divides the weights")
+        super().__init__(
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            logging_batch_size_per_gpu=1,  # else it asks the batch sampler for a size that ours does not have
+        )
+        self.config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and is not torch's AdamW
+        self.held, self.holds = ExitStack(), False  # the reduction of accumulated gradients
+
+    # --- on CPU ranks ---
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.parallel_devices[self.local_rank].type == "cpu"
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu", self.local_rank) if self.on_cpu else super().root_device
+
+    def setup_environment(self) -> None:
+        if not self.on_cpu:
+            return super().setup_environment()
+        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's own only refuses the CPU
+
+    def setup_distributed(self) -> None:
+        if not self.on_cpu:
+            return super().setup_distributed()
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())  # also on a machine that has a GPU
+        # It would compile an all-reduce in shared memory; gloo's will do.
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    # --- the step ---
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning accumulates: with both at it the loss would be divided twice."""
+        return False
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        super()._format_batch_size_and_grad_accum_config()
+        self.config["gradient_accumulation_steps"] = 1
+
+    def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
+        """DeepSpeed takes its float32 masters from weights that it has rounded to bfloat16; here they stay exact."""
+        exact = gathered(model)
+        wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        for name, parameter in model.named_parameters():
+            _fill(parameter, exact[name])
+        return wrapped
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward of a batch that is accumulated: gradients stay here until the step's last backward."""
+        if not self.model.inside_no_sync_ctxt:
+            self.held.enter_context(self.model.coalesce_grad_reduction())
+        self.holds = True
+        try:
+            yield
+        finally:
+            self.holds = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if not self.holds:
+            self.held.close()  # reduces what was held
+        return loss
+
+    # --- checkpoints: as Lightning writes them for one process ---
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        return gathered(self.lightning_module)
+
+    def optimizer_state(self, optimizer) -> dict[str, Any]:
+        """AdamW's state as if it had never been divided; `optimizer` is ZeRO's around it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
+        group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
+        step = next((state["step"] for state in adam.state.values()), None)
+        state = {}
+        for i, parameter in enumerate(parameters if step is not None else []):
+            moments = {name: safe_get_full_optimizer_state(parameter, name).cpu() for name in MOMENTS}
+            state[i] = {"step": step.cpu().clone(), **moments}
+        return {"state": state, "param_groups": [group | {"params": list(range(len(parameters)))}]}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        super(DeepSpeedStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+        """Fill what is computed with, and the float32 shards it is a copy of."""
+        import deepspeed
+
+        state, parameters = checkpoint["state_dict"], dict(self.lightning_module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(parameters.values()), modifier_rank=0):
+            self.lightning_module.load_state_dict(state, strict=strict)
+        for name, parameter in parameters.items():
+            _fill(parameter, state[name])
+
+    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+        (zero,), (saved,) = self.optimizers, checkpoint["optimizer_states"]
+        adam = zero.optimizer
+        adam.param_groups[0].update({k: v for k, v in saved["param_groups"][0].items() if k != "params"})
+        if not saved["state"]:
+            return
+        shards = zero.fp32_partitioned_groups_flat if self.zero_stage_3 else zero.single_partition_of_fp32_groups
+        for shard in shards:
+            empty = {name: torch.zeros_like(shard) for name in MOMENTS}
+            adam.state[shard] = {"step": saved["state"][0]["step"].clone(), **empty}
+        if not self.zero_stage_3:
+            zero._lazy_init_hp_params_optimizer_state()
+        for i, parameter in enumerate(self.lightning_module.draft.parameters()):
+            for name in MOMENTS:
+                _fill(parameter, saved["state"][i][name], name)
+
+
+def _fill(parameter: nn.Parameter, whole: Tensor, state: str | None = None) -> None:
+    """Write this process's part of a parameter's float32 master copy, or of AdamW's `state` of it."""
+    if hasattr(parameter, "_z3_optimizer"):
+        size, world, rank = (
+            parameter.ds_tensor.numel(),
+            torch.distributed.get_world_size(),
+            torch.distributed.get_rank(),
+        )
+        padded = nn.functional.pad(whole.flatten(), (0, size * world - whole.numel()))
+        parameter._z3_optimizer.set_local_hp_param(padded[rank * size : (rank + 1) * size], parameter, state)
+    elif hasattr(parameter, "_hp_mapping"):
+        parameter.set_full_hp_param(whole, state)

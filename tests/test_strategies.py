@@ -1,0 +1,316 @@
+"""The same global batches give the same draft on every strategy, and any of them goes on where another stopped.
+
+Covered, each against a loop without Lightning: four AdamW steps in float32, some clipped, with uneven slot counts.
+
+                                one ×1   DDP ×2   FSDP2 ×2   ZeRO-1 ×2   ZeRO-2 ×2   ZeRO-3 ×2   ZeRO-3 ×2, offloaded
+    2 batches a step              2        1         1           1           1           1            -
+    4 batches a step              4        2         2           2           2           2            2
+    … resumed after step 2      itself   itself    itself      itself      itself      itself         -
+    … resumed from                -       one       DDP        FSDP2       ZeRO-1      ZeRO-2         -
+    … in bf16-mixed               4        2         2           2           2           2            -
+
+The numbers are accumulated batches. At 4 batches a step the third is short: it ends the epoch.
+"""
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import naive
+import pytest
+import torch
+from ranks import CLIP, DATA, MODEL, STEPS
+from safetensors.torch import load_file, save_file
+
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.stream import collate
+from poss_lightning.target.model import Target
+from poss_lightning.training.export import export
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import DeepSpeed
+
+RANKS = Path(__file__).with_name("ranks.py")
+CONF = Path(__file__).parents[1] / "conf"
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
+ZERO = [pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3)]
+SHARDED = ["ddp", "fsdp2", *ZERO]
+STRATEGIES = ["one", *SHARDED]
+TABLE = [(strategy, batches) for strategy in ("one", "ddp", "fsdp2") for batches in (2, 4)]
+TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
+TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
+WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, tiny_folder) -> str:
+    talks = [(WORDS[i % 6], f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)) for i in range(32)]
+    conversations = [
+        Conversation(str(i), [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}])
+        for i, (asked, answered) in enumerate(talks)
+    ]
+    folder = tmp_path_factory.mktemp("store")
+    write_store(folder, Target.load(tiny_folder, "float32"), conversations, 128, 1024, 2**20)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def initial(store, tmp_path_factory) -> Path:
+    """Weights to start from, spread so that every specialist matters."""
+    torch.manual_seed(0)
+    draft = SpecialistTraining(store, **MODEL).draft
+    for parameter in draft.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    path = tmp_path_factory.mktemp("initial") / "weights.safetensors"
+    save_file(draft.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(store, initial, tmp_path_factory) -> Path:
+    """A folder a run, strategy/name, of all trainings in the table; each library has processes of its own."""
+    out = tmp_path_factory.mktemp("trained")
+    launch(store, initial, out, 1, runs(out, "one"))
+    launch(store, initial, out, 2, runs(out, "ddp", "one") + runs(out, "fsdp2", "ddp"))
+    if not HAS_DEEPSPEED:
+        return out
+    zero = runs(out, "zero1", "fsdp2") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
+    offload = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2}
+    launch(store, initial, out, 2, [*zero, offload])
+    return out
+
+
+def runs(out: Path, strategy: str, other: str | None = None) -> list[dict]:
+    world = 1 if strategy == "one" else 2
+    settings = {"2": {}, "4": {}, "again": {"resume": str(out / strategy / "4" / "step=2.ckpt")}}
+    settings["bf16"] = {"precision": "bf16-mixed"}
+    if other:
+        settings["from-other"] = {"resume": str(out / other / "4" / "step=2.ckpt")}
+    common = {"strategy": strategy, "world": world}
+    return [
+        {**common, **more, "folder": str(out / strategy / name), "accumulate": (2 if name == "2" else 4) // world}
+        for name, more in settings.items()
+    ]
+
+
+def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -> None:
+    """Run them in `world` processes, one of which is enough to stop all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    plan = json.dumps({"store": store, "initial": str(initial), "runs": runs})
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [out / f"{runs[0]['strategy']}.{rank}.log" for rank in range(world)]
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = {**shared, "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+        command = [sys.executable, str(RANKS), plan]
+        with log.open("w") as file:
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(codes), "\n".join(log.read_text()[-2000:] for log in logs)
+
+
+@pytest.fixture(scope="module")
+def reference(store, initial) -> dict[int, Weights]:
+    """Batches a step -> weights after plain steps: every conversation alone, one loss, no Lightning."""
+    return {share: plain_steps(store, initial, share) for share in (2, 4)}
+
+
+def plain_steps(store: str, initial: Path, share: int) -> Weights:
+    module = SpecialistTraining(store, **MODEL)
+    draft, depth = module.draft, module.draft.config.depth
+    draft.load_state_dict(load_file(initial))
+    optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
+    clipped = []
+    for step, conversations in enumerate(step_by_step(store, share)):
+        sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
+        for conversation in conversations:
+            batch = collate([[conversation]])
+            embedded, packing = module.ends.embed(batch.tokens[:, 1:]), Packing(batch.lengths, batch.positions[:, :-1])
+            predictions = draft(embedded, batch.inputs[:, :-1], depth, packing)
+            counts = batch.counts[:, :-1]
+            sums = sums + naive.pass_losses(predictions, batch.features[:, 1:], counts, module.ends.head, 1.0, 0.1, 1.0)
+            slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
+        optimizer.zero_grad()
+        (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
+        clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP) > CLIP))
+        optimizer.param_groups[0]["lr"] = MODEL["learning_rate"] * min(1, (STEPS - step) / (STEPS - 1))
+        optimizer.step()
+    assert set(clipped) == {True, False}
+    return draft.state_dict()
+
+
+def step_by_step(store: str, share: int) -> list[list]:
+    """The conversations of every optimizer step."""
+    data = FeatureData(store, **DATA)
+    schedule, steps = data.train_dataloader().sampler, []
+    for epoch in range(2):
+        schedule.set_epoch(epoch)
+        batches = schedule.batches()
+        for start in range(0, len(batches), share):
+            steps.append([data.source[i] for rows in batches[start : start + share] for row in rows for i in row])
+    return steps[:STEPS]
+
+
+def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
+    """Of what training changed, relative."""
+    start = load_file(initial)
+    names = [name for name, value in start.items() if value.is_floating_point()]
+    wrong, changed = (
+        torch.cat([(a[name].double() - b[name].double()).flatten() for name in names]).norm()
+        for a, b in ((weights, wanted), (wanted, start))
+    )
+    return float(wrong / changed)
+
+
+def weights(folder: Path) -> Weights:
+    return load_file(folder / "weights.safetensors")
+
+
+# --- one truth ---
+
+
+def test_processes_have_uneven_slot_counts(store):
+    schedule = FeatureData(store, **DATA).train_dataloader().sampler
+    sums = [sum(int(collate([[source]]).counts.sum()) for source in step) for step in step_by_step(store, 1)]
+    assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
+
+
+@pytest.mark.parametrize(("strategy", "batches"), TABLE)
+def test_every_strategy_takes_the_same_steps(trained, reference, initial, strategy, batches):
+    assert difference(weights(trained / strategy / str(batches)), reference[batches], initial) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
+    """With and without accumulation: what is summed over the processes is as many numbers as there are parameters."""
+    start = load_file(initial)
+    parameters = sum(value.numel() for value in start.values() if value.is_floating_point())
+    for batches in ("2", "4"):
+        reduced = json.loads((trained / strategy / batches / "reduced.json").read_text())
+        assert sorted(reduced) == ["1", "2", "3", "4"]
+        for count in reduced.values():
+            extra = count - (parameters if strategy != "one" else 0)
+            assert 0 <= extra <= 4  # the norm that clips, an overflow flag
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_stays_near(trained, reference, initial, strategy):
+    """Arithmetic in bfloat16; masters, moments and what a checkpoint holds in float32."""
+    assert difference(weights(trained / strategy / "bf16"), reference[4], initial) < 0.06
+    stored = torch.load(trained / strategy / "bf16" / "step=4.ckpt", weights_only=True)
+    floats = [value for value in stored["state_dict"].values() if value.is_floating_point()]
+    moments = [state[name] for state in stored["optimizer_states"][0]["state"].values() for name in ("exp_avg", "step")]
+    assert {value.dtype for value in floats + moments} == {torch.float32}
+    assert any((value != value.bfloat16()).any() for value in floats)
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strategy):
+    unbroken, again = weights(trained / strategy / "4"), weights(trained / strategy / "again")
+    assert all(torch.equal(value, again[name]) for name, value in unbroken.items())
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_strategy_goes_on_from_another_s_checkpoint(trained, reference, initial, strategy):
+    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) <= 1e-5
+
+
+@pytest.mark.parametrize("precision", ["4", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_draft_comes_out_of_training_and_out_of_its_checkpoint(trained, tmp_path, strategy, precision):
+    run = trained / strategy / precision
+    export(str(run / "step=4.ckpt"), str(tmp_path / "exported"))
+    for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
+        draft = Specialists.from_pretrained(folder)
+        assert draft.config.allocation == tuple(MODEL["allocation"])
+        assert all(torch.equal(value, weights(run)[name]) for name, value in draft.state_dict().items())
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
+    whole = trained / "one" / "4" / "step=4.ckpt"
+    (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:-1000])
+    (tmp_path / "bomb.ckpt").write_bytes(pickle.dumps({"state_dict": Bomb()}))
+    stored = torch.load(whole, weights_only=True)
+    torch.save({name: value for name, value in stored.items() if name != "draft"}, tmp_path / "other.ckpt")
+    config = json.loads(stored["draft"]) | {"allocation": [1, 1, 1]}
+    torch.save(stored | {"draft": json.dumps(config)}, tmp_path / "contradicting.ckpt")
+    torch.save(stored | {"draft": "{}"}, tmp_path / "empty.ckpt")
+    (tmp_path / "folder.ckpt").mkdir()
+    for name, error, words in (
+        ("missing", FileNotFoundError, "no such file"),
+        ("folder", ValueError, "is a folder; give a .ckpt file"),
+        ("cut", ValueError, "is no whole checkpoint"),
+        ("bomb", ValueError, "is no whole checkpoint"),
+        ("other", ValueError, "has no 'draft'"),
+        ("contradicting", ValueError, "does not fit its draft's config"),
+        ("empty", ValueError, "is not a draft's config"),
+    ):
+        with pytest.raises(error, match=words):
+            export(str(tmp_path / f"{name}.ckpt"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists() and "must not run" not in capsys.readouterr().out
+
+
+# --- the YAML files ---
+
+
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_a_trainer_yaml_runs_on_two_cpu_ranks(store, tiny_folder, tmp_path, name):
+    """From the command line, with validation, probe and checkpoint while everything is divided."""
+    options = {
+        "data.store": store,
+        "data.validation": 0.2,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 2,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.log_every_n_steps": 1,
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.logger.save_dir": tmp_path,
+        "trainer.logger.name": "run",
+        "trainer.logger.version": "",
+        "trainer.callbacks.init_args.dirpath": tmp_path / "run",  # of the last callback, which writes last.ckpt
+        "trainer.callbacks.init_args.every_n_train_steps": 1,
+    }
+    configs = [CONF / "draft" / "poss3.yaml", CONF / "trainer" / f"{name}.yaml"]
+    command = [Path(sys.executable).parent / "poss", "fit", *(f"--config={path}" for path in configs)]
+    command += [f"--{key}={value}" for key, value in options.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    export(str(tmp_path / "run" / "last.ckpt"), str(tmp_path / "exported"))
+    for folder in (tmp_path / "run" / "draft-last", tmp_path / "run" / "draft-best", tmp_path / "exported"):
+        assert Specialists.from_pretrained(folder).config.allocation == (3, 3)
+
+
+@needs_deepspeed
+def test_stages_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="stage is 4; ZeRO's stages are 1, 2 and 3"):
+        DeepSpeed(4)
+    with pytest.raises(ValueError, match="offload_parameters is true at stage 2"):
+        DeepSpeed(2, offload_parameters=True)
