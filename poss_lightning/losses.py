@@ -21,7 +21,7 @@ class PassLosses(NamedTuple):
     topk: Tensor  # (K,)
     weighted: Tensor  # (K,) the only one with a gradient
     slots: Tensor  # (K,) how many slots count
-    guesses: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts
+    guesses: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts, or nobody asked
 
 
 def pass_losses(
@@ -34,6 +34,7 @@ def pass_losses(
     w_topk: float = 1.0,
     topk: int = 10,
     chunk: int = 128,
+    guessing: bool = True,
 ) -> PassLosses:
     """Losses of K passes against the target's features.
 
@@ -43,7 +44,8 @@ def pass_losses(
         counts: (B, T), pass k counts at a slot where k <= counts.
         head: (V, D), frozen.
         topk: tokens in the top-K part.
-        chunk: slots whose (chunk, V) matrices exist at once.
+        chunk: slots whose (K+1, chunk, V) logits exist at once.
+        guessing: whether to find the guesses, which takes a little time.
 
     Raises:
         ValueError: chunk below 1.
@@ -55,7 +57,7 @@ def pass_losses(
     passes = torch.arange(1, len(predictions) + 1, device=counts.device)
     live = counts[somewhere] >= passes[:, None]  # (K, S)
     weighted, (feature, token, top), guess = _Losses.apply(
-        predicted, features[somewhere], live, head, (w_feature, w_token, w_topk), topk, chunk
+        predicted, features[somewhere], live, head, (w_feature, w_token, w_topk), topk, chunk, guessing
     )
     guesses = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
     guesses[:, somewhere] = guess
@@ -66,15 +68,17 @@ class _Losses(torch.autograd.Function):
     """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
 
     @staticmethod
-    def forward(ctx, predicted, wanted, live, head, weights, topk, chunk):
+    def forward(ctx, predicted, wanted, live, head, weights, topk, chunk, guessing):
         passes, slots, _ = predicted.shape
         sums = predicted.new_zeros(3, passes, dtype=torch.float32)  # feature, token, top-K
-        guess = torch.empty(passes, slots, dtype=torch.long, device=predicted.device)
+        guess = torch.full((passes, slots), -1, device=predicted.device)
         gradient = torch.empty_like(predicted)
+        room = _Room.make(passes, min(chunk, slots), head)
         for start in range(0, slots, chunk):
             here = slice(start, start + chunk)
-            some = predicted[:, here], wanted[here], live[:, here], head
-            _chunk(*some, weights, topk, sums, guess[:, here], gradient[:, here])
+            some = predicted[:, here], wanted[here], live[:, here], head, weights, topk
+            guessed = guess[:, here] if guessing else None
+            _chunk(*some, room.of(len(some[1])), sums, guessed, gradient[:, here])
         ctx.save_for_backward(gradient)
         weighted = (sums * sums.new_tensor(weights)[:, None]).sum(0)
         ctx.mark_non_differentiable(sums, guess)
@@ -83,36 +87,55 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_weighted, *_):
         (gradient,) = ctx.saved_tensors
-        return grad_weighted[:, None, None].to(gradient.dtype) * gradient, *(None,) * 6
+        return grad_weighted[:, None, None].to(gradient.dtype) * gradient, *(None,) * 7
 
 
-def _chunk(predicted, wanted, live, head, weights, topk, sums, guess, gradient) -> None:
-    """Add a chunk's sums (3, K); fill in what is guessed (K, s) and the gradient (K, s, D). Nothing else stays."""
+class _Room(NamedTuple):
+    """Where a chunk's matrices are made, again and again: new memory would cost more time than what is done in it."""
+
+    logits: Tensor  # (K+1, s, V), the target's first; later a pass's slope; of the head's dtype
+    p: Tensor  # (s, V), float32
+    c: Tensor
+    q: Tensor
+    product: Tensor
+
+    @classmethod
+    def make(cls, passes: int, rows: int, head: Tensor) -> "_Room":
+        wide = head.new_empty(4, rows, len(head), dtype=torch.promote_types(head.dtype, torch.float32))
+        return cls(head.new_empty(passes + 1, rows, len(head)), *wide)
+
+    def of(self, rows: int) -> "_Room":
+        """For a shorter chunk."""
+        logits = self.logits.flatten()[: len(self.logits) * rows * self.p.shape[-1]]
+        return _Room(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
+
+
+def _chunk(predicted, wanted, live, head, weights, topk, room, sums, guess, gradient) -> None:
+    """Add a chunk's sums (3, K); fill in the gradient (K, s, D), and what is guessed (K, s) unless that is None."""
     w_feature, w_token, w_topk = weights
+    logits, p, c, q, product = room
     f = wanted.float()  # (s, D)
-    p = _logits(wanted, head).float().softmax(-1)  # (s, V)
+    # One product for the target and all passes: the head is large, and would be read anew for each.
+    torch.mm(torch.cat([wanted[None], predicted]).flatten(0, 1).to(head.dtype), head.T, out=logits.flatten(0, 1))
+    p.copy_(logits[0]).sub_(logits[0].amax(-1, keepdim=True)).exp_().div_(p.sum(-1, keepdim=True))
     p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
-    c = (w_token * p).scatter_add_(-1, rows, w_topk * p_top)  # (s, V)
+    torch.mul(p, w_token, out=c).scatter_add_(-1, rows, w_topk * p_top)
     total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
-    for k, (prediction, mask) in enumerate(zip(predicted, live, strict=True)):
-        logits = _logits(prediction, head)  # (s, V)
-        highest, guess[k] = logits.max(-1)
-        q = logits.float().sub_(highest[:, None])  # relative to the highest, till exp_ makes it odds
-        del logits
-        along, along_top = torch.linalg.vecdot(p, q), q.gather(-1, rows)
+    for k, (prediction, own, mask) in enumerate(zip(predicted, logits[1:], live, strict=True)):
+        if guess is None:
+            highest = own.amax(-1)  # (s,)
+        else:
+            highest, guess[k] = own.max(-1)
+        q.copy_(own).sub_(highest[:, None])
+        along, along_top = torch.mul(p, q, out=product).sum(-1), q.gather(-1, rows)
         norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
         lse = norm.log()
         distance = prediction.float() - f  # (s, D)
         parts = _smooth_l1(distance).mean(-1), lse[:, 0] - along, (p_top * (lse - along_top)).sum(-1)
         sums[:, k] += (torch.stack(parts) * mask).sum(-1)
-        slope = q.mul_(total / norm).sub_(c).to(head.dtype) @ head  # (s, D)
+        slope = own.copy_(q.mul_(total / norm).sub_(c)) @ head  # (s, D)
         slope = slope.float() + w_feature / f.shape[-1] * distance.clamp_(-1, 1)
         gradient[k] = slope * mask[:, None]
-        del q
-
-
-def _logits(features: Tensor, head: Tensor) -> Tensor:
-    return features.to(head.dtype) @ head.T  # (s, V)
 
 
 def _smooth_l1(distance: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def _forward(setup: Setup) -> Memory:
     loss = passes * (slots + 2 * counting)  # predictions; those that count, and their gradients
     loss += counting * (width * setup.ends + 9 * setup.config.depth)  # the features wanted there, guesses, what is live
     rows = min(setup.chunk, counting)
-    loss += rows * setup.vocabulary * 16  # p, c, q, and the product of p and q, in float32
+    loss += rows * setup.vocabulary * (16 + setup.ends * (setup.config.depth + 1))  # four in float32, and all logits
     return _at("forward", setup, slots * (kept(setup) + width * setup.ends) + inputs, loss)
 
 
@@ -223,7 +223,7 @@ def _at(moment: str, setup: Setup, activations: float = 0, loss: float = 0) -> M
 
 
 def _casts(config: DraftConfig) -> int:
-    """Bytes of weights cast to bfloat16, each once; those of `fc` are kept where a gradient goes on to a pass before."""
+    """Bytes of weights cast to bfloat16, once each; `fc`'s is kept where a gradient goes on to a pass before."""
     spared = 2 * config.target.hidden_size**2 if config.detach or config.depth == 1 else 0
     return 2 * (parameters(config) - spared)
 

@@ -43,7 +43,7 @@ class SpecialistTraining(lightning.LightningModule):
         mean_over: "slots" that count in the whole optimizer step, or all its "tokens".
         not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way pass, specialist and
             conversations are named, and the batch is saved beside the log.
-        chunk: slots whose (chunk, V) matrices exist at once.
+        chunk: slots whose (depth + 1, chunk, V) logits exist at once.
     """
 
     def __init__(
@@ -114,14 +114,16 @@ class SpecialistTraining(lightning.LightningModule):
             raise ValueError("not_finite is skip, but DeepSpeed cannot undo a backward: make it stop")
 
     def training_step(self, batch: Batch) -> Tensor:
-        losses, _ = self._losses(batch, self.draft.config.depth)
+        # Reading a value waits for the device, and finding guesses takes time, so not at every step.
+        logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+        losses, _ = self._losses(batch, self.draft.config.depth, guessing=logs)
         # The mean is over the whole step; what strategies average over is undone.
         whole = batch.step.slots(len(losses.slots)) if self.hparams.mean_over == "slots" else batch.step.tokens
         loss = self._over_passes(losses.weighted / whole.clamp(min=1)) * batch.step.batches
         own = losses.weighted.detach() / losses.slots.clamp(min=1)  # (K,)
         self.log("train/loss", self._over_passes(own), prog_bar=True)
         self._step.append((batch, losses.weighted.detach()))
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # reading a value waits for the device
+        if logs:
             self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
             for name in ("feature", "token", "topk"):
                 self._log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
@@ -212,7 +214,7 @@ class SpecialistTraining(lightning.LightningModule):
         """L = Σ_k γ^{k-1} L_k of means (K,)."""
         return (means * self.hparams.gamma ** torch.arange(len(means), device=means.device)).sum()
 
-    def _losses(self, batch: Batch, depth: int) -> tuple[PassLosses, list[Tensor]]:
+    def _losses(self, batch: Batch, depth: int, guessing: bool = True) -> tuple[PassLosses, list[Tensor]]:
         """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
         torch.set_autocast_cache_enabled(True)  # Lightning's would cast a weight anew at each use, and keep all copies
         embedded = self.ends.embed(batch.tokens[:, 1:])
@@ -229,6 +231,7 @@ class SpecialistTraining(lightning.LightningModule):
             hp.w_token,
             hp.w_topk,
             chunk=hp.chunk,
+            guessing=guessing,
         )
         return losses, predictions
 
