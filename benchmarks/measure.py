@@ -8,16 +8,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
+def once(work: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of one run."""
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def seconds(work: Callable[[], object], times: int, device: str = "cpu") -> float:
     """Median of some runs after one that is not counted."""
-    runs = []
-    for _ in range(times + 1):
-        start = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        runs.append(time.perf_counter() - start)
-    return median(runs[1:])
+    work()
+    return median(once(work, device) for _ in range(times))
 
 
 def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:

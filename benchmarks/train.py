@@ -8,10 +8,11 @@ runs/bench/train.json.
 import argparse
 import json
 from collections.abc import Callable
+from statistics import median
 
 import published
 import torch
-from measure import peak_bytes, seconds
+from measure import once, peak_bytes, seconds
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
@@ -22,7 +23,7 @@ from poss_lightning.losses import pass_losses
 from poss_lightning.target.model import TargetSpec
 from poss_lightning.training.costs import step_flops
 
-DEPTH, ALLOCATION = 6, (3, 3)
+DEPTH, ALLOCATION, PAIRS = 6, (3, 3), 5
 #            hidden, intermediate, heads, kv heads, head_dim, vocabulary
 SMOLLM2 = (576, 1536, 9, 3, 64, 49152)
 LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
@@ -69,7 +70,7 @@ class Problem:
         return sum(x.nbytes for x in kept + [p.grad for p in self.draft.parameters()])
 
 
-def difference(sizes: tuple[int, ...], device: str, slots: int = 160) -> float:
+def difference(sizes: tuple[int, ...], device: str, slots: int = 512) -> float:
     """Largest relative difference of a parameter's gradient, and of the loss, between ours and the twin's, in fp32."""
     problem, found = Problem(sizes, slots, device, torch.float32), []
     for loss_of in (problem.ours, problem.twin):
@@ -94,13 +95,18 @@ def main() -> None:
     sizes = SMOLLM2 if device == "cpu" else LLAMA_3_8B
     problem, half = Problem(sizes, slots, device), Problem(sizes, slots // 2, device)
 
-    times = {"ours": seconds(lambda: problem.step(problem.ours), 5, device)}
-    times["twin"] = seconds(lambda: problem.step(problem.twin), 2, device)
-    times["ours again"] = seconds(lambda: problem.step(problem.ours), 5, device)
-    ours = (times["ours"] + times["ours again"]) / 2
+    for loss_of in (problem.ours, problem.twin):  # not counted
+        problem.step(loss_of)
+    pairs = [
+        [once(lambda loss=loss: problem.step(loss), device) for loss in (problem.ours, problem.twin)]
+        for _ in range(PAIRS)
+    ]
+    ours, twin = (median(times) for times in zip(*pairs, strict=True))
+    ratios = [slow / fast for fast, slow in pairs]
     steps = {"ours": (problem, problem.ours), "twin": (problem, problem.twin), "half": (half, half.ours)}
+    resident = {name: one.resident() for name, (one, _) in steps.items()}
     peaks = {
-        name: one.resident() + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
+        name: resident[name] + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
         for name, (one, loss) in steps.items()
     }
     flops = float(step_flops(problem.draft.config, sizes[-1], slots, slots, (slots + 1) / 2))
@@ -112,15 +118,18 @@ def main() -> None:
         "slots": slots,
         "depth": DEPTH,
         "allocation": ALLOCATION,
-        "speed_ratio": times["twin"] / ours,
+        "speed_ratio": median(ratios),
+        "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in ratios),
         "memory_ratio": peaks["ours"] / peaks["twin"],
         "max_relative_gradient_difference": difference(sizes, device),
         "slots_per_second": slots / ours,
-        "slots_per_second_twin": slots / times["twin"],
+        "slots_per_second_twin": slots / twin,
         "matmul_rate_fraction": flops / ours / rate,
         "matmul_teraflops": rate / 1e12,
         "peak_megabytes": {name: peak / 1e6 for name, peak in peaks.items()},
         "memory_of_twice_the_slots": peaks["ours"] / peaks["half"],
+        "memory_of_twice_the_slots_beyond_what_stays": (peaks["ours"] - resident["ours"])
+        / (peaks["half"] - resident["half"]),
     }
     for name, value in results.items():
         print(f"  {name:<34} {value if not isinstance(value, float) else format(value, '.4g')}")

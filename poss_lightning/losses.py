@@ -72,14 +72,16 @@ class _Losses(torch.autograd.Function):
         passes, slots, _ = predicted.shape
         sums = predicted.new_zeros(3, passes, dtype=torch.float32)  # feature, token, top-K
         guess = torch.full((passes, slots), -1, device=predicted.device)
-        gradient = torch.empty_like(predicted)
+        gradient = torch.empty_like(predicted) if ctx.needs_input_grad[0] else None
         room = _Room.make(passes, min(chunk, slots), head)
         for start in range(0, slots, chunk):
             here = slice(start, start + chunk)
             some = predicted[:, here], wanted[here], live[:, here], head, weights, topk
             guessed = guess[:, here] if guessing else None
-            _chunk(*some, room.of(len(some[1])), sums, guessed, gradient[:, here])
-        ctx.save_for_backward(gradient)
+            sloped = None if gradient is None else gradient[:, here]
+            _chunk(*some, room.of(len(some[1])), sums, guessed, sloped)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
         weighted = (sums * sums.new_tensor(weights)[:, None]).sum(0)
         ctx.mark_non_differentiable(sums, guess)
         return weighted, sums, guess
@@ -87,7 +89,8 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_weighted, *_):
         (gradient,) = ctx.saved_tensors
-        return grad_weighted[:, None, None].to(gradient.dtype) * gradient, *(None,) * 7
+        # by one number at a time: it stays in float32, and the product in the gradient's dtype
+        return torch.stack([scale * own for scale, own in zip(grad_weighted, gradient, strict=True)]), *(None,) * 7
 
 
 class _Room(NamedTuple):
@@ -111,7 +114,7 @@ class _Room(NamedTuple):
 
 
 def _chunk(predicted, wanted, live, head, weights, topk, room, sums, guess, gradient) -> None:
-    """Add a chunk's sums (3, K); fill in the gradient (K, s, D), and what is guessed (K, s) unless that is None."""
+    """Add a chunk's sums (3, K); fill in what is guessed (K, s) and the gradient (K, s, D), each unless it is None."""
     w_feature, w_token, w_topk = weights
     logits, p, c, q, product = room
     f = wanted.float()  # (s, D)
@@ -133,9 +136,10 @@ def _chunk(predicted, wanted, live, head, weights, topk, room, sums, guess, grad
         distance = prediction.float() - f  # (s, D)
         parts = _smooth_l1(distance).mean(-1), lse[:, 0] - along, (p_top * (lse - along_top)).sum(-1)
         sums[:, k] += (torch.stack(parts) * mask).sum(-1)
-        slope = own.copy_(q.mul_(total / norm).sub_(c)) @ head  # (s, D)
-        slope = slope.float() + w_feature / f.shape[-1] * distance.clamp_(-1, 1)
-        gradient[k] = slope * mask[:, None]
+        if gradient is not None:
+            slope = own.copy_(q.mul_(total / norm).sub_(c)) @ head  # (s, D)
+            slope = slope.float() + w_feature / f.shape[-1] * distance.clamp_(-1, 1)
+            gradient[k] = slope * mask[:, None]
 
 
 def _smooth_l1(distance: Tensor) -> Tensor:

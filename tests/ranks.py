@@ -42,7 +42,6 @@ STRATEGIES = {
     "zero1": lambda: deepspeed(1),
     "zero2": lambda: deepspeed(2),
     "zero3": lambda: deepspeed(3),
-    "zero2-offload": lambda: deepspeed(2, offload_optimizer=True),
     "zero3-offload": lambda: deepspeed(3, offload_optimizer=True, offload_parameters=True),
 }
 

@@ -1,5 +1,11 @@
 """A loss or gradient that is not finite: who is blamed, what is left behind, and that training stops or goes on."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import lightning
 import pytest
 import torch
@@ -77,3 +83,39 @@ def test_a_gradient_is_blamed_on_its_specialist(store, tmp_path):  # noqa: F811
     ):
         fit(FeatureData(store, batch_tokens=256, validation=0.2), module, tmp_path)
     assert (next(tmp_path.glob("not-finite-0")) / "rank-0" / "0-batch.safetensors").is_file()
+
+
+def test_a_limit_that_cuts_a_step_is_refused(store, tmp_path):  # noqa: F811
+    with pytest.raises(
+        ValueError, match="limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
+    ):
+        module = SpecialistTraining(store, [1])
+        fit(FeatureData(store, validation=0.2), module, tmp_path, accumulate_grad_batches=2, limit_train_batches=3)
+
+
+ZERO = """
+import sys, lightning, torch
+from test_guard import fit, FeatureData, SpecialistTraining
+from poss_lightning.training.strategies import DeepSpeed
+module = SpecialistTraining(sys.argv[1], [1, 2], learning_rate=1e-3)
+module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)
+options = {"strategy": DeepSpeed(int(sys.argv[3])), "use_distributed_sampler": False}
+fit(FeatureData(sys.argv[1], batch_tokens=256, validation=0.2), module, sys.argv[2], **options)
+"""
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_s_own_skipping_is_not_silent(store, tmp_path, stage):  # noqa: F811
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", ZERO, store, tmp_path, str(stage)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode and "NotFinite: step 0: the gradient of" in done.stderr, done.stderr[-1500:]
+    assert list(tmp_path.glob("not-finite-*/rank-0/0-batch.safetensors"))
+
+
+def test_lightning_s_own_sampler_is_refused(store, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError, match=r"give Trainer\(use_distributed_sampler=False\)"):
+        data = FeatureData(store, validation=0.2)
+        data.trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+        data.train_dataloader()

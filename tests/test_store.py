@@ -187,7 +187,13 @@ def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
 def make_data(whole: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
     data = FeatureData(str(whole), **{"batch_tokens": 200, "validation": 0.3, **changes})
     data.trainer = SimpleNamespace(
-        training=training, current_epoch=epoch, global_rank=0, world_size=1, accumulate_grad_batches=1
+        _accelerator_connector=SimpleNamespace(is_distributed=False),
+        limit_train_batches=1.0,
+        training=training,
+        current_epoch=epoch,
+        global_rank=0,
+        world_size=1,
+        accumulate_grad_batches=1,
     )
     return data
 

@@ -294,8 +294,7 @@ def test_a_trainer_yaml_runs_on_two_cpu_ranks(store, tiny_folder, tmp_path, name
         "trainer.logger.save_dir": tmp_path,
         "trainer.logger.name": "run",
         "trainer.logger.version": "",
-        "trainer.callbacks.init_args.dirpath": tmp_path / "run",  # of the last callback, which writes last.ckpt
-        "trainer.callbacks.init_args.every_n_train_steps": 1,
+        "trainer.callbacks.init_args.every_n_train_steps": 1,  # of the last callback, which writes last.ckpt
     }
     configs = [CONF / "draft" / "poss3.yaml", CONF / "trainer" / f"{name}.yaml"]
     command = [Path(sys.executable).parent / "poss", "fit", *(f"--config={path}" for path in configs)]
@@ -303,7 +302,7 @@ def test_a_trainer_yaml_runs_on_two_cpu_ranks(store, tiny_folder, tmp_path, name
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    export(str(tmp_path / "run" / "last.ckpt"), str(tmp_path / "exported"))
+    export(str(tmp_path / "run" / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
     for folder in (tmp_path / "run" / "draft-last", tmp_path / "run" / "draft-best", tmp_path / "exported"):
         assert Specialists.from_pretrained(folder).config.allocation == (3, 3)
 

@@ -247,9 +247,12 @@ def test_a_schedule_goes_on_at_the_exact_sample_with_any_number_of_processes(bef
         assert len(list(one)) == len(one) == one.left()  # the next epoch is whole again
 
 
-def test_a_state_of_other_data_is_refused():
+@pytest.mark.parametrize(
+    "other", [{"indices": list(range(100))}, {"seed": 1}, {"packed": False}, {"batch_tokens": 101}]
+)
+def test_a_state_of_other_data_is_refused(other):
     with pytest.raises(ValueError, match="resume with the same store"):
-        schedule().load_state_dict(schedule(indices=list(range(100))).state_dict())
+        schedule().load_state_dict(schedule(**other).state_dict())
 
 
 class Numbers:

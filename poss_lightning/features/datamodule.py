@@ -81,7 +81,10 @@ class FeatureData(lightning.LightningDataModule):
         seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]
         return batch._replace(inputs=add_noise(batch, self.noise, seeds))
 
-    def go_on(self, fit_loop: dict) -> None:
+    def teardown(self, stage: str) -> None:
+        self.schedule = self.resumed = None
+
+    def go_on(self, fit_loop: dict) -> float:
         """Go on within the epoch that a checkpoint stopped in, on whatever number of processes there is now.
 
         Lightning itself would restore the loader only if nobody had asked for its length before, as the learning rate's
@@ -89,25 +92,40 @@ class FeatureData(lightning.LightningDataModule):
 
         Args:
             fit_loop: Lightning's state of its loop, with the loader's; its progress becomes that of these processes.
+
+        Returns:
+            How many steps an epoch has now, for every one it had.
         """
         (state,) = fit_loop["state_dict"].get("combined_loader") or [None]
-        if state is None or not 0 < state["done"] < state["total"]:
-            return
-        self.resumed, schedule = state, self.schedule or self._schedule(self.train, training=True)
+        if state is None:
+            return 1.0
+        schedule = self.schedule or self._schedule(self.train, training=True)
         schedule.load_state_dict(state)
-        if state["world"] != schedule.world:
+        if state["share"] != schedule.share:
             rank_zero_warn(
-                f"the run goes on with {schedule.world} processes where it had {state['world']}: every sample of the "
-                "epoch is still shown once, but steps take other samples together"
+                f"the run goes on with {schedule.share} batches a step (processes x accumulated) where it had "
+                f"{state['share']}: each sample of the epoch is still shown once, but steps take others together"
             )
-        progress = fit_loop["epoch_loop.batch_progress"]["current"]
-        taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
-        progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
+        if 0 < state["done"] < state["total"]:
+            self.resumed = state
+            progress = fit_loop["epoch_loop.batch_progress"]["current"]
+            taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
+            progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
+        return -(-state["total"] // schedule.share) / -(-state["total"] // state["share"])
 
     def _schedule(self, indices: list[int], training: bool) -> Schedule:
         rank, world, accumulate = 0, 1, 1
         if self.trainer:
             rank, world = self.trainer.global_rank, self.trainer.world_size
             accumulate = self.trainer.accumulate_grad_batches if training else 1
+            connector = self.trainer._accelerator_connector  # Lightning asks it, and would put a sampler over ours
+            if connector.is_distributed and connector.use_distributed_sampler:
+                raise ValueError("use_distributed_sampler is true; give Trainer(use_distributed_sampler=False)")
+            limit = self.trainer.limit_train_batches
+            if accumulate > 1 and limit not in (None, 1.0) and (isinstance(limit, float) or limit % accumulate):
+                raise ValueError(
+                    f"limit_train_batches is {limit}; it must be a multiple of accumulate_grad_batches, {accumulate}: "
+                    "a step's mean is over all its batches"
+                )
         shown = self.source.lengths, self.source.spans, self.batch_tokens, self.seed, self.packed
         return Schedule(indices, *shown, training, rank, world, accumulate)

@@ -218,6 +218,8 @@ class Schedule(Sampler[Planned]):
         self.rank, self.world, self.accumulate = rank, world, accumulate
         self.epoch, self.resumed, self.taken = 0, (0, 0), 0
         self.total = len(self.batches())
+        order = [(i, int(lengths[i])) for i in indices]
+        self.data = stable_number(f"{order} {batch_tokens} {packed} {seed}")  # what the order of batches follows from
 
     @property
     def share(self) -> int:
@@ -231,7 +233,8 @@ class Schedule(Sampler[Planned]):
     def state_dict(self) -> dict[str, int]:
         """Where this epoch stands: how many of its batches all processes together have taken, in whole steps."""
         done = self._first() + self.taken // self.accumulate * self.share
-        return {"epoch": self.epoch, "done": min(done, self.total), "total": self.total, "world": self.world}
+        done = min(done, self.total)
+        return {"epoch": self.epoch, "done": done, "total": self.total, "share": self.share, "data": self.data}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on in that epoch behind the batches done, on whatever number of processes.
@@ -239,10 +242,10 @@ class Schedule(Sampler[Planned]):
         Raises:
             ValueError: the state is of other data, so its batches are not these.
         """
-        if state["total"] != self.total:
+        if state["data"] != self.data:
             raise ValueError(
-                f"the checkpoint's epochs have {state['total']} batches, these {self.total}: resume with the same "
-                "store, limit, validation, seed and batch_tokens"
+                f"the checkpoint's epochs have {state['total']} batches of other data than these {self.total}: resume "
+                "with the same store, limit, validation, seed, batch_tokens and packed"
             )
         self.epoch, self.resumed = state["epoch"], (state["epoch"], state["done"])
 

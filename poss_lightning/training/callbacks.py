@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
@@ -31,7 +32,7 @@ class DraftFolders(lightning.Callback):
         self.best = -math.inf
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit":
+        if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":
             return
         self._save(trainer, pl_module, "draft-last")
         value = trainer.callback_metrics.get(self.monitor)
@@ -42,7 +43,8 @@ class DraftFolders(lightning.Callback):
             self._save(trainer, pl_module, "draft-best")
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self._save(trainer, pl_module, "draft-last")
+        if not trainer.fast_dev_run:
+            self._save(trainer, pl_module, "draft-last")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks, so all must ask
@@ -55,6 +57,22 @@ class DraftFolders(lightning.Callback):
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.best = state_dict["best"]
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """`checkpoints/last.ckpt`: the newest state, to go on from, every so many steps and at the end.
+
+    Args:
+        every_n_train_steps: optimizer steps that a kill can cost.
+    """
+
+    def __init__(self, every_n_train_steps: int = 200):
+        super().__init__(every_n_train_steps=every_n_train_steps, save_top_k=0, save_last=True)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        super().on_train_end(trainer, pl_module)  # writes it only if there is none
+        if self.last_model_path:
+            trainer.save_checkpoint(self.last_model_path)
 
 
 class Throughput(lightning.Callback):

@@ -23,7 +23,7 @@ class NotFinite(ValueError):
 def finite(losses: list[Tensor], draft: Specialists) -> bool:
     """Whether a step's losses (K,) each, and this process's part of the gradients, are; waits for the device.
 
-    DeepSpeed keeps its gradients to itself, so there only the losses are looked at.
+    DeepSpeed keeps its gradients to itself and skips a step when they are not; here its losses are looked at.
     """
     gradients = [parameter.grad for parameter in draft.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
@@ -53,18 +53,17 @@ def blame_gradients(draft: Specialists, batches: list[Batch]) -> str:
     passes = range(1, draft.config.depth + 1)
     served = {f"layers.{i}.": [k for k in passes if draft.config.serving(k) == i] for i in range(len(draft.layers))}
     whose = [
-        f"specialist {i + 1} (pass {_names(served[layer])})" for i, layer in enumerate(served) if _any(wrong, layer)
+        f"specialist {i + 1} (pass {_names(served[layer])})"
+        for i, layer in enumerate(served)
+        if any(name.startswith(layer) for name in wrong)
     ]
     ids = [name for batch in batches for name in batch.ids]
-    return f"the gradient of {_names(whose or wrong)} is not finite, though the losses are: in {_names(ids)}"
+    of = _names(whose or wrong or ["some specialist"])
+    return f"the gradient of {of} is not finite, though the losses are: in {_names(ids)}"
 
 
 def _well(x: Tensor) -> bool:
     return bool(x.isfinite().all())
-
-
-def _any(names: list[str], start: str) -> bool:
-    return any(name.startswith(start) for name in names)
 
 
 def _names(things: list) -> str:

@@ -38,6 +38,7 @@ class Setup:
         device: cpu or cuda.
         chunk: slots whose (chunk, V) matrices exist at once.
         ends: bytes of a number of the target's: of features, embedding and head.
+        accumulate: batches of a step, kept until it is known whether all of it is finite.
 
     Raises:
         ValueError: a value out of its range; the message names it.
@@ -55,9 +56,10 @@ class Setup:
     device: str = "cuda"
     chunk: int = 128
     ends: int = 2
+    accumulate: int = 1
 
     def __post_init__(self):
-        for name, least in (("tokens", 2), ("processes", 1), ("chunk", 1)):
+        for name, least in (("tokens", 2), ("processes", 1), ("chunk", 1), ("accumulate", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         for name, known in (("strategy", STRATEGIES), ("precision", PRECISIONS), ("device", ("cpu", "cuda"))):
@@ -216,7 +218,7 @@ def _at(moment: str, setup: Setup, activations: float = 0, loss: float = 0) -> M
         copies=held.copies,
         ends=rows * width * setup.ends,
         # tokens, greedy, counts and positions in 64 bits, features, and these with noise
-        batch=setup.tokens * (4 * 8 + 2 * width * setup.ends),
+        batch=setup.accumulate * setup.tokens * (4 * 8 + 2 * width * setup.ends),
         activations=activations,
         loss=loss,
     )

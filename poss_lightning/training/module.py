@@ -111,19 +111,20 @@ class SpecialistTraining(lightning.LightningModule):
 
     def on_fit_start(self) -> None:
         if self.hparams.not_finite == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
-            raise ValueError("not_finite is skip, but DeepSpeed cannot undo a backward: make it stop")
+            raise ValueError("not_finite is skip, but DeepSpeed cannot undo the backward of a loss: make it stop")
 
     def training_step(self, batch: Batch) -> Tensor:
-        # Reading a value waits for the device, and finding guesses takes time, so not at every step.
+        # Finding guesses and reading values takes time, so not at every step.
         logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
         losses, _ = self._losses(batch, self.draft.config.depth, guessing=logs)
         # The mean is over the whole step; what strategies average over is undone.
-        whole = batch.step.slots(len(losses.slots)) if self.hparams.mean_over == "slots" else batch.step.tokens
-        loss = self._over_passes(losses.weighted / whole.clamp(min=1)) * batch.step.batches
+        counted = batch.step.slots(len(losses.slots)) if self.hparams.mean_over == "slots" else batch.step.tokens
+        loss = self._over_passes(losses.weighted / counted.clamp(min=1)) * batch.step.batches
         own = losses.weighted.detach() / losses.slots.clamp(min=1)  # (K,)
         self.log("train/loss", self._over_passes(own), prog_bar=True)
         self._step.append((batch, losses.weighted.detach()))
         if logs:
+            self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
             self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
             for name in ("feature", "token", "topk"):
                 self._log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
@@ -138,6 +139,8 @@ class SpecialistTraining(lightning.LightningModule):
         self._step.clear()
         if self.trainer.strategy.reduce_boolean_decision(guard.finite(losses, self.draft)):
             optimizer.step(closure=lambda: loss)
+            if isinstance(self.trainer.strategy, DeepSpeed) and self.trainer.strategy.overflowed:
+                self._not_finite(batches, losses)
         else:
             self._not_finite(batches, losses)
             optimizer.zero_grad()
@@ -207,8 +210,11 @@ class SpecialistTraining(lightning.LightningModule):
         checkpoint["draft"] = self.draft.config.to_json()
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        if self._trainer is not None and self.trainer.datamodule is not None:
-            self.trainer.datamodule.go_on(checkpoint["loops"]["fit_loop"])
+        if self._trainer is not None and self.trainer.state.fn == "fit" and self.trainer.datamodule is not None:
+            pace = self.trainer.datamodule.go_on(checkpoint["loops"]["fit_loop"])
+            if self.trainer.max_steps == -1:  # the run ends with its epochs, which may have other numbers of steps now
+                schedule = checkpoint["lr_schedulers"][0]
+                schedule["last_epoch"] = round(schedule["last_epoch"] * pace)
 
     def _over_passes(self, means: Tensor) -> Tensor:
         """L = Σ_k γ^{k-1} L_k of means (K,)."""

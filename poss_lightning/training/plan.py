@@ -66,6 +66,7 @@ def plan(
     stored: Literal["exact", "float8"] = "exact",
     corpus_tokens: float = 1e8,
     rate: float = 200.0,
+    accumulate: int = 1,
 ) -> None:
     """Print what a training would need, without a target, a store or a GPU.
 
@@ -93,6 +94,7 @@ def plan(
         stored: features in the target's bfloat16 (exact) or in 8 bits (float8).
         corpus_tokens: of an epoch.
         rate: TFLOP/s of one process, as `throughput/teraflops` logs it for all of them.
+        accumulate: batches of a step.
 
     Raises:
         ValueError: an unknown target, or a value out of its range; the message names it.
@@ -114,6 +116,7 @@ def plan(
             precision,
             device,
             chunk,
+            accumulate=accumulate,
         )
         for spec, tied in specs
         for own in ([allocation] if allocation else POSS)

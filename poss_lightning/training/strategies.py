@@ -144,6 +144,11 @@ class DeepSpeed(DeepSpeedStrategy):
     # --- the step ---
 
     @property
+    def overflowed(self) -> bool:
+        """Whether DeepSpeed left out the last step because a gradient was not finite."""
+        return bool(getattr(self.model.optimizer, "overflow", False))
+
+    @property
     def handles_gradient_accumulation(self) -> bool:
         """Lightning accumulates: with both at it the loss would be divided twice."""
         return False
