@@ -21,7 +21,7 @@ from poss_lightning.evaluation.benchmark import surroundings
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
-from poss_lightning.target.model import Ends, TargetSpec
+from poss_lightning.target.spec import Ends, TargetSpec
 from poss_lightning.training.memory import Setup, memory
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.plan import TARGETS, TIED

@@ -20,7 +20,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.benchmark import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.losses import pass_losses
-from poss_lightning.target.model import TargetSpec
+from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import step_flops
 
 DEPTH, ALLOCATION, PAIRS = 6, (3, 3), 5

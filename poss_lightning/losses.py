@@ -4,7 +4,8 @@
 
 Both cross-entropies are one with unnormalised weights c = w_token p + w_topk p [v in top(p)]: it is lse(l)·Σc - c·l for
 logits l, with gradient softmax(l)·Σc - c. So forward can leave behind the gradient of a feature, (slots, D), and no
-tensor of (slots, V) outlives its chunk.
+tensor of (slots, V) outlives its chunk. Where the target caps its logits, l = cap tanh(scale u / cap) of the head's
+product u, and the gradient by u is that by l times scale (1 - (l / cap)²).
 """
 
 from typing import NamedTuple
@@ -35,6 +36,8 @@ def pass_losses(
     topk: int = 10,
     chunk: int = 128,
     guessing: bool = True,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> PassLosses:
     """Losses of K passes against the target's features.
 
@@ -46,6 +49,7 @@ def pass_losses(
         topk: tokens in the top-K part.
         chunk: slots whose (K+1, chunk, V) logits exist at once.
         guessing: whether to find the guesses, which takes a little time.
+        scale, cap: of the target's logits, between head and softmax; the draft's are made likewise.
 
     Raises:
         ValueError: chunk below 1.
@@ -57,7 +61,7 @@ def pass_losses(
     passes = torch.arange(1, len(predictions) + 1, device=counts.device)
     live = counts[somewhere] >= passes[:, None]  # (K, S)
     weighted, (feature, token, top), guess = _Losses.apply(
-        predicted, features[somewhere], live, head, (w_feature, w_token, w_topk), topk, chunk, guessing
+        predicted, features[somewhere], live, head, (w_feature, w_token, w_topk), topk, chunk, guessing, (scale, cap)
     )
     guesses = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
     guesses[:, somewhere] = guess
@@ -68,7 +72,7 @@ class _Losses(torch.autograd.Function):
     """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
 
     @staticmethod
-    def forward(ctx, predicted, wanted, live, head, weights, topk, chunk, guessing):
+    def forward(ctx, predicted, wanted, live, head, weights, topk, chunk, guessing, shape):
         passes, slots, _ = predicted.shape
         sums = predicted.new_zeros(3, passes, dtype=torch.float32)  # feature, token, top-K
         guess = torch.full((passes, slots), -1, device=predicted.device)
@@ -76,7 +80,7 @@ class _Losses(torch.autograd.Function):
         room = _Room.make(passes, min(chunk, slots), head)
         for start in range(0, slots, chunk):
             here = slice(start, start + chunk)
-            some = predicted[:, here], wanted[here], live[:, here], head, weights, topk
+            some = predicted[:, here], wanted[here], live[:, here], head, weights, topk, shape
             guessed = guess[:, here] if guessing else None
             sloped = None if gradient is None else gradient[:, here]
             _chunk(*some, room.of(len(some[1])), sums, guessed, sloped)
@@ -90,7 +94,7 @@ class _Losses(torch.autograd.Function):
     def backward(ctx, grad_weighted, *_):
         (gradient,) = ctx.saved_tensors
         # by one number at a time: it stays in float32, and the product in the gradient's dtype
-        return torch.stack([scale * own for scale, own in zip(grad_weighted, gradient, strict=True)]), *(None,) * 7
+        return torch.stack([scale * own for scale, own in zip(grad_weighted, gradient, strict=True)]), *(None,) * 8
 
 
 class _Room(NamedTuple):
@@ -113,13 +117,17 @@ class _Room(NamedTuple):
         return _Room(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
 
 
-def _chunk(predicted, wanted, live, head, weights, topk, room, sums, guess, gradient) -> None:
+def _chunk(predicted, wanted, live, head, weights, topk, shape, room, sums, guess, gradient) -> None:
     """Add a chunk's sums (3, K); fill in what is guessed (K, s) and the gradient (K, s, D), each unless it is None."""
-    w_feature, w_token, w_topk = weights
+    (w_feature, w_token, w_topk), (scale, cap) = weights, shape
     logits, p, c, q, product = room
     f = wanted.float()  # (s, D)
     # One product for the target and all passes: the head is large, and would be read anew for each.
     torch.mm(torch.cat([wanted[None], predicted]).flatten(0, 1).to(head.dtype), head.T, out=logits.flatten(0, 1))
+    if scale != 1.0:
+        logits.mul_(scale)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     p.copy_(logits[0]).sub_(logits[0].amax(-1, keepdim=True)).exp_().div_(p.sum(-1, keepdim=True))
     p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
     torch.mul(p, w_token, out=c).scatter_add_(-1, rows, w_topk * p_top)
@@ -137,8 +145,11 @@ def _chunk(predicted, wanted, live, head, weights, topk, room, sums, guess, grad
         parts = _smooth_l1(distance).mean(-1), lse[:, 0] - along, (p_top * (lse - along_top)).sum(-1)
         sums[:, k] += (torch.stack(parts) * mask).sum(-1)
         if gradient is not None:
-            slope = own.copy_(q.mul_(total / norm).sub_(c)) @ head  # (s, D)
-            slope = slope.float() + w_feature / f.shape[-1] * distance.clamp_(-1, 1)
+            q.mul_(total / norm).sub_(c)
+            if cap is not None:
+                q.mul_(product.copy_(own).div_(cap).square_().neg_().add_(1))
+            slope = (own.copy_(q) @ head).float()  # (s, D)
+            slope = torch.add(w_feature / f.shape[-1] * distance.clamp_(-1, 1), slope, alpha=scale)
             gradient[k] = slope * mask[:, None]
 
 

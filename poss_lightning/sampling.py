@@ -1,44 +1,164 @@
-"""From logits to the processed distribution, and draws from it."""
+"""How the next token is chosen: the processed distribution, and the draw from it. Everything that samples asks here.
+
+A draw inverts the distribution's CDF at one uniform number, and the i-th new token of a text has the i-th number of its
+text's own stream. So what is sampled depends on prompt, seed and law alone: not on the batch the text stands in, nor on
+whether a token was drafted, and speculative decoding must give plain sampling's very tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+Processor = Callable[[Tensor, Tensor], Tensor]  # token ids (1, T) and logits (1, V) -> logits, as in transformers
 
-def process(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Probabilities after temperature, then top-k, then top-p (the order of transformers).
+# What transformers' processors need to know is the text so far, and these keep nothing from one call to the next.
+PURE = frozenset(
+    """EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
+    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
+    MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor PrefixConstrainedLogitsProcessor
+    RepetitionPenaltyLogitsProcessor SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor
+    SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper
+    TypicalLogitsWarper""".split()
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen.
 
     Args:
-        logits: (..., V)
-        temperature: > 0; divides the logits.
+        temperature: divides the logits; 0 takes the likeliest token.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all.
-
-    Returns:
-        (..., V), float32, each row sums to 1.
+        processors: of transformers (or functions like them), applied to the logits before all that, in this order.
+            They are called about tokens that may never be emitted, so they must be functions of the text alone.
 
     Raises:
-        ValueError: a parameter outside its range.
+        ValueError: a number outside its range, or a processor that keeps state of its own.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy decoding is a method of its own)")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}; it must be 0 (off) or a positive number of tokens")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must lie in (0, 1]")
-    logits = logits.float() / temperature
-    if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    probabilities = logits.softmax(-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
-        kept = ordered.masked_fill(before >= top_p, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    return probabilities
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    processors: tuple[Processor, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "processors", tuple(self.processors))
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or a positive number of tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        for processor in self.processors:
+            kind = type(processor)
+            if kind.__module__.startswith("transformers.") and kind.__name__ not in PURE:
+                raise ValueError(
+                    f"{kind.__name__} cannot be honoured: it keeps state from call to call, or needs more than the "
+                    "text, and a tree asks about tokens that are never emitted"
+                )
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Temperature, then top-k, then top-p (the order of transformers): (..., V) -> (..., V) float32, sums 1.
+
+        At temperature 0 all mass is on the likeliest token.
+        """
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(_argmax(logits), logits.shape[-1]).float()
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p < 1:
+            ordered, order = probabilities.sort(dim=-1, descending=True)
+            before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
+            kept = ordered.masked_fill(before >= self.top_p, 0.0)
+            probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        return probabilities
 
 
-def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token a row: (B, V) -> (B,)."""
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+GREEDY = Sampling()
+
+
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The first token at which the CDF exceeds `uniform` (...,) in [0, 1): (..., V) -> (...,)."""
+    mass = probabilities.double().cumsum(-1)
+    # A token without mass adds nothing to the CDF, so it is never the first to exceed anything.
+    return torch.searchsorted(mass, (uniform * mass[..., -1])[..., None], right=True)[..., 0]
+
+
+class Chooser:
+    """Chooses the tokens of B texts, row by row of a batch, each at its place.
+
+    Args:
+        sampling: the law.
+        prompts: the texts so far.
+        room: new tokens that may be asked about, at most.
+        device: where logits come from.
+        generator: of the CPU, gives each text the seed of its stream; None for torch's own.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompts: list[list[int]],
+        room: int,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+    ):
+        self.sampling = sampling
+        self.begun = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,)
+        self.uniform = self.texts = None
+        if sampling.temperature > 0:  # drawn on the CPU, so that a seed means the same on every device
+            seeds = torch.randint(2**62, (len(prompts),), generator=generator).tolist()
+            streams = [torch.rand(room, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds]
+            self.uniform = torch.stack(streams).to(device)  # (B, room)
+        if sampling.processors:
+            longest = max(map(len, prompts)) + room
+            self.texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+
+    def __call__(self, logits: Tensor, place: Tensor) -> Tensor:
+        """The tokens at `place` (B,) of the texts, prompts included: logits (B, V) -> (B,).
+
+        The same question has the same answer, however often it is asked. With processors, what stands before `place`
+        is what was chosen there last, and the host is asked for it.
+        """
+        if self.asks:
+            logits = torch.cat([self._processed(*row) for row in zip(logits, self.texts, place.tolist(), strict=True)])
+        if self.uniform is None:
+            chosen = _argmax(logits)
+        else:
+            uniform = self.uniform.gather(1, (place - self.begun)[:, None])[:, 0]
+            chosen = draw(self.sampling.probabilities(logits), uniform)
+        if self.asks:
+            self.texts.scatter_(1, place[:, None], chosen[:, None])
+        return chosen
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks the device what has been chosen, for its processors."""
+        return self.texts is not None
+
+    def select(self, rows: list[int]) -> None:
+        """Forget every row of the batch but `rows`."""
+        self.begun = self.begun[rows]
+        self.uniform = None if self.uniform is None else self.uniform[rows]
+        self.texts = None if self.texts is None else self.texts[rows]
+
+    def _processed(self, logits: Tensor, text: Tensor, place: int) -> Tensor:
+        scores = logits[None].float()  # (1, V)
+        for processor in self.sampling.processors:
+            scores = processor(text[None, :place], scores)
+        return scores
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    return logits.max(-1).indices  # argmax is several times slower in bfloat16 on a CPU
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

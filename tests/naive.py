@@ -79,14 +79,19 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     return outputs
 
 
-def pass_losses(predictions, features, counts, head, w_feature, w_token, w_topk, topk=10):
+def pass_losses(predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None):
     """The loss of docs/METHOD.md, section 5, slot by slot, with autograd through everything: K sums."""
+
+    def logits(feature):
+        plain = head.double() @ feature * scale
+        return plain if cap is None else cap * torch.tanh(plain / cap)
+
     sums = []
     for k, prediction in enumerate(predictions, 1):
         total = torch.zeros((), dtype=torch.float64)
         for row, column in (counts >= k).nonzero().tolist():
             f, guess = features[row, column].double(), prediction[row, column].double()
-            p, log_q = (head.double() @ f).softmax(-1), (head.double() @ guess).log_softmax(-1)
+            p, log_q = logits(f).softmax(-1), logits(guess).log_softmax(-1)
             top = p.topk(topk).indices
             distance = (guess - f).abs()
             smooth = torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean()

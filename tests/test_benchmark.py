@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import tiny_draft, tiny_target
 
-from poss_lightning.decoding.engine import Decoded
+from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records

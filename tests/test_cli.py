@@ -103,6 +103,7 @@ BENCHMARK = ("benchmark", "out", *FLOAT, "--suites", "[{inputs}/suite.jsonl]", "
 EXTRACT = ("extract", "{inputs}/corpus.jsonl")
 GENERATE = ("generate", "Hi", *FLOAT)
 FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--model.allocation")
+VOCABULARY = ("vocabulary", "{inputs}/draft", "{inputs}/corpus.jsonl", "--target", "{inputs}/target")
 
 BAD = [
     # the target
@@ -161,6 +162,13 @@ BAD = [
     ((*EXTRACT, "s3://x/y"), "it must be a local folder"),
     (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
     (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
+    ((*VOCABULARY, "{inputs}/store"), "store is there already"),
+    ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and the target's 320, or be null for all"),
+    ((*VOCABULARY, "out", "--size", "321"), "size is 321"),
+    ((*VOCABULARY, "out", "--limit", "0"), "limit is 0"),
+    ((*VOCABULARY[:2], "{inputs}/empty.jsonl", "out"), "empty.jsonl is empty: no conversation with an answer"),
+    (("vocabulary", "{inputs}/no-weights", *VOCABULARY[2:], "out"), "is not a draft: it has no model.safetensors"),
+    (("vocabulary", "{inputs}/draft-of-another", *VOCABULARY[2:], "out"), "another target: fingerprint"),
     (("plan", "--tokens", "1"), "tokens is 1; it must be at least 2"),
     (("fit", "--model.allocation", "[2]"), "store is None and corpus None; give one of them"),
     (("extract",), "required: corpus, out"),

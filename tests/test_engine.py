@@ -1,13 +1,21 @@
-"""Lossless: the engine's tokens are those of greedy decoding, whatever the draft, the tree or the batch."""
+"""Lossless: the engine's tokens are those of plain decoding, whatever the draft, the tree or the batch."""
+
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_draft, tiny_target
+from torch._dynamo.testing import CompileCounter
+from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
@@ -38,8 +46,8 @@ class Oracle(Drafter):
         self.__dict__.update(drafter.__dict__)
         self.future, self.wrong_every, self.turn = future, wrong_every, 0
 
-    def grow(self):
-        tree, self.turn = super().grow(), self.turn + 1
+    def grow(self, budget):
+        tree, self.turn = super().grow(budget), self.turn + 1
         at = int(self.slots.length[0]) - len(PROMPTS[0])  # tokens emitted before the root
         tokens = tree.tokens.clone()
         for node in range(1, tokens.shape[1]):
@@ -106,16 +114,92 @@ def test_a_mask_off_by_one_is_not_lossless(monkeypatch):
     assert speculative.decode(PROMPTS[:1], 50, frozenset())[0].tokens != future[:50]
 
 
+LAWS = [
+    Sampling(1.0),
+    Sampling(0.7, top_k=20, top_p=0.9),
+    Sampling(1.3, top_p=0.6, processors=(RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3))),
+    Sampling(0.0, processors=(RepetitionPenaltyLogitsProcessor(1.5),)),
+]
+
+
+def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS):
+    generator = torch.Generator().manual_seed(seed)
+    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator)]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_draws_the_tokens_of_plain_sampling_whatever_the_tree_and_the_batch(seed, law):
+    target = tiny_target(seed)
+    expected = drawn(Autoregressive(target), law, seed)
+    for tree in TREES[:4]:
+        speculative = Speculative(target, tiny_draft(target, [1, 3, 2], seed), *tree)
+        assert drawn(speculative, law, seed) == expected
+    generator = torch.Generator().manual_seed(seed)  # one by one: the same generator goes on
+    alone = [speculative.decode([prompt], 40, STOPS, law, generator)[0].tokens for prompt in PROMPTS]
+    assert alone == expected
+    assert law.temperature == 0 or drawn(speculative, law, seed + 1) != expected
+
+
+def test_processors_are_those_of_generate(target):
+    law = LAWS[-1]
+    expected = [decoded.tokens for decoded in Generate(target).decode(PROMPTS[:1], 40, STOPS, law)]
+    assert drawn(Speculative(target, tiny_draft(target, [2, 2])), law, 0, PROMPTS[:1]) == expected
+    assert tokens_of(Generate(target), PROMPTS[:1]) != expected
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0)], ids=str)
+def test_a_batch_shrinks_as_its_texts_end(target, law):
+    """Ten texts that stop at ten different places: each as it is alone, and fewer rows go through the target."""
+    prompts = [[5 + i] * (1 + i % 4) for i in range(10)]
+    plain = drawn(Autoregressive(target), law, 0, prompts, 40, frozenset())
+    stops = frozenset(row[3 * i + 5] for i, row in enumerate(plain[:9]))
+    speculative, rows = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3), []
+    act = speculative._act
+    speculative._act = lambda *arguments: rows.append(len(speculative.drafter.root)) or act(*arguments)
+    assert drawn(speculative, law, 0, prompts, 40, stops) == drawn(Autoregressive(target), law, 0, prompts, 40, stops)
+    assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(0.8, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_tree_that_is_chosen_anew_changes_no_token(seed, law):
+    target = tiny_target(seed)
+    speculative = Speculative(target, tiny_draft(target, [1, 3, 2], seed), 6, 60, 10, tree="auto")
+    for _ in range(2):
+        assert drawn(speculative, law, seed) == drawn(Autoregressive(target), law, seed)
+
+
+def test_a_round_never_asks_the_device_and_compiles_whole(target):
+    """What must know a value would break the graph, and is refused: the host is told once, after the round."""
+    for law in (Sampling(), Sampling(0.7, top_k=20, top_p=0.9)):
+        speculative = Speculative(target, tiny_draft(target, [1, 2]), 3, 12, 4)
+        expected = drawn(speculative, law, 0, limit=6)
+        untimed = SimpleNamespace(part=lambda name: nullcontext())
+        whole = torch.compile(partial(speculative._act, speculative.fixed, untimed), fullgraph=True, backend="eager")
+        speculative._act = lambda budget, clock, whole=whole: whole()
+        assert drawn(speculative, law, 0, limit=6) == expected
+
+
+def test_step_and_verification_compile_without_a_break(target, monkeypatch):
+    """A few times in all, not once for every length of a text."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    speculative = Speculative(target, tiny_draft(target, [1, 2]), 3, 12, 4, compile=True)
+    assert tokens_of(speculative, limit=200) == tokens_of(Autoregressive(target), limit=200)
+    assert 0 < counter.frame_count <= 16
+
+
 @pytest.mark.parametrize("allocation", [[6], [1] * 6, [2, 2, 2]], ids=str)
 def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, allocation):
     """Depth 6, top-k 10: the root, then ten nodes at each of five positions; the published PosS-1 takes 168."""
     draft, rows = tiny_draft(target, allocation), []
     for layer in draft.layers:
         layer.finish = lambda z, attended, plain=layer.finish: rows.append(z.shape[1]) or plain(z, attended)
-    drafter = Drafter(draft, target.ends, 6, 60, 10)
+    drafter = Drafter(draft, target.ends, 6, 10)
     drafter.start(1, 64)
-    drafter.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), [3])
-    drafter.grow()
+    drafter.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), torch.tensor([3]))
+    drafter.grow(Fixed(6, 60))
     assert sum(rows) == 51
 
 
@@ -123,14 +207,16 @@ def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):
     """Slots read one round after another, and drafted in between, give the tree of slots read at once."""
     draft, features = tiny_draft(target, [1, 2, 3]), torch.randn(1, 9, 32)
     tokens = torch.randint(0, 320, (1, 9))
-    at_once, piecewise = (Drafter(draft, target.ends, 6, 30, 5) for _ in range(2))
+    at_once, piecewise = (Drafter(draft, target.ends, 6, 5) for _ in range(2))
     at_once.start(1, 64)
-    at_once.read(tokens, features, [9])
+    at_once.read(tokens, features, torch.tensor([9]))
+    at_once.slots.note([9])
     piecewise.start(1, 64)
     for start, stop in ((0, 4), (4, 5), (5, 9)):
-        piecewise.read(tokens[:, start:stop], features[:, start:stop], [stop - start])
-        tree = piecewise.grow()
-    expected = at_once.grow()
+        piecewise.read(tokens[:, start:stop], features[:, start:stop], torch.tensor([stop - start]))
+        piecewise.slots.note([stop - start])
+        tree = piecewise.grow(Fixed(6, 30))
+    expected = at_once.grow(Fixed(6, 30))
     assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
     torch.testing.assert_close(tree.scores, expected.scores, rtol=1e-4, atol=1e-4)
 
@@ -142,8 +228,8 @@ def test_a_smaller_draft_vocabulary_is_lossless(target):
     speculative = Speculative(target, small, 4, 20, 5)
     assert tokens_of(speculative) == tokens_of(Autoregressive(target))
     speculative.drafter.start(1, 64)
-    speculative.drafter.read(torch.tensor([[5]]), torch.randn(1, 1, 32), [1])
-    assert (speculative.drafter.grow().tokens[:, 1:] % 5 == 0).all()
+    speculative.drafter.read(torch.tensor([[5]]), torch.randn(1, 1, 32), torch.tensor([1]))
+    assert (speculative.drafter.grow(Fixed(4, 20)).tokens[:, 1:] % 5 == 0).all()
 
 
 def test_the_context_is_kept(target):

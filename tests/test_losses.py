@@ -17,13 +17,14 @@ def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):
 
 @pytest.mark.parametrize("weights", [(1.0, 0.1, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.1, 0.0)])
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-def test_loss_and_gradient_are_the_definition_s(weights, chunk):
+@pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
+def test_loss_and_gradient_are_the_definition_s(weights, chunk, between):
     predictions, features, counts, head = problem()
-    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk)
-    scale = torch.tensor([1.0, 0.5, 2.0])
-    ours_gradient = torch.autograd.grad((ours.weighted * scale).sum(), predictions)
-    naive_sums = naive.pass_losses(predictions, features, counts, head, *weights)
-    naive_gradient = torch.autograd.grad((naive_sums * scale).sum(), predictions)
+    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk, **between)
+    by = torch.tensor([1.0, 0.5, 2.0])
+    ours_gradient = torch.autograd.grad((ours.weighted * by).sum(), predictions)
+    naive_sums = naive.pass_losses(predictions, features, counts, head, *weights, **between)
+    naive_gradient = torch.autograd.grad((naive_sums * by).sum(), predictions)
     torch.testing.assert_close(ours.weighted.double(), naive_sums, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours_gradient, naive_gradient, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

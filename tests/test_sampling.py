@@ -3,10 +3,19 @@
 import math
 
 import pytest
+import scipy.stats
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    WatermarkLogitsProcessor,
+)
+from transformers.generation import logits_process
 
-from poss_lightning.sampling import draw, process
+from poss_lightning.sampling import PURE, Chooser, Sampling, draw
 
 LAWS = [
     {},
@@ -16,6 +25,10 @@ LAWS = [
     {"temperature": 0.8, "top_k": 7, "top_p": 0.9},
     {"temperature": 2.0, "top_k": 100, "top_p": 0.05},
 ]
+
+
+def process(logits: torch.Tensor, **law) -> torch.Tensor:
+    return Sampling(**({"temperature": 1.0} | law)).probabilities(logits)
 
 
 def naive(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[float]:
@@ -70,20 +83,81 @@ def test_half_precision_is_computed_in_float32():
 @pytest.mark.parametrize(
     ("law", "words"),
     [
-        ({"temperature": 0}, "temperature is 0"),
+        ({"temperature": -1}, "temperature is -1"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_p": 1.1}, r"top_p is 1\.1"),
+        ({"processors": (WatermarkLogitsProcessor(320, "cpu"),)}, "Watermark.* cannot be honoured"),
     ],
 )
-def test_ranges(law, words):
+def test_what_cannot_be_is_refused(law, words):
     with pytest.raises(ValueError, match=words):
-        process(torch.zeros(3), **law)
+        Sampling(**law)
 
 
-def test_draws_follow_the_distribution_and_the_seed():
-    rows = torch.tensor([0.0, 0.7, 0.3]).expand(4000, 3)
-    first, again, other = (draw(rows, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-    assert first.shape == (4000,) and first.min() == 1
-    assert (first == 1).float().mean().item() == pytest.approx(0.7, abs=0.03)
+def test_temperature_0_has_all_mass_on_the_likeliest():
+    assert Sampling().probabilities(torch.tensor([0.0, 3.0, 1.0])).tolist() == [0, 1, 0]
+
+
+def test_the_processors_named_pure_exist():
+    assert all(hasattr(logits_process, name) for name in PURE)
+
+
+def test_a_draw_inverts_the_cdf():
+    """The numbers that give a token fill an interval as long as its probability; what has none is never drawn."""
+    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    counts = draw(probabilities.expand(1000, -1), uniform).bincount(minlength=6)
+    assert counts.tolist() == [0, 250, 0, 500, 250, 0]
+    edges = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert draw(probabilities.expand(4, -1), edges).tolist() == [1, 3, 4, 4]
+
+
+def chooser(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> Chooser:
+    return Chooser(Sampling(**law), prompts, room, torch.device("cpu"), torch.Generator().manual_seed(seed))
+
+
+def test_a_text_has_its_own_numbers_whatever_the_batch_the_room_and_the_order_of_questions():
+    logits, prompts = torch.randn(5, 3, 40), [[1], [2, 3], [4, 5, 6]]
+    lengths = torch.tensor([1, 2, 3])
+    together = chooser({"temperature": 1.0}, prompts)
+    expected = [together(logits[i], lengths + i) for i in range(5)]
+    for i in (3, 0, 4, 4, 1):
+        assert torch.equal(together(logits[i], lengths + i), expected[i])
+    generator = torch.Generator().manual_seed(0)
+    for row, prompt in enumerate(prompts):
+        alone = Chooser(Sampling(1.0), [prompt], 100, torch.device("cpu"), generator)
+        assert [int(alone(logits[i, row : row + 1], lengths[row : row + 1] + i)) for i in range(5)] == [
+            int(tokens[row]) for tokens in expected
+        ]
+    together.select([2, 0])
+    assert torch.equal(together(logits[1][[2, 0]], torch.tensor([4, 2])), expected[1][[2, 0]])
+    assert not torch.equal(chooser({"temperature": 1.0}, prompts, seed=1)(logits[0], lengths), expected[0])
+
+
+def test_draws_of_many_texts_follow_the_distribution():
+    """Chi-square over texts: first tokens, and pairs of the first and the second, which must be independent."""
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    texts = chooser({"temperature": 1.0}, [[0]] * 4000)
+    logits = probabilities.log().expand(4000, -1)
+    first, second = texts(logits, torch.full((4000,), 1)), texts(logits, torch.full((4000,), 2))
+    for found, expected in (
+        (first.bincount(minlength=4), probabilities),
+        ((4 * first + second).bincount(minlength=16), torch.outer(probabilities, probabilities).flatten()),
+    ):
+        assert scipy.stats.chisquare(found, 4000 * expected.double() / expected.double().sum()).pvalue > 1e-3
+
+
+def test_processors_see_each_text_up_to_its_place():
+    seen = []
+
+    def spy(ids, scores):
+        seen.append(ids[0].tolist())
+        return scores
+
+    texts = chooser({"processors": (spy, RepetitionPenaltyLogitsProcessor(5.0))}, [[3], [1, 2]])
+    logits = torch.tensor([[0.0, 1, 2, 4, 3], [0.0, 1, 2, 4, 3]])
+    assert texts(logits, torch.tensor([1, 2])).tolist() == [4, 3]  # 3 stands in the first text
+    assert texts(logits, torch.tensor([2, 3])).tolist() == [2, 4]
+    assert texts(logits, torch.tensor([1, 3])).tolist() == [4, 4]  # asked again
+    assert seen == [[3], [1, 2], [3, 4], [1, 2, 3], [3], [1, 2, 3]]

@@ -1,4 +1,4 @@
-"""Trees and verdicts, batched, against walks over lists; the drawing is the expected value."""
+"""Trees, batched, against walks over lists; the drawing is the expected value."""
 
 import random
 
@@ -6,8 +6,7 @@ import naive
 import pytest
 import torch
 
-from poss_lightning.decoding.trees import Tree, ancestors, depths, path_to, rerank
-from poss_lightning.decoding.verification import judge_greedy
+from poss_lightning.decoding.trees import Tree, ancestors, rerank
 
 DRAWN = """
 x . . . .
@@ -36,36 +35,12 @@ def test_ancestors_are_the_drawing():
     above = ancestors(torch.tensor([[0, 0, 0, 1, 2]]), 2)
     drawn = "\n".join(" ".join("x" if seen else "." for seen in row) for row in above[0].tolist())
     assert drawn == DRAWN.strip()
-    assert depths(above).tolist() == [[0, 1, 1, 2, 2]]
 
 
 def test_ancestors_against_a_walk_batched():
     parents = [random_tree(seed)[1] for seed in range(8)]
     above = ancestors(torch.tensor(parents), 14)
     assert above.tolist() == [naive.ancestors(row) for row in parents]
-
-
-@pytest.mark.parametrize("batch", range(5))
-def test_judging_against_a_walk_batched(batch):
-    trees = [random_tree(8 * batch + row) for row in range(8)]
-    chance = random.Random(batch)
-    choices = [[chance.randrange(6) for _ in tokens] for tokens, _ in trees]
-    parents = torch.tensor([p for _, p in trees])
-    tree = Tree(torch.tensor([t for t, _ in trees]), parents, torch.zeros(parents.shape))
-    verdict = judge_greedy(tree, ancestors(parents, 13), torch.tensor(choices), 13)
-    for row, (tokens, walk_parents) in enumerate(trees):
-        path, emitted = naive.judge(tokens, walk_parents, choices[row])
-        count = int(verdict.accepted[row])
-        assert count == len(path) - 1
-        assert verdict.path[row, : count + 1].tolist() == path
-        assert verdict.tokens[row, : count + 1].tolist() == emitted
-        assert verdict.tokens[row, count + 1 :].tolist() == [emitted[-1]] * (13 - count)
-        assert int(verdict.bonus[row]) == emitted[-1]
-
-
-def test_path_to_is_padded_with_the_root():
-    above = ancestors(torch.tensor([[0, 0, 1, 2]]), 3)
-    assert path_to(torch.tensor([1]), above, 4).tolist() == [[0, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 9, 14, 40])

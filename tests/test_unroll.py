@@ -7,6 +7,7 @@ from conftest import tiny_draft
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestors
 from poss_lightning.draft import attention
@@ -66,16 +67,17 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation):
     """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
     draft, start, depth = tiny_draft(target, allocation), 7, 6
     tokens, _, features = inputs(target, start + 1)
-    drafter = Drafter(draft, target.ends, depth, nodes=depth + 1, top_k=1)
+    drafter = Drafter(draft, target.ends, depth, top_k=1)
     drafter.start(1, 64)
-    stepped, step = [], drafter._step
-    drafter._step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
-    drafter.read(tokens, features, [start + 1])
-    chain = drafter.grow().tokens[:, 1:]  # (1, K)
+    stepped, step = [], drafter.step
+    drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
+    drafter.read(tokens, features, torch.tensor([start + 1]))
+    drafter.slots.note([start + 1])
+    chain = drafter.grow(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, torch.zeros(1, depth, features.shape[-1])], dim=1)
     passes = unroll(draft, target.ends.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
     for k in range(1, depth + 1):
-        torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0, 0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0][0, 0], rtol=1e-4, atol=1e-5)
         assert target.ends.logits(passes[k - 1][0, start + k - 1]).argmax() == chain[0, k - 1]
 
 
@@ -84,10 +86,11 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation):
     """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
     draft, depth, counts = tiny_draft(target, allocation), 4, [8, 5]
     tokens, _, features = inputs(target, 8, batch=2)
-    drafter = Drafter(draft, target.ends, depth, nodes=40, top_k=4)
+    drafter = Drafter(draft, target.ends, depth, top_k=4)
     drafter.start(2, 64)
-    drafter.read(tokens, features, counts)
-    tree = drafter.grow()
+    drafter.read(tokens, features, torch.tensor(counts))
+    drafter.slots.note(counts)
+    tree = drafter.grow(Fixed(depth, 40))
     seen = ancestors(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.files import atomic
-from poss_lightning.sampling import process
+from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
 
@@ -122,26 +122,25 @@ class _Writer:
     def __init__(
         self, target: Target, turns: int, temperature: float, top_p: float, user_tokens: int, answer_tokens: int
     ):
-        law = {"temperature": temperature, "top_p": top_p}
-        process(torch.zeros(2), **law)  # a wrong law is refused before anything is written
+        sampling = Sampling(temperature, top_p=top_p)  # refuses a wrong law before anything is written
         if turns * (user_tokens + answer_tokens) >= target.spec.context:
             raise ValueError(
                 f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {target.spec.context} that "
                 f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
             )
         self.target, self.turns = target, turns
-        self.roles = (("user", user_tokens, law), ("assistant", answer_tokens, None))
+        self.roles = (("user", user_tokens, sampling), ("assistant", answer_tokens, GREEDY))
         self.special = set(target.tokenizer.all_special_ids)
 
     @torch.inference_mode()
     def write(self, size: int, seed: int) -> list[list[dict]]:
         """`size` conversations less those thrown away: with an empty message or special tokens inside one."""
-        generator = torch.Generator(self.target.device).manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         conversations: list[list[dict]] = [[] for _ in range(size)]
         for _ in range(self.turns):
-            for role, limit, law in self.roles:
+            for role, limit, sampling in self.roles:
                 prompts = [self._open(messages, role) for messages in conversations]
-                texts = self._complete(prompts, limit, law, generator)
+                texts = self._complete(prompts, limit, sampling, generator)
                 conversations = [
                     [*messages, {"role": role, "content": text}]
                     for messages, text in zip(conversations, texts, strict=True)
@@ -159,9 +158,9 @@ class _Writer:
         text = template([*messages, {"role": "user", "content": _MARK}], tokenize=False)
         return self.target.tokenizer(text.split(_MARK)[0], add_special_tokens=False).input_ids
 
-    def _complete(self, prompts: list[list[int]], limit: int, law: dict | None, generator) -> list[str | None]:
+    def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:
         """Each prompt's text up to its stop token; None where it is not fit to keep."""
-        tokens = generate(self.target, prompts, limit, self.target.chat.stops, law, generator)
+        tokens = generate(self.target, prompts, limit, self.target.chat.stops, sampling, generator)
         return [self._text(row) for row in tokens]
 
     def _text(self, tokens: list[int]) -> str | None:

@@ -1,57 +1,82 @@
 """The baselines: our own plain loop, and transformers' `generate`, behind the engine's interface."""
 
+from collections.abc import Iterator
+
 import torch
 
-from poss_lightning.decoding.engine import Clock, Decoded, check_room
-from poss_lightning.target.generation import pad, steps, until_stop
+from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Texts, check_room
+from poss_lightning.sampling import Sampling
+from poss_lightning.target.generation import pad, steps
 from poss_lightning.target.model import Target
 
 
-class Autoregressive:
+class Autoregressive(Decoder):
     """One token a forward, on the engine's own cache."""
 
     def __init__(self, target: Target):
         self.target = target
 
     @torch.inference_mode()
-    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
-        """See `Decoder`."""
-        stops = self.target.chat.stops if stops is None else stops
-        clock = Clock(self.target.device)
+    def rounds(
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        stops: frozenset[int],
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        clock: Clock,
+    ) -> Iterator[Progress]:
+        """See `Decoder`. With the same generator, the tokens of `Speculative`."""
         limits = check_room(self.target, prompts, limit)
-        stream = steps(self.target, prompts, max(limits), stops)
-        with clock.part("prefill"):
-            columns = [next(stream)]
-        with clock.part("verify"):  # every step is the target's
-            columns += stream
-        seconds = clock.total()
-        rows = zip(zip(*columns, strict=True), limits, strict=True)
-        return [Decoded(until_stop(list(row[:most]), stops), seconds=seconds) for row, most in rows]
+        texts, part = Texts(limits, stops), "prefill"
+        stream = steps(self.target, prompts, max(limits), stops, sampling, generator)
+        while any(texts.left):
+            with clock.part(part):
+                now = next(stream)
+            part = "verify"  # every later step is the target's
+            yield Progress({row: texts.take(row, [now[row]])[0] for row, left in enumerate(texts.left) if left})
 
 
-class Generate:
-    """transformers' `generate`, greedy, with its own default cache."""
+class Generate(Decoder):
+    """transformers' `generate` with its own default cache; with `lookup`, its own prompt-lookup decoding.
 
-    def __init__(self, target: Target):
-        self.target = target
+    Args:
+        target: the frozen model.
+        lookup: tokens that transformers may copy from the prompt as a draft; 0 for plain decoding.
+    """
+
+    def __init__(self, target: Target, lookup: int = 0):
+        self.target, self.lookup = target, lookup
 
     @torch.inference_mode()
-    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
-        """See `Decoder`. Batches are padded on the left, as `generate` wants it."""
-        stops = self.target.chat.stops if stops is None else stops
+    def rounds(
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        stops: frozenset[int],
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        clock: Clock,
+    ) -> Iterator[Progress]:
+        """See `Decoder`: all in one step, and draws of its own. Batches are padded on the left, as it wants them."""
         limits = check_room(self.target, prompts, limit)
-        clock = Clock(self.target.device)
+        texts = Texts(limits, stops)
         flipped = pad([prompt[::-1] for prompt in prompts], self.target.device)
         slots = torch.arange(flipped.shape[1], device=flipped.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=flipped.device)
+        law = {"do_sample": False}
+        if sampling.temperature:
+            names = ("temperature", "top_k", "top_p")
+            law = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
         output = self.target.model.generate(
             flipped.flip(1),
             attention_mask=(slots < lengths[:, None]).flip(1),
             max_new_tokens=max(limits),
-            do_sample=False,
             eos_token_id=sorted(stops) or None,
             pad_token_id=min(stops, default=0),
+            logits_processor=list(sampling.processors),
+            prompt_lookup_num_tokens=self.lookup or None,
+            **law,
         )
-        seconds, new = clock.total(), output[:, flipped.shape[1] :].tolist()
-        rows = zip(new, limits, strict=True)
-        return [Decoded(until_stop(row[:most], stops), seconds=seconds) for row, most in rows]
+        new = output[:, flipped.shape[1] :].tolist()
+        yield Progress({prompt: texts.take(prompt, row)[0] for prompt, row in enumerate(new)})

@@ -7,14 +7,27 @@ A slot joins a token with the feature on its left. Verified slots hold the targe
 stand behind them, level by level, and are overwritten in the next round.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.trees import Tree, rerank
-from poss_lightning.draft.layer import Rotation
+from poss_lightning.draft.layer import Rotation, rotate
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
-from poss_lightning.target.model import Ends
+from poss_lightning.target.spec import Ends
+
+BLOCK = 128  # logits looked at together, where the likeliest few of a large vocabulary are sought
+
+
+class Frontier(NamedTuple):
+    """The M nodes of a row that are expanded next."""
+
+    z: Tensor  # (B, M, D)
+    turn: Rotation  # of their slots
+    above: Tensor  # (B, M, top_k * K) drafted slots that each of them sees, itself included
 
 
 class Drafter:
@@ -23,104 +36,140 @@ class Drafter:
     Args:
         draft: the specialists, in eval mode.
         ends: the target's embedding and head (cut to the draft's vocabulary here).
-        depth: K, positions drafted.
-        nodes: N, nodes of a tree after re-ranking, root included.
+        depth: K, positions drafted at most.
         top_k: children tried a node, and nodes of a frontier; 1 makes the tree a chain.
 
     Raises:
-        ValueError: a budget that cannot hold one path, or a number below 1.
+        ValueError: a number below 1.
     """
 
-    def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, nodes: int = 60, top_k: int = 10):
+    def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, top_k: int = 10):
         if depth < 1 or top_k < 1:
             raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
-        if nodes < depth + 1:
-            raise ValueError(
-                f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
-            )
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
-        self.depth, self.nodes, self.top_k = depth, nodes, min(top_k, self.ends.head.shape[0])
-        scored = 1 + self.top_k + self.top_k**2 * (depth - 1)
-        self.tree_nodes = min(nodes, scored)  # the budget, or all there is
+        self.depth, self.top_k = depth, min(top_k, self.ends.head.shape[0])
+        self.room = self.top_k * (depth - 1)  # slots of drafted nodes
+        self.scored = 1 + self.top_k + self.top_k**2 * (depth - 1)  # nodes, root included
+        # Keys and values of all specialists in one product: (S * 2 * kv heads * d, D).
+        self.projection = torch.cat([torch.cat([own.k_proj.weight, own.v_proj.weight]) for own in draft.layers])
 
     def start(self, batch: int, capacity: int) -> None:
         """Begin with empty caches of `capacity` verified slots a row."""
         spec, weight = self.draft.config.target, self.draft.fc.weight
-        room = capacity + self.top_k * (self.depth - 1)
+        room = capacity + self.room
+        shape = (len(self.draft.layers), batch, room, spec.kv_heads, spec.head_dim)
         self.slots = Slots(batch, room, weight.device)
-        self.stores = [
-            SlotStore(batch, room, spec.kv_heads, spec.head_dim, weight.dtype, weight.device) for _ in self.draft.layers
-        ]
+        self.store = SlotStore(*shape, weight.dtype, weight.device)
+        self.root = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
+        self.root_z = weight.new_zeros(batch, 1, spec.hidden_size)
 
-    def read(self, tokens: Tensor, features: Tensor, counts: list[int]) -> None:
-        """Take in newly verified slots, and remember the root's.
+    def read(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
+        """Take in newly verified slots, and remember the root's; the host is not told (`slots.note`).
 
         Args:
             tokens: (B, n) the tokens on the right of the slots; the last real one is the root.
             features: (B, n, D) the target's features on their left.
-            counts: how many of the n are real, row by row; a row with none stays as it is, but for its root.
+            counts: (B,) how many of the n are real; a row with none stays as it is, but for its root.
         """
         positions = self.slots.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # (B, n)
         z = self.draft.join(self.ends.embed(tokens), features.to(self.draft.fc.weight.dtype))  # (B, n, D)
         self.slots.open(tokens.shape[1])
-        self._remember(z, positions, first_reader=1)
-        rows, last = range(len(counts)), [max(count - 1, 0) for count in counts]
-        self.root = tokens[rows, last][:, None]  # (B, 1)
-        self.root_z = z[rows, last][:, None]  # (B, 1, D)
+        self._remember(z, self.draft.rotation(positions), first_reader=1)
+        last = (counts - 1).clamp(min=0)[:, None]  # (B, 1)
+        self.root.copy_(tokens.gather(1, last))
+        self.root_z.copy_(z.gather(1, last[..., None].expand(-1, -1, z.shape[-1])))
         self.slots.advance(counts)
 
-    def grow(self) -> Tree:
-        """Draft a tree under the root: K steps, each the `top_k` likeliest children of the `top_k` best nodes."""
+    def grow(self, budget: Budget) -> Tree:
+        """Draft a tree under the root: at each step the `top_k` likeliest children of the `top_k` best nodes."""
         batch, width = len(self.root), self.top_k
         device = self.root.device
-        z, turn = self.root_z, self.draft.rotation(self.slots.length[:, None] - 1)
+        frontier = Frontier(
+            self.root_z,
+            self.draft.rotation(self.slots.length[:, None] - 1),
+            torch.zeros(batch, 1, width * self.depth, dtype=torch.bool, device=device),
+        )
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
-        above = torch.zeros(batch, 1, width * self.depth, dtype=torch.bool, device=device)  # drafted slots seen
-        self.slots.open(0)
-        grown = [Tree(self.root, nodes, scores)]
+        self.slots.open(0, cover=self.room)  # one extent for all steps
+        grown, count = [Tree(self.root, nodes, scores)], 1
         for k in range(1, self.depth + 1):
             # 1. The specialist of this position predicts the next feature of every frontier node.
-            predicted = self._step(k, z, turn, above)  # (B, M, D)
+            predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
             # 2. Each node's likeliest children, scored by their paths.
-            logits = self.ends.logits(predicted)  # (B, M, V)
-            likely = logits.topk(width, dim=-1)
-            steps = likely.values.float() - logits.float().logsumexp(
-                -1, keepdim=True
-            )  # cheaper than log_softmax of all V
-            tokens = self.ends.token_ids(likely.indices).flatten(1)  # (B, M*k)
-            paths = (scores[..., None] + steps.clamp(max=0)).flatten(1)  # a child never ranks above its parent
+            likely, rows = likeliest(logits, width)  # (B, M, k)
+            tokens = self.ends.token_ids(rows).flatten(1)  # (B, M*k)
+            paths = (scores[..., None] + likely.clamp(max=0)).flatten(1)  # a child never ranks above its parent
             grown.append(Tree(tokens, nodes.repeat_interleave(width, dim=1), paths))
             if k == self.depth:
                 break
             # 3. The best of them are the next frontier; their slots join the draft's own features.
             scores, best = paths.topk(width, dim=1)  # (B, M)
+            if not budget.deeper(k, scores):
+                break
             parents = best // width  # in the old frontier
-            nodes = best + sum(level.tokens.shape[1] for level in grown[:-1])
-            above = above.gather(1, parents[..., None].expand(-1, -1, above.shape[-1])).clone()
-            own = torch.arange(width, device=device) + (k - 1) * width
-            above[:, torch.arange(width, device=device), own] = True
+            nodes = best + count
+            count += tokens.shape[1]
             left = predicted.gather(1, parents[..., None].expand(-1, -1, predicted.shape[-1]))
-            z = self.draft.join(self.ends.embed(tokens.gather(1, best)), left)
-            positions = (self.slots.length[:, None] + k - 1).expand(-1, width)
-            self.slots.open(width, offset=(k - 1) * width)
-            turn = self._remember(z, positions, first_reader=k + 1)
-        return rerank(Tree(*(torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))), self.tree_nodes)
+            frontier = self._extend(k, frontier.above, parents, tokens.gather(1, best), left)
+        tree = Tree(*(torch.cat(parts, dim=1) for parts in zip(*grown, strict=True)))
+        return rerank(tree, budget.size(tree.scores))
 
-    def _step(self, position: int, z: Tensor, turn: Rotation, above: Tensor) -> Tensor:
-        """One pass of the frontier through the layer that serves `position`: (B, M, D) -> (B, M, D)."""
-        layer = self.draft.serving(position)
-        keys, values = self.stores[self.draft.config.serving(position)].view(self.slots.extent)
-        mask = self.slots.visible(above)
+    def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
+        """One pass of the frontier through the layer that serves `position`: features (B, M, D), logits (B, M, V)."""
+        layer, z = self.draft.serving(position), frontier.z
+        keys, values = self.store.view(self.draft.config.serving(position), self.slots.extent)
         attended = torch.nn.functional.scaled_dot_product_attention(
-            layer.queries(z, turn), keys, values, attn_mask=mask, enable_gqa=True
+            layer.queries(z, frontier.turn),
+            keys,
+            values,
+            attn_mask=self.slots.visible(frontier.above),
+            enable_gqa=True,
         )
-        return layer.finish(z, attended)
+        predicted = layer.finish(z, attended)
+        return predicted, self.ends.logits(predicted)
 
-    def _remember(self, z: Tensor, positions: Tensor, first_reader: int) -> Rotation:
-        """Project z once for every specialist that serves `first_reader` or a later position; return the rotation."""
-        turn = self.draft.rotation(positions)
-        serving = self.draft.config.serving
-        for index in range(serving(first_reader), serving(self.depth) + 1):
-            self.stores[index].write(self.slots.index, *self.draft.layers[index].keys_values(z, turn))
-        return turn
+    def select(self, rows: list[int]) -> None:
+        """Forget every row of the batch but `rows`."""
+        self.slots.select(rows)
+        self.store.select(rows)
+        self.root, self.root_z = self.root[rows], self.root_z[rows]
+
+    def _extend(self, k: int, above: Tensor, parents: Tensor, tokens: Tensor, left: Tensor) -> Frontier:
+        """The frontier of position k + 1: `tokens` (B, M), under `parents` of the old one, with features `left`."""
+        batch, width = tokens.shape
+        seen = above.gather(1, parents[..., None].expand(-1, -1, above.shape[-1]))
+        own = torch.arange((k - 1) * width, k * width, device=tokens.device)
+        seen = seen.scatter(2, own[None, :, None].expand(batch, -1, -1), torch.ones_like(seen[..., :1]))
+        z = self.draft.join(self.ends.embed(tokens), left)
+        turn = self.draft.rotation((self.slots.length[:, None] + k - 1).expand(-1, width))
+        self.slots.open(width, offset=(k - 1) * width, cover=self.room)
+        self._remember(z, turn, first_reader=k + 1)
+        return Frontier(z, turn, seen)
+
+    def _remember(self, z: Tensor, turn: Rotation, first_reader: int) -> None:
+        """Project z (B, n, D) once for every specialist that serves `first_reader` or a later position."""
+        spec, serving = self.draft.config.target, self.draft.config.serving
+        readers = slice(serving(first_reader), serving(self.depth) + 1)
+        weight = self.projection.unflatten(0, (len(self.draft.layers), -1))[readers].flatten(0, 1)
+        both = torch.nn.functional.linear(z, weight).unflatten(-1, (-1, 2, spec.kv_heads, spec.head_dim))
+        keys, values = both.permute(3, 2, 0, 4, 1, 5)  # (readers, B, kv heads, n, d) each
+        self.store.write(readers, self.slots.index, rotate(keys, turn), values)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest of V, in order, with their log-probabilities: (..., V) -> (..., count) twice.
+
+    In a large vocabulary they stand in the `count` blocks with the highest maxima, so only these are searched.
+    """
+    vocabulary = logits.shape[-1]
+    norm = logits.float().logsumexp(-1, keepdim=True)  # log_softmax of all V would cost more
+    if vocabulary % BLOCK or vocabulary // BLOCK < 2 * count:
+        best, rows = logits.topk(count, dim=-1)
+    else:
+        blocks = logits.unflatten(-1, (-1, BLOCK))
+        chosen = blocks.amax(-1).topk(count, dim=-1).indices  # (..., count)
+        within = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK)).flatten(-2)
+        best, places = within.topk(count, dim=-1)
+        rows = chosen.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
+    return best.float() - norm, rows

@@ -2,146 +2,204 @@
 
 import copy
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from poss_lightning.decoding.budget import SIZES, Auto, Budget, Calibration, Fixed
+from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Texts, check_room
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.trees import ancestors
-from poss_lightning.decoding.verification import judge_greedy
+from poss_lightning.decoding.graphs import Graphs
+from poss_lightning.decoding.trees import Tree, ancestors, rerank
+from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.generation import pad, prefill, until_stop
+from poss_lightning.sampling import Chooser, Sampling
+from poss_lightning.target.generation import pad, prefill
 from poss_lightning.target.model import Target
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """One prompt's new tokens.
+class Round(NamedTuple):
+    """One round of a batch, on the device."""
 
-    Prefill gives one token and a round accepted + 1, so `len(tokens) == 1 + sum(a + 1 for a in accepted)`, or less
-    where a stop token or the limit cut the last round: what the target took there beyond the limit tells of the draft
-    all the same and is counted, what it took beyond a stop token is not.
-    """
-
-    tokens: list[int]  # up to and with the stop token
-    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target took, round by round
-    seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
+    tree: Tree
+    above: Tensor  # (B, N, N) its ancestors
+    verdict: Verdict
+    told: Tensor  # (B, 1 + K+1) what the host must know: accepted, then the tokens emitted
 
 
-class Decoder(Protocol):
-    """Anything that continues prompts: the engine and its baselines."""
+class Speculative(Decoder):
+    """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
-    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
-        """New tokens of every prompt: up to and with the first of `stops` (None: the target's), `limit` at most."""
-        ...
-
-
-class Clock:
-    """Seconds by part; waits for the device, so that each part pays for its own."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.began = device, time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name] += time.perf_counter() - start
-
-    def total(self) -> dict[str, float]:
-        return {**self.seconds, "total": time.perf_counter() - self.began}
-
-
-def check_room(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
-    """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
-
-    Raises:
-        ValueError: limit below 1, or a prompt that fills the context.
-    """
-    if limit < 1:
-        raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
-    context, longest = target.spec.context, max(map(len, prompts), default=0)
-    if longest >= context:
-        raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {context}, the answer included")
-    return [min(limit, context - len(prompt)) for prompt in prompts]
-
-
-class Speculative:
-    """Lossless speculative decoding: in exact arithmetic its tokens are those of greedy decoding.
+    An object decodes one batch at a time.
 
     Args:
         target: the frozen model.
         draft: the specialists that propose; a copy of them is turned to the target's dtype and device.
-        depth: draft positions K; None for the depth of the draft's allocation.
-        nodes: nodes of a tree, root included.
+        depth: draft positions K, at most; None for the depth of the draft's allocation.
+        nodes: nodes of a tree, root included, at most.
         top_k: children tried a node; 1 drafts a chain.
+        tree: "fixed" has all its depth and nodes in every round; "auto" measures this machine when it first decodes,
+            and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
+            where the host must not wait, with one depth and size that it settles on.
+        graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors must be asked.
+        compile: compile the draft step and the target's forward; takes minutes at first, and pays only on some machines.
 
     Raises:
         ValueError: the draft was trained for another target, or the tree cannot be.
     """
 
-    def __init__(self, target: Target, draft: Specialists, depth: int | None = None, nodes: int = 60, top_k: int = 10):
+    def __init__(
+        self,
+        target: Target,
+        draft: Specialists,
+        depth: int | None = None,
+        nodes: int = 60,
+        top_k: int = 10,
+        tree: Literal["fixed", "auto"] = "fixed",
+        graphs: bool | None = None,
+        compile: bool = False,
+    ):
         if difference := draft.config.target.difference(target.spec):
             raise ValueError(f"the draft was trained for another target: {difference}")
+        if tree not in ("fixed", "auto"):
+            raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
-        self.target = target
-        self.drafter = Drafter(
-            draft, target.ends, sum(draft.config.allocation) if depth is None else depth, nodes, top_k
-        )
+        self.target, self.tree = target, tree
+        self.drafter = Drafter(draft, target.ends, sum(draft.config.allocation) if depth is None else depth, top_k)
+        self.fixed = Fixed(self.drafter.depth, nodes)
+        self.nodes = min(nodes, self.drafter.scored)
+        self.calibration = Calibration(target.device)
+        self.budgets: dict[int, Auto] = {}  # by the size of the batch
+        self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
+        self.features = target.features
+        if compile:
+            self.features = torch.compile(target.features, fullgraph=True)
+            self.drafter.step = torch.compile(self.drafter.step, fullgraph=True)
 
     @torch.inference_mode()
-    def decode(self, prompts: list[list[int]], limit: int, stops: frozenset[int] | None = None) -> list[Decoded]:
+    def rounds(
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        stops: frozenset[int],
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        clock: Clock,
+    ) -> Iterator[Progress]:
         """See `Decoder`."""
-        stops = self.target.chat.stops if stops is None else stops
         limits = check_room(self.target, prompts, limit)
-        clock = Clock(self.target.device)
-        first = self._prefill(prompts, max(limits), clock)
-        texts: list[list[int]] = [[token] for token in first]
-        accepted: list[list[int]] = [[] for _ in prompts]
-        while any(
-            going := [len(text) < most and text[-1] not in stops for text, most in zip(texts, limits, strict=True)]
-        ):
-            emitted = self._round(going, clock)
-            for row in (row for row, goes in enumerate(going) if goes):
-                until = until_stop(emitted[row], stops)
-                accepted[row].append(min(len(until), len(emitted[row]) - 1))
-                texts[row] += until[: limits[row] - len(texts[row])]
-        seconds = clock.total()
-        return [Decoded(text, row, seconds) for text, row in zip(texts, accepted, strict=True)]
+        texts, rows = Texts(limits, stops), list(range(len(prompts)))  # rows: the prompt of each row of the batch
+        with clock.part("prefill"):
+            first = self._prefill(prompts, max(limits), sampling, generator)
+        yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
+        while going := [row for row, prompt in enumerate(rows) if texts.left[prompt]]:
+            if 2 * len(going) <= len(rows):  # finished rows cost time: forget them now and then
+                self._select(going)
+                rows, going = [rows[row] for row in going], list(range(len(going)))
+            budget = self._budget(len(rows), clock)
+            done = self._round(budget, going, clock)
+            told = done.told.tolist()  # the one synchronisation
+            self._note([row[0] + 1 if i in going else 0 for i, row in enumerate(told)])
+            budget.learn(done.tree, done.above, done.verdict, going)
+            taken = {rows[i]: texts.take(rows[i], told[i][1 : told[i][0] + 2]) for i in going}
+            accepted = {rows[i]: min(taken[rows[i]][1], told[i][0]) for i in going}
+            yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, list(rows), done.tree, done.verdict)
 
-    def _prefill(self, prompts: list[list[int]], limit: int, clock: Clock) -> list[int]:
+    def _prefill(
+        self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> list[int]:
         """Read the prompts into both caches; the first token of each."""
         drafter, target = self.drafter, self.target
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
-        with clock.part("prefill"):
-            self.cache, features, last = prefill(target, prompts, reach + drafter.tree_nodes)
-            first = target.ends.logits(last).argmax(-1).tolist()
-            joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
-            drafter.start(len(prompts), features.shape[1] + reach)
-            drafter.read(joined, features, [len(prompt) for prompt in prompts])
+        self.cache, features, last = prefill(target, prompts, reach + self.nodes)
+        self.choose = Chooser(sampling, prompts, reach + drafter.depth, target.device, generator)
+        first = self.choose(target.ends.logits(last), self.cache.slots.length).tolist()
+        joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
+        drafter.start(len(prompts), features.shape[1] + reach)
+        drafter.read(joined, features, self.cache.slots.length)
+        drafter.slots.note(self.cache.slots.lengths)
+        self.graphs.forget()
+        self.going, self.counted = torch.ones_like(self.cache.slots.length), list(range(len(prompts)))
         return first
 
-    def _round(self, going: list[bool], clock: Clock) -> list[list[int]]:
-        """One round: what every row emits. Rows not `going` stay where they are, and what they emit means nothing."""
+    def _round(self, budget: Budget, going: list[int], clock: Clock) -> Round:
+        """One round of all rows; those not `going` stay where they are, and what they emit means nothing."""
+        if self.counted != going:
+            counted = [int(row in going) for row in range(len(self.going))]
+            self.going.copy_(torch.tensor(counted))
+            self.counted = going
+        if not self.graphs.enabled or self.choose.asks or budget.asks:
+            return self._act(budget, clock)
+        state = [self.cache.slots.length, self.drafter.slots.length, self.drafter.root, self.drafter.root_z]
+        key = (self.cache.slots.reach(self.nodes), self.drafter.slots.reach(self.drafter.room), budget.plan)
+        with clock.part("round"):
+            return self.graphs.run(key, lambda: self._act(budget, clock), state)
+
+    def _act(self, budget: Budget, clock: Clock) -> Round:
         drafter, target = self.drafter, self.target
         with clock.part("draft"):
-            tree = drafter.grow()
+            tree = drafter.grow(budget)
         with clock.part("verify"):
             above = ancestors(tree.parents, drafter.depth)
-            features = target.features(tree.tokens, above, self.cache)  # (B, N, D)
-            choice = target.ends.logits(features).max(-1).indices  # argmax, which is several times slower here
+            features = self.features(tree.tokens, above, self.cache)  # (B, N, D)
+            logits = target.ends.logits(features)  # (B, N, V)
         with clock.part("commit"):
-            verdict = judge_greedy(tree, above, choice, drafter.depth)
-            rows = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1).tolist()  # the one synchronisation
-            counts = [row[0] + 1 if goes else 0 for row, goes in zip(rows, going, strict=True)]
-            self.cache.keep(verdict.path, counts)
+            verdict = judge(tree, logits, self.choose, self.cache.slots.length + 1, drafter.depth)
+            counts = (verdict.accepted + 1) * self.going
             taken = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+            self.cache.keep(verdict.path, counts)
             drafter.read(verdict.tokens, taken, counts)
-        return [row[1 : row[0] + 2] for row in rows]
+        return Round(tree, above, verdict, torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1))
+
+    def _note(self, counts: list[int]) -> None:
+        """Tell the host's copies of the lengths."""
+        self.cache.slots.note(counts)
+        self.drafter.slots.note(counts)
+
+    def _select(self, rows: list[int]) -> None:
+        """Forget every row of the batch but `rows`."""
+        for part in (self.cache, self.drafter, self.choose):
+            part.select(rows)
+        self.going, self.counted = self.going[rows], list(range(len(rows)))  # all of them go on
+        self.graphs.forget()
+
+    def _budget(self, batch: int, clock: Clock) -> Budget:
+        if self.tree == "fixed":
+            return self.fixed
+        if batch not in self.budgets:
+            with clock.outside():
+                self.budgets[batch] = self._measure()
+        return self.budgets[batch]
+
+    def _measure(self) -> Auto:
+        """Time draft steps and verification here and now; what it writes, the next round overwrites."""
+        drafter, target = self.drafter, self.target
+        whole = drafter.grow(self.fixed)
+        sizes = sorted({n for n in SIZES if n < self.nodes} | {whole.tokens.shape[1]})
+        trees = {n: rerank(whole, n) for n in sizes}
+
+        def verify(tree: Tree) -> None:
+            target.ends.logits(self.features(tree.tokens, ancestors(tree.parents, drafter.depth), self.cache))
+
+        runs = [
+            (
+                self._seconds(lambda: drafter.grow(self.fixed)),
+                [self._seconds(lambda tree=tree: verify(tree)) for tree in trees.values()],
+            )
+            for _ in range(4)
+        ]
+        draft = min(grow for grow, _ in runs[1:]) / drafter.depth  # the first run is not counted
+        fastest = [min(times) for times in zip(*(verifying for _, verifying in runs[1:]), strict=True)]
+        rising = torch.tensor(fastest).cummax(0).values.tolist()  # more nodes never cost less
+        verified = dict(zip(sizes, rising, strict=True))
+        return Auto(drafter.depth, self.nodes, draft, verified, self.calibration, asks=target.device.type != "cuda")
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        wait = torch.cuda.synchronize if self.target.device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        return time.perf_counter() - start

@@ -36,27 +36,6 @@ def ancestors(parents: Tensor, depth: int) -> Tensor:
     return above
 
 
-def depths(above: Tensor) -> Tensor:
-    """(B, N, N) ancestors -> (B, N) steps from the root."""
-    return above.sum(-1) - 1
-
-
-def matched(tree: Tree, above: Tensor, continuation: Tensor) -> Tensor:
-    """(B, N): True where every token on the path is the one that `continuation` (B, N) says follows its parent."""
-    follows = tree.tokens == continuation.gather(1, tree.parents)
-    follows[:, 0] = True
-    return (follows[:, None] | ~above).all(-1)
-
-
-def path_to(end: Tensor, above: Tensor, most: int) -> Tensor:
-    """Nodes from the root to `end` (B,), ascending: (B, most + 1); what lies past the end is filled with node 0."""
-    row = above.gather(1, end[:, None, None].expand(-1, 1, above.shape[-1]))[:, 0]  # (B, N)
-    places = row.cumsum(-1) - 1
-    nodes = torch.arange(row.shape[1], device=row.device).expand_as(row)
-    path = torch.zeros(row.shape[0], most + 2, dtype=torch.long, device=row.device)
-    return path.scatter_(1, torch.where(row, places, most + 1), nodes)[:, : most + 1]
-
-
 def rerank(tree: Tree, nodes: int) -> Tree:
     """The `nodes` best nodes by path score, root included.
 

@@ -1,37 +1,49 @@
-"""Judging a tree: tensors in, a small named result out. Greedy; nothing here knows of models or caches."""
+"""Judging a tree: tensors in, a small named result out. Nothing here knows of models or caches.
 
+The published rule visits a node's children in turn: accept x with probability p(x), else take x out of p, renormalise
+and try the next; when none is left, draw the bonus token from what remains. Drafted children are certain proposals, so
+this is one draw from p: if it is a child, go there, else it is the bonus (tests/test_verification.py enumerates both).
+Greedy decoding is the same walk with the likeliest token for the draw.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.trees import Tree, depths, matched, path_to
+from poss_lightning.decoding.trees import Tree
 
 
 class Verdict(NamedTuple):
     """What of a tree the target takes."""
 
-    path: Tensor  # (B, K+1) accepted nodes from the root on, ascending; filled with 0 past the end
+    path: Tensor  # (B, K+1) accepted nodes from the root on, ascending; filled with the last of them
     tokens: Tensor  # (B, K+1) what is emitted: the accepted tokens, then the bonus; filled with the bonus past it
     accepted: Tensor  # (B,) drafted tokens accepted: the first accepted + 1 of `tokens` are real
-    bonus: Tensor  # (B,) the target's own token after the path
 
 
-def judge_greedy(tree: Tree, above: Tensor, choice: Tensor, depth: int) -> Verdict:
-    """Walk to the child that is the target's choice, while there is one.
+def judge(
+    tree: Tree, logits: Tensor, choose: Callable[[Tensor, Tensor], Tensor], place: Tensor, depth: int
+) -> Verdict:
+    """Walk from the root to the child that is the target's choice, while there is one.
 
     Args:
-        tree: N nodes.
-        above: (B, N, N) ancestors.
-        choice: (B, N) the target's likeliest token after each node.
+        tree: N nodes; the children of a node differ.
+        logits: (B, N, V) the target's after each node.
+        choose: logits (B, V) and places (B,) -> the target's token there; the same whenever it is asked again.
+        place: (B,) of the token after the root, in the text.
         depth: K, the deepest a path can be.
     """
-    taken = matched(tree, above, choice)  # (B, N)
-    steps = depths(above).masked_fill(~taken, -1)
-    accepted, end = steps.max(dim=1)  # children of a node differ, so no two paths of one length are taken
-    bonus = choice.gather(1, end[:, None])  # (B, 1)
-    path = path_to(end, above, depth)
-    # The token emitted after the i-th node of the path is the target's choice there, drafted or bonus alike.
-    emitted = choice.gather(1, path)
-    beyond = torch.arange(depth + 1, device=path.device) > accepted[:, None]
-    return Verdict(path, emitted.where(~beyond, bonus), accepted, bonus[:, 0])
+    rows = torch.arange(len(place), device=place.device)
+    node, accepted = torch.zeros_like(place), torch.zeros_like(place)
+    path, tokens = [node], []
+    for _ in range(depth + 1):  # a row that has found its bonus finds it again
+        choice = choose(logits[rows, node], place + accepted)  # (B,)
+        child = (tree.tokens == choice[:, None]) & (tree.parents == node[:, None])  # (B, N)
+        child[:, 0] = False  # the root is its own parent
+        found, which = child.max(-1)
+        node, accepted = torch.where(found, which, node), accepted + found
+        path.append(node)
+        tokens.append(choice)
+    return Verdict(torch.stack(path[:-1], dim=1), torch.stack(tokens, dim=1), accepted)

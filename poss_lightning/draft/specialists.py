@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.layer import Rotation, Specialist, rotation
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic
-from poss_lightning.target.model import TargetSpec
+from poss_lightning.target.spec import TargetSpec
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -51,10 +52,8 @@ class DraftConfig:
 
     def serving(self, position: int) -> int:
         """Which specialist (from 0) serves draft position `position` (from 1)."""
-        for index, last in enumerate(torch.tensor(self.allocation).cumsum(0).tolist()):
-            if position <= last:
-                return index
-        return len(self.allocation) - 1
+        within = (index for index, last in enumerate(accumulate(self.allocation)) if position <= last)
+        return next(within, len(self.allocation) - 1)
 
     def to_json(self) -> str:
         """What config.json holds."""

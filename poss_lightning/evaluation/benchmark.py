@@ -17,7 +17,8 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.engine import Decoded, Decoder, Speculative, check_room
+from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
+from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, Record, to_line
 from poss_lightning.evaluation.suites import Question, read_suites
@@ -199,7 +200,7 @@ def _facts(method: Decoder) -> dict:
     drafter = method.drafter
     return {
         "depth": drafter.depth,
-        "nodes": drafter.tree_nodes,
+        "nodes": method.nodes,
         "top_k": drafter.top_k,
         "allocation": list(drafter.draft.config.allocation),
         "training_depth": drafter.draft.config.depth,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from poss_lightning.features.encoding import STORED
 from poss_lightning.files import Hashed, atomic, sha256
-from poss_lightning.target.model import TargetSpec
+from poss_lightning.target.spec import TargetSpec
 
 MANIFEST, ENDS = "manifest.json", "ends.safetensors"
 

@@ -10,7 +10,8 @@ from poss_lightning.features.shards import Text
 from poss_lightning.features.store import Sample, commonest
 from poss_lightning.features.stream import Batch, buckets
 from poss_lightning.target.generation import pad
-from poss_lightning.target.model import Ends, Target, TargetSpec
+from poss_lightning.target.model import Target
+from poss_lightning.target.spec import Ends, TargetSpec
 
 ROWS = 256  # slots whose logits exist at once
 
@@ -47,7 +48,8 @@ class OnlineFeatures:
 
     def ends(self) -> Ends:
         """The target's embedding and head."""
-        return Ends(self.model.ends.embedding, self.model.ends.head)
+        ends = self.model.ends
+        return Ends(ends.embedding, ends.head, scale=ends.scale, cap=ends.cap)
 
     def common_tokens(self, size: int) -> Tensor:
         """As of a `FeatureStore`."""

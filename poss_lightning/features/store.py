@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import ENDS, Manifest, StoreError, check
 from poss_lightning.features.remote import local
-from poss_lightning.target.model import Ends, TargetSpec
+from poss_lightning.target.spec import Ends, TargetSpec
 
 
 def schema(layers: tuple[int, ...]) -> pa.Schema:
@@ -110,7 +111,8 @@ class FeatureStore:
             stored = load_file(self.folder / ENDS)
         except SafetensorError as error:
             raise StoreError(f"{self.folder / ENDS} cannot be read ({error})") from error
-        return Ends(stored["embedding"], stored.get("head", stored["embedding"]))
+        head = stored.get("head", stored["embedding"])
+        return Ends(stored["embedding"], head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 
     def common_tokens(self, size: int) -> Tensor:
         """The `size` commonest tokens of the assistants' answers; see `commonest`."""
@@ -129,17 +131,16 @@ class FeatureStore:
 
 
 def commonest(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor:
-    """The `size` commonest tokens, as ascending ids (size,).
+    """The `size` commonest tokens, as ascending ids (size,); see `most_frequent`.
+
+    A store does not know the target's stop tokens. They end the answers, so they are counted with the rest.
 
     Raises:
         ValueError: size below 1 or above the target's vocabulary.
     """
     if not 1 <= size <= vocabulary:
         raise ValueError(f"vocabulary_size is {size}; it must lie between 1 and the target's {vocabulary}")
-    counts = np.zeros(vocabulary, dtype=np.int64)
-    for answer in answers:
-        np.add.at(counts, answer, 1)
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+    return most_frequent(count_tokens(answers, vocabulary), size)
 
 
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:

@@ -19,7 +19,7 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from poss_lightning.features.manifest import MANIFEST, FileNote, Manifest, StoreError, check
 from poss_lightning.files import atomic
-from poss_lightning.target.model import TargetSpec
+from poss_lightning.target.spec import TargetSpec
 
 FOLDER, SETTINGS = "unfinished", "settings.json"
 

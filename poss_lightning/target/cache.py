@@ -10,77 +10,104 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+STEP = 64  # views grow by so many slots
+
 
 class SlotStore:
-    """Keys and values of one attention layer: B rows of C slots, stored slot-major so that one copy moves a token."""
+    """Keys and values of L attention layers: B rows of C slots, slot-major, so that one copy moves a token."""
 
-    def __init__(self, batch: int, capacity: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.batch, self.capacity = batch, capacity
-        self.keys = torch.zeros(batch * capacity, heads, head_dim, dtype=dtype, device=device)  # (B*C, H, d)
+        self.keys = torch.zeros(layers, batch * capacity, heads, head_dim, dtype=dtype, device=device)  # (L, B*C, H, d)
         self.values = torch.zeros_like(self.keys)
 
-    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values (B, H, n, d) at flat slots `index` (B*n,)."""
-        self.keys.index_copy_(0, index, keys.transpose(1, 2).flatten(0, 1))
-        self.values.index_copy_(0, index, values.transpose(1, 2).flatten(0, 1))
+    def write(self, layers: int | slice, index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values (layers if several, B, H, n, d) at flat slots `index` (B*n,)."""
+        self.keys[layers].index_copy_(-3, index, keys.transpose(-3, -2).flatten(-4, -3))
+        self.values[layers].index_copy_(-3, index, values.transpose(-3, -2).flatten(-4, -3))
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy flat slots `source` (n,) to flat slots `destination` (n,)."""
-        self.keys.index_copy_(0, destination, self.keys[source])
-        self.values.index_copy_(0, destination, self.values[source])
+        """Copy flat slots `source` (n,) to flat slots `destination` (n,), in every layer."""
+        self.keys.index_copy_(1, destination, self.keys[:, source])
+        self.values.index_copy_(1, destination, self.values[:, source])
 
-    def view(self, extent: int) -> tuple[Tensor, Tensor]:
-        """The first `extent` slots of every row: two views (B, H, extent, d)."""
-        shape = (self.batch, self.capacity, *self.keys.shape[1:])
-        return (
-            self.keys.view(shape)[:, :extent].transpose(1, 2),
-            self.values.view(shape)[:, :extent].transpose(1, 2),
-        )
+    def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
+        """The first `extent` slots of every row of a layer: two views (B, H, extent, d)."""
+        keys, values = self._by_row(self.keys[layer], 0), self._by_row(self.values[layer], 0)
+        return keys[:, :extent].transpose(1, 2), values[:, :extent].transpose(1, 2)
 
     def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""
-        shape = (self.batch, self.capacity, *self.keys.shape[1:])
-        self.keys = self.keys.view(shape)[rows].flatten(0, 1)
-        self.values = self.values.view(shape)[rows].flatten(0, 1)
+        self.keys = self._by_row(self.keys, 1)[:, rows].flatten(1, 2)
+        self.values = self._by_row(self.values, 1)[:, rows].flatten(1, 2)
         self.batch = len(rows)
+
+    def _by_row(self, slots: Tensor, dim: int) -> Tensor:
+        return slots.unflatten(dim, (self.batch, self.capacity))
 
 
 class Slots:
-    """How long each row is, and which flat slots the next tokens take. Shared by all layers of a cache."""
+    """How long each row is, and which flat slots the next tokens take. Shared by all layers of a cache.
+
+    The lengths are kept twice: on the device, where all work is done, and by the host, which sizes views by them. The
+    device's change in place and without asking (`advance`); the host's follow when it is told (`note`).
+    """
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
         self.capacity = capacity
-        self.lengths = [0] * batch  # the host's copy: no synchronisation is needed to size a view
+        self.lengths, self.longest = [0] * batch, 0  # the host's
         self.length = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
         self.extent = 0
         self.index = self.length
 
-    def open(self, count: int, offset: int = 0) -> None:
-        """Let the next writes go to the `count` slots that begin `offset` behind each row's length.
+    def reach(self, count: int) -> int:
+        """Slots of a row that a view needs for `count` more behind the longest row, in steps: few different shapes.
 
         Raises:
             ValueError: they lie beyond the capacity.
         """
-        self.extent = max(self.lengths) + offset + count
-        if self.extent > self.capacity:
+        needed = self.longest + count
+        if needed > self.capacity:
             raise ValueError(
-                f"the cache has {self.capacity} slots a row, {self.extent} are needed: make it larger when it is built"
+                f"the cache has {self.capacity} slots a row, {needed} are needed: make it larger when it is built"
             )
+        return min(-(-needed // STEP) * STEP, self.capacity)
+
+    def open(self, count: int, offset: int = 0, cover: int = 0) -> None:
+        """Let the next writes go to the `count` slots that begin `offset` behind each row's length.
+
+        Views reach as far as these, or as `cover` slots behind the longest row.
+        """
+        self.extent = self.reach(max(offset + count, cover))
         self.index = self.flat(torch.arange(offset, offset + count, device=self.length.device)[None])
 
     def flat(self, behind: Tensor) -> Tensor:
         """Slots `behind` (B or 1, n) each row's length, as flat indices (B*n,)."""
-        rows = torch.arange(len(self.length), device=self.length.device)[:, None] * self.capacity
-        return (rows + self.length[:, None] + behind).flatten()
+        rows = torch.arange(len(self.length), device=self.length.device) * self.capacity
+        return ((rows + self.length)[:, None] + behind).flatten()
 
-    def advance(self, counts: list[int]) -> None:
-        """Call the next counts[b] slots of row b verified."""
+    def advance(self, counts: Tensor) -> None:
+        """Call the next counts[b] slots of row b verified; the host does not know it yet."""
+        self.length.add_(counts)
+
+    def note(self, counts: list[int]) -> None:
+        """Tell the host by how much each row has advanced."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.length = torch.tensor(self.lengths, device=self.length.device)
+        self.longest = max(self.lengths)
 
     def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""
         self.lengths = [self.lengths[row] for row in rows]
+        self.longest = max(self.lengths)
         self.length = self.length[rows]
 
     def visible(self, ancestors: Tensor) -> Tensor:
@@ -102,23 +129,23 @@ class Slots:
 class _Layer(CacheLayerMixin):
     """What a transformers attention layer talks to: writes into the store, reads a view."""
 
-    def __init__(self, store: SlotStore, slots: Slots):
+    def __init__(self, store: SlotStore, slots: Slots, layer: int):
         super().__init__()
-        self.store, self.slots = store, slots
+        self.store, self.slots, self.layer = store, slots, layer
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the store is allocated when the cache is built."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.store.write(self.slots.index, key_states, value_states)
-        return self.store.view(self.slots.extent)
+        self.store.write(self.layer, self.slots.index, key_states, value_states)
+        return self.store.view(self.layer, self.slots.extent)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent, 0
 
     def get_seq_length(self) -> int:
-        return max(self.slots.lengths)
+        return self.slots.longest
 
     def get_max_length(self) -> int:
         return self.slots.capacity
@@ -138,28 +165,26 @@ class TreeCache(Cache):
         device: torch.device,
     ):
         self.slots = Slots(batch, capacity, device)
-        self.stores = [SlotStore(batch, capacity, heads, head_dim, dtype, device) for _ in range(layers)]
-        super().__init__(layers=[_Layer(store, self.slots) for store in self.stores])
+        self.store = SlotStore(layers, batch, capacity, heads, head_dim, dtype, device)
+        super().__init__(layers=[_Layer(self.store, self.slots, layer) for layer in range(layers)])
 
     def append(self, counts: list[int]) -> None:
         """Keep the first counts[b] tokens of the last forward."""
-        self.slots.advance(counts)
+        self.slots.advance(torch.tensor(counts, device=self.slots.length.device))
+        self.slots.note(counts)
 
-    def keep(self, path: Tensor, counts: list[int]) -> None:
-        """Keep a path of the last forward's nodes and forget the rest.
+    def keep(self, path: Tensor, counts: Tensor) -> None:
+        """Keep a path of the last forward's nodes and forget the rest; the host is not told (`slots.note`).
 
         Args:
             path: (B, M) node numbers, ascending; entries from counts[b] on are ignored.
-            counts: how many nodes of each row's path stay.
+            counts: (B,) how many nodes of each row's path stay.
         """
-        source = self.slots.flat(path)
-        destination = self.slots.flat(torch.arange(path.shape[1], device=path.device)[None])
-        for store in self.stores:
-            store.move(source, destination)
+        destination = torch.arange(path.shape[1], device=path.device)[None]
+        self.store.move(self.slots.flat(path), self.slots.flat(destination))
         self.slots.advance(counts)
 
     def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""
-        for store in self.stores:
-            store.select(rows)
+        self.store.select(rows)
         self.slots.select(rows)

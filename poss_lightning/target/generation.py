@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from poss_lightning.sampling import draw, process
+from poss_lightning.sampling import GREEDY, Chooser, Sampling
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.model import Target, causal
 
@@ -48,16 +48,12 @@ def generate(
     prompts: list[list[int]],
     limit: int,
     stops: frozenset[int],
-    law: dict | None = None,
+    sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """Each prompt's new tokens, up to and with a stop token, `limit` at most.
-
-    Args:
-        law: None for greedy, else the keyword arguments of `sampling.process`.
-    """
+    """Each prompt's new tokens, up to and with a stop token, `limit` at most."""
     texts: list[list[int]] = [[] for _ in prompts]
-    for tokens in steps(target, prompts, limit, stops, law, generator):
+    for tokens in steps(target, prompts, limit, stops, sampling, generator):
         for text, token in zip(texts, tokens, strict=True):
             text.append(token)
     return [until_stop(text, stops) for text in texts]
@@ -68,15 +64,16 @@ def steps(
     prompts: list[list[int]],
     limit: int,
     stops: frozenset[int],
-    law: dict | None = None,
+    sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
 ) -> Iterator[list[int]]:
     """Yield the next token of every prompt, one forward at a time; a finished prompt repeats its stop token."""
     cache, _, last = prefill(target, prompts, limit)
+    choose = Chooser(sampling, prompts, limit, target.device, generator)
     alone = causal(1, target.device)
     now, rows = [0] * len(prompts), list(range(len(prompts)))  # rows: the prompts still in the batch
     for step in range(limit):
-        tokens = _next(target.ends.logits(last), law, generator)  # (B,)
+        tokens = choose(target.ends.logits(last), cache.slots.length)  # (B,)
         for row, token in zip(rows, tokens.tolist(), strict=True):
             now[row] = now[row] if step and now[row] in stops else token
         yield list(now)
@@ -85,10 +82,7 @@ def steps(
             return
         if len(going) <= 0.75 * len(rows):  # finished rows cost time: forget them now and then
             cache.select(going)
+            choose.select(going)
             tokens, rows = tokens[going], [rows[i] for i in going]
         last = target.features(tokens[:, None], alone, cache)[:, 0]
         cache.append([1] * len(rows))
-
-
-def _next(logits: Tensor, law: dict | None, generator: torch.Generator | None) -> Tensor:
-    return logits.argmax(-1) if law is None else draw(process(logits, **law), generator)

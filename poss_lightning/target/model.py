@@ -1,7 +1,7 @@
 """The frozen target: any transformers causal LM, read as features and a head."""
 
-import hashlib
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,69 +14,12 @@ from transformers.utils.logging import disable_progress_bar
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
+from poss_lightning.target.masks import LayerMasks
+from poss_lightning.target.spec import read_ends, read_spec
 
-
-@dataclass(frozen=True)
-class TargetSpec:
-    """What a store or a draft must know of its target: who it is and how large."""
-
-    name: str
-    fingerprint: str  # of the weights: the same for a model under any name, in bfloat16 or the dtype it was saved in
-    template: str  # digest of the chat template
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    context: int  # tokens the target was made to read
-    rope_theta: float
-    norm_eps: float
-
-    def difference(self, other: "TargetSpec") -> str | None:
-        """The first way in which two specs are not the same target, in words; None where they are."""
-        for field, mine in asdict(self).items():
-            theirs = getattr(other, field)
-            if field != "name" and mine != theirs:
-                return f"{field} {mine!r} ({self.name}) against {theirs!r} ({other.name})"
-        return None
-
-
-class Ends(nn.Module):
-    """The target's two frozen ends, which a draft borrows: embedding and LM head. Never part of a checkpoint.
-
-    With a `vocabulary` (token ids, ascending) the head has only these rows and speaks of the i-th of them.
-    """
-
-    def __init__(self, embedding: Tensor, head: Tensor, vocabulary: Tensor | None = None):
-        super().__init__()
-        self.tied = head is embedding and vocabulary is None
-        self.register_buffer("embedding", embedding.detach(), persistent=False)  # (all tokens, D)
-        if not self.tied:
-            rows = head.detach() if vocabulary is None else head.detach()[vocabulary]
-            self.register_buffer("head_rows", rows, persistent=False)  # (V, D)
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
-
-    @property
-    def head(self) -> Tensor:
-        """(V, D)"""
-        return self.embedding if self.tied else self.head_rows
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D)"""
-        return nn.functional.embedding(tokens, self.embedding)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """(..., D) -> (..., V)"""
-        return nn.functional.linear(features.to(self.head.dtype), self.head)
-
-    def token_ids(self, rows: Tensor) -> Tensor:
-        """Rows of the head -> the target's token ids."""
-        return rows if self.vocabulary is None else self.vocabulary[rows]
-
-    def restrict(self, vocabulary: Tensor | None) -> "Ends":
-        """The same ends with the head cut to `vocabulary`; None leaves it whole."""
-        return self if vocabulary is None else Ends(self.embedding, self.head, vocabulary.to(self.head.device))
+#        r a b c d   the tree that a target reads when it is loaded: r(a(c) b(d))
+TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
+PATHS = ((0, 1, 3), (0, 2, 4))
 
 
 class Target(nn.Module):
@@ -91,11 +34,13 @@ class Target(nn.Module):
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
         model.generation_config = GenerationConfig()  # a baseline must not inherit the model's penalties or temperature
-        self.ends = _ends(model, name)
+        self.config = model.config.get_text_config()
         try:
-            self.spec = _spec(model, self.chat, name)
+            self.spec = read_spec(model, name, self.chat.digest)
+            self.ends = read_ends(model, self.spec)
+            self.masks = LayerMasks.of(self.config, self.spec.context)
             self._check()
-        except (AttributeError, RuntimeError, TypeError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whatever its code raises
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 
     @classmethod
@@ -142,8 +87,7 @@ class Target(nn.Module):
 
     def cache(self, batch: int, capacity: int) -> TreeCache:
         """An empty cache of `batch` rows and `capacity` slots."""
-        config = self.model.config.get_text_config()
-        shape = (config.num_hidden_layers, batch, capacity, self.spec.kv_heads, self.spec.head_dim)
+        shape = (self.config.num_hidden_layers, batch, capacity, self.spec.kv_heads, self.spec.head_dim)
         return TreeCache(*shape, self.dtype, self.device)
 
     def features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache) -> Tensor:
@@ -159,7 +103,9 @@ class Target(nn.Module):
         """
         cache.slots.open(tokens.shape[1])
         positions = cache.slots.length[:, None] + ancestors.sum(-1) - 1  # (B, n)
-        mask = cache.slots.visible(ancestors)  # (B, 1, n, extent)
+        # A node beyond the context is never emitted; it must not turn others' angles, or ask for a position not learnt.
+        positions = positions.clamp(max=self.spec.context - 1)
+        mask = self.masks(cache.slots.visible(ancestors), positions, cache.slots.length, self.dtype)
         return self.model.base_model(
             input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state
@@ -183,28 +129,53 @@ class Target(nn.Module):
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Raise ValueError where `read_layers` cannot give one of them."""
-        last = self.model.config.get_text_config().num_hidden_layers - 1
+        last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Refuse a model whose logits are not head(feature), or whose features differ behind a cache and a mask."""
+        """Raise NotImplementedError where logits are not those of `ends`, or features differ behind cache and mask."""
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
-        features = self.read(tokens)
-        logits, ours = self.model(tokens, use_cache=False).logits, self.ends.logits(features)
+        logits, ours = self.model(tokens, use_cache=False).logits, self.ends.logits(self.read(tokens))
         if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
-            raise ValueError(
-                f"target {self.spec.name!r} ({type(self.model).__name__}) is not supported: its logits are not "
-                "head(feature) (a bias, a soft cap or a scale stands between), so a draft could not share its head"
+            raise NotImplementedError(
+                "its logits are not head(feature), scaled or softly capped as its config says (a bias or a step of its "
+                "own stands between), so a draft could not share its head"
             )
-        cached = self.features(tokens, causal(8, self.device), self.cache(1, 8))
-        distance = (cached.float() - features.float()).norm() / features.float().norm()
-        if distance > (1e-3 if self.dtype == torch.float32 else 5e-2):
-            raise ValueError(
-                f"target {self.spec.name!r} ({type(self.model).__name__}) is not supported: its features behind a "
-                f"cache and a 4-D mask are not those of a plain forward (relative distance {distance:.1g})"
+        self._check_tree("")
+        if any(self.masks.windows.values()):
+            with self._narrowed(5):
+                self._check_tree(" and windows")
+
+    def _check_tree(self, more: str) -> None:
+        """Read `TREE` behind 8 tokens, and each of its paths as a text of its own."""
+        tokens = torch.arange(13, device=self.device)[None] % self.spec.vocab_size
+        text, nodes = tokens.split([8, 5], dim=1)
+        cache = self.cache(1, 13)
+        before = self.features(text, causal(8, self.device), cache)  # (1, 8, D)
+        cache.append([8])
+        tree = self.features(nodes, torch.tensor([TREE], device=self.device) > 0, cache)  # (1, 5, D)
+        paths = torch.tensor(PATHS, device=self.device)
+        plain = self.read(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1)).float()  # (2, 11, D)
+        ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1).float()
+        distance = (ours - plain).norm() / plain.norm()
+        if not distance <= (1e-3 if self.dtype == torch.float32 else 5e-2):
+            raise NotImplementedError(
+                f"its features behind a cache and a tree's mask{more} are not those of a plain forward (relative "
+                f"distance {distance:.1g})"
             )
+
+    @contextmanager
+    def _narrowed(self, window: int) -> Iterator[None]:
+        """Give sliding layers a short window; the mask alone makes it, and transformers makes masks by the config."""
+        usual = self.config.sliding_window, self.masks
+        self.config.sliding_window = window
+        self.masks = LayerMasks.of(self.config, self.spec.context)
+        try:
+            yield
+        finally:
+            self.config.sliding_window, self.masks = usual
 
 
 def _folder(name: str) -> Path:
@@ -232,47 +203,3 @@ def _check_device(device: str) -> None:
 def causal(count: int, device: torch.device) -> Tensor:
     """The ancestors of a plain text: (1, n, n), lower triangle."""
     return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
-
-
-def _ends(model: nn.Module, name: str) -> Ends:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise ValueError(
-            f"target {name!r} ({type(model).__name__}) is not supported: it has no plain embedding and LM head"
-        )
-    tied = head.weight.data_ptr() == embedding.weight.data_ptr()
-    return Ends(embedding.weight, embedding.weight if tied else head.weight)
-
-
-def _spec(model: nn.Module, chat: Chat, name: str) -> TargetSpec:
-    config = model.config.get_text_config()
-    context = config.max_position_embeddings
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window and window < context:
-        raise ValueError(
-            f"target {name!r} ({type(model).__name__}) is not supported: its layers see a window of {window} tokens, "
-            f"shorter than its context of {context}, and the mask of a tree does not hold windows yet"
-        )
-    return TargetSpec(
-        name=name,
-        fingerprint=_fingerprint(model),
-        template=chat.digest,
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
-        context=context,
-        rope_theta=float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)),
-        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-    )
-
-
-def _fingerprint(model: nn.Module) -> str:
-    """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]

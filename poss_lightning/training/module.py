@@ -238,6 +238,8 @@ class SpecialistTraining(lightning.LightningModule):
             hp.w_topk,
             chunk=hp.chunk,
             guessing=guessing,
+            scale=self.ends.scale,
+            cap=self.ends.cap,
         )
         return losses, predictions
 

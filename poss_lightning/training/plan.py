@@ -8,7 +8,7 @@ import torch
 
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
-from poss_lightning.target.model import TargetSpec
+from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import parameters, projected, specialist_parameters, step_flops
 from poss_lightning.training.memory import Setup, memory, most_tokens
 

@@ -1,0 +1,191 @@
+"""How large a tree is worth its time: fixed, or chosen by expected tokens a second (the idea of arXiv 2606.01813).
+
+A round that drafts k steps and verifies n nodes costs c(k) + v(n) seconds and brings 1 + Σ a tokens, where a is the
+chance that a node is accepted. Over a long text the most tokens a second come of taking, in each round, whatever adds
+more tokens than its seconds would bring elsewhere: with λ the rate reached so far,
+
+    one more node       a           against   λ · (v(n + 1) - v(n))
+    one more step       Σ a · r     against   λ · c              over the frontier; r: how often a child of it is taken
+
+The chances come of the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from poss_lightning.decoding.trees import Tree
+from poss_lightning.decoding.verification import Verdict
+
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
+TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own word
+MEMORY = 0.98  # of what was seen, a round later: texts change
+SETTLE = 16  # rounds to look at before depth and size are settled, where they are not chosen anew in every round
+
+
+class Budget(Protocol):
+    """Says when drafting ends and how many nodes are verified.
+
+    Attributes:
+        asks: whether it looks at scores while a round goes on, which asks the device.
+        plan: what depth and size depend on, where it does not.
+    """
+
+    asks: bool
+    plan: tuple[int, int] | None
+
+    def deeper(self, depth: int, scores: Tensor) -> bool:
+        """Whether to draft below the frontier at `depth`, whose path scores are (B, M)."""
+        ...
+
+    def size(self, scores: Tensor) -> int:
+        """How many nodes to verify of those grown, with path scores (B, n), root included."""
+        ...
+
+    def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
+        """Take note of a round.
+
+        Args:
+            tree: that was verified.
+            above: (B, N, N) its ancestors.
+            verdict: on it.
+            going: the rows that count.
+        """
+        ...
+
+
+class Fixed:
+    """Every tree has all its depth, and as many nodes.
+
+    Raises:
+        ValueError: too few for one path.
+    """
+
+    asks = False
+
+    def __init__(self, depth: int, nodes: int):
+        if nodes < depth + 1:
+            raise ValueError(
+                f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
+            )
+        self.nodes, self.plan = nodes, (depth, nodes)
+
+    def deeper(self, depth: int, scores: Tensor) -> bool:
+        return True
+
+    def size(self, scores: Tensor) -> int:
+        return min(self.nodes, scores.shape[1])
+
+    def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
+        """Nothing to learn."""
+
+
+class Calibration:
+    """How often nodes are accepted, by the path probability that the draft gave them."""
+
+    def __init__(self, device: torch.device):
+        self.edges = torch.tensor(EDGES, device=device)
+        middles = [0.0, *((low + high) / 2 for low, high in zip(EDGES, EDGES[1:], strict=False)), 1.5 * EDGES[-1]]
+        self.claimed = (-torch.tensor(middles, device=device)).exp()  # what the draft's own word comes to
+        self.seen = torch.zeros(len(middles), device=device)
+        self.taken = torch.zeros_like(self.seen)
+
+    def chance(self, scores: Tensor) -> Tensor:
+        """Path scores -> chances of acceptance, of the same shape."""
+        table = (self.taken + TRUST * self.claimed) / (self.seen + TRUST)
+        return table[torch.bucketize(-scores, self.edges)]
+
+    def learn(self, scores: Tensor, taken: Tensor) -> None:
+        """Nodes with path scores (n,) were verified, and `taken` (n,) or not."""
+        bins = torch.bucketize(-scores, self.edges)
+        self.seen.mul_(MEMORY).scatter_add_(0, bins, torch.ones_like(scores))
+        self.taken.mul_(MEMORY).scatter_add_(0, bins, taken.to(scores.dtype))
+
+
+class Auto:
+    """Trees sized by expected tokens a second.
+
+    Args:
+        depth: the deepest tree.
+        nodes: the largest.
+        draft: seconds of a draft step.
+        verify: seconds of verifying n nodes, by n, one of `SIZES` or `nodes`.
+        calibration: of the draft's path probabilities.
+        asks: choose anew in every round, which asks the device in the middle of it; else settle on one depth and size
+            after a few full rounds.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        nodes: int,
+        draft: float,
+        verify: dict[int, float],
+        calibration: Calibration,
+        asks: bool = True,
+    ):
+        self.depth, self.nodes, self.draft, self.verify = depth, nodes, draft, verify
+        self.asks, self.calibration = asks, calibration
+        self.steps = 1  # drafted in this round
+        self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those that could have
+        self.reached = [2.0] * depth
+        self.tokens, self.seconds = 4.0, 4 * verify[1]  # as plain decoding, to begin with
+        self.looked: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it is settled
+        self.plan: tuple[int, int] | None = None
+
+    @property
+    def rate(self) -> float:
+        """λ, tokens a second by the measured costs."""
+        return self.tokens / self.seconds
+
+    def deeper(self, depth: int, scores: Tensor) -> bool:
+        if self.asks:
+            onward = self.deepened[depth] / self.reached[depth]
+            further = float(self.calibration.chance(scores).sum()) * onward > self.rate * self.draft
+        else:
+            further = self.plan is None or depth < self.plan[0]
+        self.steps = depth + further
+        return further
+
+    def size(self, scores: Tensor) -> int:
+        if not self.asks:
+            return self.plan[1] if self.plan else min(self.nodes, scores.shape[1])
+        chances = self.calibration.chance(scores[:, 1:]).sort(dim=1, descending=True).values  # the root is sure
+        gains = torch.cat([chances.new_zeros(1), chances.sum(0).cumsum(0)]).tolist()  # by nodes - 1
+        worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.verify.items() if n <= len(gains)}
+        return max(worth, key=worth.__getitem__)
+
+    def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
+        levels = above.sum(-1)[going] - 1  # (B, N)
+        end = verdict.path[going].max(dim=1).values  # the deepest node accepted: parents come before children
+        taken = above[going, end]  # (B, N)
+        self.calibration.learn(tree.scores[going][:, 1:].flatten(), taken[:, 1:].flatten())
+        accepted = verdict.accepted[going].tolist()
+        for k in range(self.steps):
+            self.reached[k] = MEMORY * self.reached[k] + sum(count >= k for count in accepted)
+            self.deepened[k] = MEMORY * self.deepened[k] + sum(count > k for count in accepted)
+        self.tokens = MEMORY * self.tokens + sum(accepted) + len(accepted)
+        self.seconds = MEMORY * self.seconds + self.steps * self.draft + self._verify(tree.tokens.shape[1])
+        if not self.asks and self.plan is None:
+            self.looked.append((tree.scores[going], levels))
+            if len(self.looked) == SETTLE:
+                self.plan = self._settle()
+
+    def _settle(self) -> tuple[int, int]:
+        """The depth and the size with the most tokens a second over the trees looked at."""
+        rates = {}
+        for depth in range(1, self.depth + 1):
+            gains = torch.zeros(self.nodes)
+            for scores, levels in self.looked:
+                chances = self.calibration.chance(scores).masked_fill((levels > depth) | (levels == 0), 0)
+                sorted_chances = chances.sort(dim=1, descending=True).values.sum(0).cpu()
+                gains[1 : len(sorted_chances)] += sorted_chances[:-1].cumsum(0) / len(self.looked)
+            rows = len(self.looked[0][0])
+            for n, cost in self.verify.items():
+                rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.draft + cost)
+        return max(rates, key=rates.__getitem__)
+
+    def _verify(self, nodes: int) -> float:
+        return self.verify[min((n for n in self.verify if n >= nodes), default=max(self.verify))]

@@ -1,0 +1,164 @@
+"""What the engine and its baselines have in common: prompts in, tokens out step by step, seconds by part."""
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from poss_lightning.decoding.trees import Tree
+from poss_lightning.decoding.verification import Verdict
+from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.target.generation import until_stop
+from poss_lightning.target.model import Target
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt's new tokens.
+
+    Prefill gives one token and a round accepted + 1, so `len(tokens) == 1 + sum(a + 1 for a in accepted)`, or less
+    where a stop token or the limit cut the last round: what the target took there beyond the limit tells of the draft
+    all the same and is counted, what it took beyond a stop token is not.
+    """
+
+    tokens: list[int]  # up to and with the stop token
+    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target took, round by round
+    seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
+
+
+class Progress(NamedTuple):
+    """What one step brings to the prompts that are not finished, by their numbers."""
+
+    tokens: dict[int, list[int]]
+    accepted: dict[int, int] = {}  # drafted tokens taken, where there was a tree
+    rows: list[int] = []  # the prompts of the tree's rows
+    tree: Tree | None = None
+    verdict: Verdict | None = None
+
+
+class Clock:
+    """Seconds by part. On CUDA, parts are measured by events, which nobody waits for before the end."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.began = device, time.perf_counter()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what is done inside."""
+        if self.device.type == "cuda":
+            yield from self._device_part(name)
+        else:
+            start = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - start
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """What is done inside does not count."""
+        start = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - start
+
+    def total(self) -> dict[str, float]:
+        """Seconds of every part, and of all since the clock was made; waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for name, start, end in self.events:
+            self.seconds[name] += start.elapsed_time(end) / 1000
+        self.events.clear()
+        return {**self.seconds, "total": time.perf_counter() - self.began}
+
+    def _device_part(self, name: str) -> Iterator[None]:
+        if torch.cuda.is_current_stream_capturing():  # a graph is timed as a whole
+            yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self.events.append((name, start, end))
+
+
+class Texts:
+    """What B prompts may still say: cuts what is emitted at the first stop token and at each prompt's limit."""
+
+    def __init__(self, limits: list[int], stops: frozenset[int]):
+        self.left, self.stops = list(limits), stops
+
+    def take(self, prompt: int, emitted: list[int]) -> tuple[list[int], int]:
+        """The tokens of `emitted` that count, and how many there were before the limit."""
+        until = until_stop(emitted, self.stops)
+        kept = until[: self.left[prompt]]
+        self.left[prompt] = 0 if until[-1] in self.stops else self.left[prompt] - len(kept)
+        return kept, len(until)
+
+
+class Decoder(ABC):
+    """Continues prompts."""
+
+    target: Target
+
+    @abstractmethod
+    def rounds(
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        stops: frozenset[int],
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        clock: Clock,
+    ) -> Iterator[Progress]:
+        """The new tokens of every prompt, step by step; arguments as in `decode`."""
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        stops: frozenset[int] | None = None,
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> list[Decoded]:
+        """New tokens of every prompt.
+
+        Args:
+            prompts: token ids, of any lengths.
+            limit: new tokens of each, at most.
+            stops: tokens that end a text; None for the target's.
+            sampling: how tokens are chosen.
+            generator: of the CPU, for what is drawn; None for torch's own.
+
+        Raises:
+            ValueError: a limit below 1, or a prompt that is empty or fills the target's context.
+        """
+        clock = Clock(self.target.device)
+        stops = self.target.chat.stops if stops is None else stops
+        texts: list[list[int]] = [[] for _ in prompts]
+        accepted: list[list[int]] = [[] for _ in prompts]
+        for step in self.rounds(prompts, limit, stops, sampling, generator, clock):
+            for prompt, tokens in step.tokens.items():
+                texts[prompt] += tokens
+            for prompt, count in step.accepted.items():
+                accepted[prompt].append(count)
+        seconds = clock.total()
+        return [Decoded(text, row, seconds) for text, row in zip(texts, accepted, strict=True)]
+
+
+def check_room(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
+    """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
+
+    Raises:
+        ValueError: limit below 1, or a prompt that fills the context.
+    """
+    if limit < 1:
+        raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
+    context, longest = target.spec.context, max(map(len, prompts), default=0)
+    if longest >= context:
+        raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {context}, the answer included")
+    return [min(limit, context - len(prompt)) for prompt in prompts]

@@ -1,0 +1,100 @@
+"""A smaller vocabulary for a trained draft: `poss vocabulary`.
+
+The head is the target's and no part of the draft, so nothing is trained: only which of its rows are asked changes. The
+idea is FR-Spec's (arXiv 2502.14856). What is left out is never drafted, and the target still says it: decoding stays
+lossless.
+"""
+
+import copy
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+from tqdm import tqdm
+
+from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
+from poss_lightning.corpus.tokens import count_tokens, most_frequent
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.target.chat import Chat
+from poss_lightning.target.model import Target
+
+
+def vocabulary(
+    draft: str,
+    corpus: str,
+    out: str,
+    size: int | None = 8192,
+    target: str = "embedded",
+    split: str = "train",
+    limit: int | None = None,
+) -> None:
+    """Write a copy of a draft that proposes only the most frequent tokens of a corpus' answers.
+
+    The target's stop tokens are always among them. Then says which share of the answers' tokens they cover.
+
+    Args:
+        draft: draft folder or hub id, whatever vocabulary it has.
+        corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
+        out: folder to write.
+        size: tokens the copy may propose; null for all of the target's.
+        target: "embedded", a local folder or a hub id; the one the draft was trained for.
+        split: of a hub data set.
+        limit: read that many conversations only.
+
+    Raises:
+        FileExistsError: `out` is there already.
+        FileNotFoundError: no such draft or target.
+        CorpusError: no such corpus, a malformed one, or one without an answer.
+        ValueError: the draft is another target's, or size does not fit the target's vocabulary.
+    """
+    if Path(out).exists():
+        raise FileExistsError(f"{out} is there already: choose another name or remove it")
+    given, conversations = Specialists.from_pretrained(draft), read_conversations(corpus, split, limit)
+    loaded = Target.load(target)
+    if difference := given.config.target.difference(loaded.spec):
+        raise ValueError(f"{draft} was trained for another target: {difference}")
+    total, stops = loaded.spec.vocab_size, loaded.chat.stops
+    _check(size, total, stops)
+    counts = count_tokens(_answers(loaded.chat, conversations), total)  # (total,), and never all 0: see `Conversation`
+    chosen = None if size is None else most_frequent(counts, size, stops)
+    _save(cut(given, chosen), Path(out))
+    covered = counts.sum() if chosen is None else counts[chosen.numpy()].sum()
+    share = f"{100 * covered / counts.sum():.1f} %"
+    print(f"{size or total} of {total} tokens cover {share} of {counts.sum()} answer tokens")
+
+
+def cut(draft: Specialists, vocabulary: Tensor | None) -> Specialists:
+    """A copy with the same weights that proposes only `vocabulary`: (V,) token ids, ascending; None for all."""
+    other = copy.deepcopy(draft)
+    other.config = replace(draft.config, vocabulary_size=None if vocabulary is None else len(vocabulary))
+    other.vocabulary = vocabulary
+    return other
+
+
+def _check(size: int | None, total: int, stops: frozenset[int]) -> None:
+    least = max(1, len(stops))
+    if size is not None and not least <= size <= total:
+        why = f"{least}, as it holds the target's stop tokens {sorted(stops)}," if least > 1 else "1"
+        raise ValueError(f"size is {size}; it must lie between {why} and the target's {total}, or be null for all")
+
+
+def _answers(chat: Chat, conversations: list[Conversation]) -> Iterator[list[int]]:
+    """Token ids of every answer, its stop token included."""
+    for conversation in tqdm(conversations, desc="count", unit="conversation", leave=False):
+        try:
+            rendered = chat.render(conversation.messages)
+        except ValueError as error:
+            raise CorpusError(f"conversation {conversation.id}: {error}") from error
+        yield from (rendered.tokens[start:stop] for start, stop in rendered.spans)
+
+
+def _save(draft: Specialists, folder: Path) -> None:
+    """Write a folder that appears only when it is whole."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        draft.save_pretrained(temporary)
+        temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,80 @@
+"""Attention masks of a tree, for every kind of layer: a full layer sees all, a sliding one a window of the last tokens.
+
+A node's depth counts, not its slot. With a window of 3, behind 4 verified tokens, the tree r(a(c) b(d)) is seen as
+
+    slot       0 1 2 3 | r a b c d
+    position   0 1 2 3 | 4 5 5 6 6
+    r          . . x x | x . . . .
+    a          . . . x | x x . . .
+    b          . . . x | x . x . .
+    c          . . . . | x x . x .
+    d          . . . . | x . x . x
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """Makes of what a tree's nodes may see what a model's layers are given.
+
+    Args:
+        windows: tokens that each kind of layer sees, itself included; None for all. Kinds as in `config.layer_types`.
+        eager: whether attention adds the mask to its scores, as transformers' eager one does, where others take bools.
+    """
+
+    windows: dict[str, int | None]
+    eager: bool
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, context: int) -> "LayerMasks":
+        """Those of a model that reads `context` tokens; a window at or above that is none.
+
+        Raises:
+            NotImplementedError: layers of another kind (chunked, linear, …).
+        """
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+        if other := sorted(kinds - {FULL, SLIDING}):
+            raise NotImplementedError(f"it has layers of {', '.join(other)}; only {FULL} and {SLIDING} can read a tree")
+        seen = window if window and window < context else None
+        return cls({kind: seen if kind == SLIDING else None for kind in kinds}, config._attn_implementation == "eager")
+
+    def __call__(
+        self, visible: Tensor, positions: Tensor, length: Tensor, dtype: torch.dtype
+    ) -> Tensor | dict[str, Tensor]:
+        """What `attention_mask` takes: one mask, or one for each kind of layer where there are several.
+
+        Args:
+            visible: (B, 1, n, extent) bool, as `Slots.visible` gives it.
+            positions: (B, n) of the nodes, which stand in the slots from `length` (B,) on.
+            dtype: of the scores.
+        """
+        masks = {
+            kind: visible if window is None else visible & within(window, positions, length, visible.shape[-1])
+            for kind, window in self.windows.items()
+        }
+        if self.eager:
+            masks = {kind: _additive(mask, dtype) for kind, mask in masks.items()}
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def within(window: int, positions: Tensor, length: Tensor, extent: int) -> Tensor:
+    """Whether a slot's token is among the `window` that end with a node's own, whatever its branch: (B, 1, n, extent).
+
+    Slots below `length` (B,) hold the token of that position, those from it on the nodes at `positions` (B, n).
+    """
+    slots = torch.arange(extent, device=positions.device)
+    behind = slots - length[:, None]  # (B, extent)
+    keys = torch.where(behind < 0, slots, positions.gather(1, behind.clamp(0, positions.shape[1] - 1)))  # (B, extent)
+    return (keys[:, None] > (positions - window)[:, :, None])[:, None]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

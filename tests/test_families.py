@@ -1,0 +1,242 @@
+"""Families of targets: each one a tiny random model that decodes losslessly, or is refused with the reason."""
+
+import copy
+
+import lightning
+import naive
+import pytest
+import torch
+from conftest import tiny_draft
+from test_engine import PROMPTS as ORACLE_S
+from test_engine import Oracle, tokens_of
+from test_extract import SIZES, make_conversations
+from test_trees import random_tree
+from tiny import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.online import OnlineFeatures
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.target import masks
+from poss_lightning.target.generation import prefill
+from poss_lightning.target.model import TREE, Target
+from poss_lightning.training.module import SpecialistTraining
+
+WINDOW, TURN = 8, 64  # tokens a sliding layer sees; where the angles of a "longrope" turn
+SIZE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,  # random and tied, a target would repeat what it reads
+}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 6.0}
+QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5], "long_factor": [4.0, 9.0]}
+
+
+def rope(rope_type: str, **more) -> dict:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, **more}}
+
+
+FAMILIES = {
+    "llama": {},
+    "llama, linear": rope("linear"),
+    "llama, llama3": rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    "llama, yarn": rope("yarn", original_max_position_embeddings=128),
+    "llama, dynamic": rope("dynamic") | {"max_position_embeddings": TURN},
+    "qwen2": QWEN,
+    "qwen3": QWEN | {"head_dim": 16},
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
+    "phi3, longrope": {
+        "rope_parameters": LONG | {"partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": TURN,
+    },
+    "gemma2": MIXED | {"head_dim": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
+    "gemma3_text": MIXED | {"head_dim": 8},
+    "granite": SCALED,
+    "cohere2": MIXED | {"logit_scale": 0.3},
+}
+WINDOWED = ["qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "cohere2"]
+PROMPTS = [[5, 6, 7, 8], list(range(20, 45)), [3, 4]]
+# Allocation, depth, nodes, top_k.
+DRAFTS = [([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1)]
+
+
+def family(name: str, seed: int = 0, **changes) -> Target:
+    """A random target of the family whose name comes before the comma, its biases and norms random too."""
+    torch.manual_seed(seed)
+    kind = name.split(",")[0]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return Target(model, tiny_tokenizer(), name)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request) -> Target:
+    return family(request.param)
+
+
+def alone(target: Target, tokens: list[int]) -> torch.Tensor:
+    return target.read(torch.tensor([tokens]))[0, -1]
+
+
+def read_trees(target: Target, prompts: list[list[int]], nodes: int = 12):
+    """Of every prompt: the tokens of a tree behind it, what each sees of the others, and the features (n, D)."""
+    rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
+    above = [naive.ancestors(parents) for _, parents in rows]
+    cache = prefill(target, prompts, nodes)[0]
+    features = target.features(torch.tensor([tokens for tokens, _ in rows]), torch.tensor(above), cache)
+    return zip([tokens for tokens, _ in rows], above, features, strict=True)
+
+
+def test_greedy_is_lossless(target):
+    expected = tokens_of(Generate(target), PROMPTS, 20)
+    assert len({token for text in expected for token in text}) > 20  # it does not just repeat itself
+    assert tokens_of(Autoregressive(target), PROMPTS, 20) == expected
+    for allocation, *tree in DRAFTS:
+        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), PROMPTS, 20) == expected
+    assert tokens_of(Speculative(target, tiny_draft(target, [6]), 3, 20, 5), PROMPTS[1:2], 20) == expected[1:2]
+
+
+@pytest.mark.parametrize("wrong_every", [0, 2])
+def test_long_paths_accepted_are_lossless_too(target, wrong_every):
+    future = tokens_of(Generate(target), ORACLE_S[:1], 58, frozenset())[0]
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
+    speculative.drafter = Oracle(speculative.drafter, future, wrong_every)
+    decoded = speculative.decode(ORACLE_S[:1], 50, frozenset())[0]
+    assert decoded.tokens == future[:50]
+    assert sum(decoded.accepted) > 25
+
+
+def test_a_tree_behind_a_cache_equals_its_paths_read_alone(target):
+    prompts = [[9] * 4 + list(range(20, 36)), [10, 11, 12]]
+    for prompt, (tokens, above, features) in zip(prompts, read_trees(target, prompts), strict=True):
+        for node, seen in enumerate(above):
+            path = [token for token, on in zip(tokens, seen, strict=True) if on]
+            torch.testing.assert_close(features[node], alone(target, prompt + path), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_off_by_one_is_refused_when_loading_and_seen_in_a_tree(name, shift, monkeypatch):
+    target, prompts, right = family(name), [list(range(20, 40))], masks.within
+    ((*_, features),) = read_trees(target, prompts)
+    monkeypatch.setattr(masks, "within", lambda window, *rest: right(window + shift, *rest))
+    ((*_, wrong),) = read_trees(target, prompts)
+    assert not torch.isclose(features, wrong, atol=1e-3).all(-1).any()  # at no node
+    with pytest.raises(ValueError, match="cache and a tree's mask and windows are not those of a plain forward"):
+        family(name, sliding_window=64)  # longer than what is read when it is loaded
+
+
+def test_the_window_of_a_tree_is_the_drawing():
+    positions, length = torch.tensor([[4, 5, 5, 6, 6]]), torch.tensor([4])
+    visible = torch.cat([torch.ones(5, 4), torch.tensor(TREE)], dim=1) > 0  # (n, extent)
+    seen = (visible & masks.within(3, positions, length, 9))[0, 0].tolist()
+    drawn = [line.replace("|", "").split()[1:] for line in masks.__doc__.splitlines()[-5:]]
+    assert [["x" if see else "." for see in row] for row in seen] == drawn
+
+
+def test_a_window_that_holds_the_whole_context_is_none():
+    plain, wide = family("llama"), family("mistral", sliding_window=512)
+    assert plain.masks.windows == {masks.FULL: None} and wide.masks.windows == {masks.SLIDING: None}
+
+
+def test_specs_of_rotary_kinds():
+    assert family("phi3, longrope").spec.context == TURN
+    assert family("phi3").spec.context == 512
+    assert family("gemma3_text").spec.rope_theta == 1e6  # its full attention's; the sliding layers have 1e4
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic"])
+def test_what_is_drafted_beyond_the_context_does_not_turn_the_others(name):
+    """The last rounds draft beyond the limit; so does a row that waits for others."""
+    target, prompts = family(name), [list(range(20, 16 + TURN)), [5, 6, 7]]
+    expected = [tokens_of(Generate(target), [prompt], 12, frozenset())[0] for prompt in prompts]
+    assert [len(text) for text in expected] == [4, 12]
+    assert tokens_of(Autoregressive(target), prompts, 12, frozenset()) == expected
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 20, 3)
+    assert tokens_of(speculative, prompts, 12, frozenset()) == expected
+
+
+LINEAR = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "num_experts": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+REFUSED = {
+    "mamba": ({}, "layers of linear_attention; only full_attention and sliding_attention can read a tree"),
+    "qwen3_next": (LINEAR, "layers of linear_attention"),
+    "llama4_text": ({"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16}, "layers of chunked_attention"),
+    "gptj": ({"n_head": 4, "rotary_dim": 4}, r"its logits are not head\(feature\)"),  # its head has a bias
+    "gemma3_text": (MIXED | {"head_dim": 8, "use_bidirectional_attention": True}, "not those of a plain forward"),
+    "bloom": ({"n_head": 4}, ""),  # asks for a mask of its own form
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_read_a_tree_is_refused_in_one_line(name):
+    changes, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^target '{name}' \(\w+\) is not supported: .*{reason}.*\Z"):
+        family(name, **changes)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2", "cohere2"])
+def test_in_bfloat16_logits_are_rounded_as_the_model_rounds_them(name):
+    """A tie that the model's rounding makes must be a tie for the engine too."""
+    target = Target(family(name).model.to(torch.bfloat16), tiny_tokenizer(), name)
+    tokens = torch.arange(200)[None]
+    assert torch.equal(target.ends.logits(target.read(tokens)), target.model(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2"])
+def test_store_and_online_have_the_target_s_own_logits_and_train(name, tmp_path):
+    target = family(name)
+    write_store(tmp_path / "store", target, make_conversations(), **SIZES)
+    store = FeatureStore(tmp_path / "store")
+    assert store.target == target.spec and (store.target.logit_scale, store.target.logit_cap) != (1.0, None)
+    sample = store[0]
+    logits = target.model(sample.tokens[None]).logits[0]
+    for ends in (store.ends(), OnlineFeatures(target, []).ends()):
+        torch.testing.assert_close(ends.logits(sample.features), logits)
+        some = torch.tensor([3, 50, 280])
+        torch.testing.assert_close(ends.restrict(some).logits(sample.features), logits[:, some])
+    start, end = sample.spans[0]
+    assert sample.greedy[start - 1 : end - 1].tolist() == logits[start - 1 : end - 1].argmax(-1).tolist()
+    train(str(tmp_path / "store"))
+
+
+def train(store: str) -> None:
+    """Two steps; before and after, the loss of a batch is the twin's, and it has become smaller."""
+    lightning.seed_everything(0)
+    data = FeatureData(store, batch_tokens=200, validation=0.2)
+    module, batches, losses = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, warmup=0.0), [], []
+    module.on_train_batch_start = lambda batch, index: batches.append(batch)
+    before = copy.deepcopy(module.draft.state_dict())
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    lightning.Trainer(accelerator="cpu", max_steps=2, enable_model_summary=False, **options).fit(module, data)
+    for weights in (copy.deepcopy(module.draft.state_dict()), before):
+        module.draft.load_state_dict(weights)
+        ours, predictions = module._losses(batches[0], 3)
+        given = predictions, batches[0].features[:, 1:], batches[0].counts[:, :-1], module.ends.head
+        twin = naive.pass_losses(*given, 1.0, 0.1, 1.0, scale=module.ends.scale, cap=module.ends.cap)
+        torch.testing.assert_close(ours.weighted.double(), twin, rtol=1e-4, atol=1e-4)
+        losses.append(float(twin.sum()))
+    assert losses[0] < losses[1]
