@@ -14,14 +14,28 @@ from torch import Tensor
 Processor = Callable[[Tensor, Tensor], Tensor]  # token ids (1, T) and logits (1, V) -> logits, as in transformers
 
 # What transformers' processors need to know is the text so far, and these keep nothing from one call to the next.
-PURE = frozenset(
-    """EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor
-    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
-    MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor PrefixConstrainedLogitsProcessor
-    RepetitionPenaltyLogitsProcessor SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor
-    SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper
-    TypicalLogitsWarper""".split()
-)
+PURE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "MinPLogitsWarper",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
 
 
 @dataclass(frozen=True)

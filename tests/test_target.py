@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 
 import naive
 import pytest
@@ -17,6 +18,7 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal
+from poss_lightning.target.spec import TargetSpec
 
 
 def fresh(target, tokens: list[int]) -> torch.Tensor:
@@ -103,6 +105,12 @@ def test_the_fingerprint_tells_models_apart_not_names_or_dtypes():
     again = Target(tiny_model(0).to(torch.bfloat16).float(), tiny_tokenizer(), "x").spec
     assert "fingerprint" in spec.difference(other)
     assert rounded.difference(again) is None
+
+
+def test_a_spec_stored_before_there_were_scales_is_of_the_same_target(target):
+    stored = {name: value for name, value in asdict(target.spec).items() if not name.startswith("logit_")}
+    assert TargetSpec(**stored).difference(target.spec) is None
+    assert TargetSpec(**stored, logit_cap=30.0).difference(target.spec) == "logit_cap 30.0 (tiny) against None (tiny)"
 
 
 def test_a_model_whose_logits_are_not_head_of_feature_is_refused():

@@ -10,6 +10,7 @@ more tokens than its seconds would bring elsewhere: with λ the rate reached so 
 The chances come of the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
 """
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -87,7 +88,7 @@ class Calibration:
 
     def __init__(self, device: torch.device):
         self.edges = torch.tensor(EDGES, device=device)
-        middles = [0.0, *((low + high) / 2 for low, high in zip(EDGES, EDGES[1:], strict=False)), 1.5 * EDGES[-1]]
+        middles = [0.0, *((low + high) / 2 for low, high in pairwise(EDGES)), 1.5 * EDGES[-1]]
         self.claimed = (-torch.tensor(middles, device=device)).exp()  # what the draft's own word comes to
         self.seen = torch.zeros(len(middles), device=device)
         self.taken = torch.zeros_like(self.seen)

@@ -3,9 +3,10 @@
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -32,11 +33,11 @@ class Decoded:
 
 
 class Progress(NamedTuple):
-    """What one step brings to the prompts that are not finished, by their numbers."""
+    """What one step brings to the prompts that are not finished, by their numbers; and the tree, where there was one."""
 
     tokens: dict[int, list[int]]
-    accepted: dict[int, int] = {}  # drafted tokens taken, where there was a tree
-    rows: list[int] = []  # the prompts of the tree's rows
+    accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens taken
+    rows: tuple[int, ...] = ()  # the prompts of the tree's rows
     tree: Tree | None = None
     verdict: Verdict | None = None
 

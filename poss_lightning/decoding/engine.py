@@ -44,7 +44,7 @@ class Speculative(Decoder):
             and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
             where the host must not wait, with one depth and size that it settles on.
         graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors must be asked.
-        compile: compile the draft step and the target's forward; takes minutes at first, and pays only on some machines.
+        compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere.
 
     Raises:
         ValueError: the draft was trained for another target, or the tree cannot be.
@@ -105,7 +105,7 @@ class Speculative(Decoder):
             budget.learn(done.tree, done.above, done.verdict, going)
             taken = {rows[i]: texts.take(rows[i], told[i][1 : told[i][0] + 2]) for i in going}
             accepted = {rows[i]: min(taken[rows[i]][1], told[i][0]) for i in going}
-            yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, list(rows), done.tree, done.verdict)
+            yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, tuple(rows), done.tree, done.verdict)
 
     def _prefill(
         self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator | None

@@ -23,9 +23,7 @@ class Verdict(NamedTuple):
     accepted: Tensor  # (B,) drafted tokens accepted: the first accepted + 1 of `tokens` are real
 
 
-def judge(
-    tree: Tree, logits: Tensor, choose: Callable[[Tensor, Tensor], Tensor], place: Tensor, depth: int
-) -> Verdict:
+def judge(tree: Tree, logits: Tensor, choose: Callable[[Tensor, Tensor], Tensor], place: Tensor, depth: int) -> Verdict:
     """Walk from the root to the child that is the target's choice, while there is one.
 
     Args:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, Record, to_line
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.files import atomic
+from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
 
@@ -36,6 +38,11 @@ def benchmark(
     depth: int | None = None,
     nodes: int = 60,
     top_k: int = 10,
+    tree: Literal["fixed", "auto"] = "fixed",
+    temperature: float = 0.0,
+    keep: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
     baselines: list[str] | None = None,
     repeats: int = 1,
     dtype: str = "bfloat16",
@@ -57,36 +64,41 @@ def benchmark(
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         top_k: children tried a node; 1 drafts chains.
-        baselines: of `autoregressive` (our own loop) and `generate` (transformers'); both by default. The first is
-            also the target's own answer, so `autoregressive` must be among them.
+        tree: fixed, or auto: as large as expected tokens a second say, depth and nodes at most.
+        temperature: of the answers; 0 is greedy. Drafts and our own loop draw alike, so in float32 they say the same.
+        keep: sample from the so many likeliest tokens only (top-k); 0 from all.
+        top_p: sample from the smallest set of likeliest tokens with this mass.
+        seed: of what is drawn.
+        baselines: of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup); the
+            first two by default. The first is also the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
         dtype: bfloat16, float16 or float32; only float32 is exact to the last token against the baselines.
         device: cpu or cuda.
     """
-    baselines = list(BASELINES) if baselines is None else baselines
+    baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in locals().items() if name != "out"}
     if "autoregressive" not in baselines or set(baselines) - set(BASELINES):
-        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate")
+        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
     drafts = drafts or {}
     if clash := set(drafts) & set(BASELINES):
         raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
     if new_tokens < 1 or repeats < 1:
         raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
+    sampling = Sampling(temperature, keep, top_p)
     questions = read_suites(suites, limit)
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
     for question in questions:  # what cannot be asked at all is refused before anything is written
         _prompt(model, question, [{"role": "user", "content": question.turns[0]}])
-    methods: dict[str, Decoder] = {
-        name: Autoregressive(model) if name == "autoregressive" else Generate(model) for name in baselines
-    }
-    methods |= {name: Speculative(model, draft, depth, nodes, top_k) for name, draft in loaded.items()}
+    plain = {"autoregressive": Autoregressive(model), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
+    methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
+    methods |= {name: Speculative(model, draft, depth, nodes, top_k, tree) for name, draft in loaded.items()}
     facts = {
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
         "methods": {name: _facts(method) for name, method in methods.items()},
     }
-    Run(Path(out), model, methods, facts).decode(questions, new_tokens, repeats)
+    Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats)
 
 
 class Run:
@@ -96,8 +108,17 @@ class Run:
         ValueError: the folder holds records made by other settings.
     """
 
-    def __init__(self, folder: Path, target: Target, methods: dict[str, Decoder], facts: dict):
+    def __init__(
+        self,
+        folder: Path,
+        target: Target,
+        methods: dict[str, Decoder],
+        facts: dict,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+    ):
         self.folder, self.target, self.methods = folder, target, methods
+        self.sampling, self.seed = sampling, seed
         self.file = folder / "records.jsonl"
         self.lines = self._go_on(facts)
 
@@ -123,7 +144,8 @@ class Run:
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
                 for name in names[first:] + names[:first]:
-                    decoded = self.methods[name].decode([prompt], new_tokens)[0]
+                    drawn = torch.Generator().manual_seed(self._draws(question, turn, repeat))
+                    decoded = self.methods[name].decode([prompt], new_tokens, None, self.sampling, drawn)[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
             own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
             messages.append({"role": "assistant", "content": own.text})
@@ -138,7 +160,7 @@ class Run:
             turn=turn,
             method=method,
             repeat=repeat,
-            seed=0,
+            seed=self.seed,
             prompt_tokens=prompt_tokens,
             new_tokens=len(decoded.tokens),
             accepted=decoded.accepted,
@@ -147,6 +169,11 @@ class Run:
             text=self.target.chat.text(decoded.tokens),
             pieces=_pieces(self.target, decoded.tokens),
         )
+
+    def _draws(self, question: Question, turn: int, repeat: int) -> int:
+        """The seed of an answer's draws, the same for all methods."""
+        place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
+        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
 
     def _warm_up(self, question: Question, new_tokens: int) -> None:
         prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
@@ -201,6 +228,7 @@ def _facts(method: Decoder) -> dict:
     return {
         "depth": drafter.depth,
         "nodes": method.nodes,
+        "tree": method.tree,
         "top_k": drafter.top_k,
         "allocation": list(drafter.draft.config.allocation),
         "training_depth": drafter.draft.config.depth,

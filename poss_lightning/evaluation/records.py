@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-BASELINES = ("autoregressive", "generate")  # methods without rounds: our own loop, and transformers'
+BASELINES = ("autoregressive", "generate", "lookup")  # methods without rounds: our own loop, and transformers'
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """Attention masks of a tree, for every kind of layer: a full layer sees all, a sliding one a window of the last tokens.
 
-A node's depth counts, not its slot. With a window of 3, behind 4 verified tokens, the tree r(a(c) b(d)) is seen as
+A node's depth counts, not its slot. With a window of 2, behind 3 verified tokens, the tree r(a(c) b(d(e))) is seen as
 
-    slot       0 1 2 3 | r a b c d
-    position   0 1 2 3 | 4 5 5 6 6
-    r          . . x x | x . . . .
-    a          . . . x | x x . . .
-    b          . . . x | x . x . .
-    c          . . . . | x x . x .
-    d          . . . . | x . x . x
+    slot       0 1 2 | r a b c d e
+    position   0 1 2 | 3 4 4 5 5 6
+    r          . . x | x . . . . .
+    a          . . . | x x . . . .
+    b          . . . | x . x . . .
+    c          . . . | . x . x . .
+    d          . . . | . . x . x .
+    e          . . . | . . . . x x
 """
 
 from dataclasses import dataclass

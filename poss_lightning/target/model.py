@@ -34,6 +34,7 @@ class Target(nn.Module):
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
         model.generation_config = GenerationConfig()  # a baseline must not inherit the model's penalties or temperature
+        _hold_angles(model)
         self.config = model.config.get_text_config()
         try:
             self.spec = read_spec(model, name, self.chat.digest)
@@ -198,6 +199,16 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device is {device!r}, which this machine or this torch does not have; try cpu") from error
+
+
+def _hold_angles(model: nn.Module) -> None:
+    """Within the context "dynamic" rotary angles never turn, but their code asks the device whether, at every forward.
+
+    A CUDA graph cannot ask, and a batch of transformers' `generate` may run beyond it for the sake of its longest row.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
 
 
 def causal(count: int, device: torch.device) -> Tensor:

@@ -1,0 +1,117 @@
+"""Trees by tokens a second: chances against counts, a choice against trying all, the whole against fixed trees."""
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from poss_lightning.decoding.budget import EDGES, Auto, Calibration, Fixed
+from poss_lightning.decoding.trees import Tree, ancestors
+from poss_lightning.decoding.verification import Verdict
+
+CPU = torch.device("cpu")
+
+
+def test_a_budget_that_cannot_hold_a_path_is_refused():
+    with pytest.raises(ValueError, match="nodes is 6, which cannot hold a path of depth 6"):
+        Fixed(6, 6)
+
+
+def test_chances_begin_with_the_draft_s_word_and_end_with_the_counts():
+    calibration = Calibration(CPU)
+    scores = -torch.tensor([0.0, 0.3, 1.2, 3.5, 7.0])
+    assert ((calibration.chance(scores) - scores.exp()).abs() < 0.12).all()
+    chance = random.Random(0)
+    for _ in range(600):  # every second of those claimed at 0.30, none of those claimed at 0.03
+        taken = torch.tensor([chance.random() < 0.5, False])
+        calibration.learn(-torch.tensor([1.2, 3.5]), taken)
+    found = calibration.chance(scores)
+    assert found[2] == pytest.approx(0.5, abs=0.1) and found[3] < 0.02
+    assert found[4] == Calibration(CPU).chance(scores)[4]  # never seen
+
+
+def auto(draft=1.0, slope=0.2, depth=6, nodes=12, asks=True) -> Auto:
+    verify = {n: 10 + slope * n for n in (1, 2, 3, 4, 6, 8, 12) if n <= nodes}
+    return Auto(depth, nodes, draft, verify, Calibration(CPU), asks)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_size_is_the_best_of_all(seed):
+    """Tokens less what their seconds would bring elsewhere, tried for every size, for a batch of three."""
+    torch.manual_seed(seed)
+    budget = auto(slope=0.5)
+    scores = torch.cat([torch.zeros(3, 1), -3 * torch.rand(3, 20)], dim=1)
+    chances = budget.calibration.chance(scores[:, 1:])
+
+    def worth(n: int) -> float:
+        gained = sum(sum(sorted(row, reverse=True)[: n - 1]) for row in chances.tolist())
+        return gained - budget.rate * budget.verify[n]
+
+    assert budget.size(scores) == max(budget.verify, key=worth)
+    assert budget.size(scores[:, :5]) <= 5
+
+
+def test_drafting_goes_on_while_a_step_is_worth_its_time():
+    likely, unlikely = torch.log(torch.tensor([[0.6, 0.3]])), torch.log(torch.tensor([[0.01, 0.01]]))
+    assert auto().deeper(1, likely) and not auto().deeper(1, unlikely)
+    assert not auto(draft=20).deeper(1, likely)
+
+
+class Language:
+    """Places easy and hard, drafted as chains: a token is taken with a chance that the draft overstates."""
+
+    def __init__(self, seed: int, depth: int):
+        self.chance, self.depth = random.Random(seed), depth
+
+    def place(self) -> tuple[torch.Tensor, int]:
+        """Scores of a chain (1, K+1), and how many of it the target takes."""
+        claim, accepted = self.chance.choice([0.95, 0.95, 0.6, 0.3, 0.05]), 0
+        while accepted < self.depth and self.chance.random() < claim**1.5:
+            accepted += 1
+        return torch.arange(self.depth + 1)[None] * torch.tensor(claim).log(), accepted
+
+
+def play(budget: Auto | None, fixed: tuple[int, int], costs: Auto, rounds: int, seed: int = 0) -> float:
+    """Tokens a second, by the costs, of many rounds with a budget, or with a fixed depth and size."""
+    language, tokens, seconds = Language(seed, costs.depth), 0, 0.0
+    for _ in range(rounds):
+        scores, accepted = language.place()
+        depth, nodes = fixed
+        if budget:
+            depth = 1
+            while depth < costs.depth and budget.deeper(depth, scores[:, depth : depth + 1]):
+                depth += 1
+            nodes = budget.size(scores[:, : depth + 1])
+        nodes = min(nodes, depth + 1)
+        accepted = min(accepted, nodes - 1)
+        tokens += accepted + 1
+        seconds += depth * costs.draft + costs.verify[min(n for n in costs.verify if n >= nodes)]
+        if budget:
+            parents = (torch.arange(nodes) - 1).clamp(0)[None]
+            tree = Tree(torch.zeros_like(parents), parents, scores[:, :nodes])
+            path = torch.arange(costs.depth + 1).clamp(max=accepted)[None]
+            verdict = Verdict(path, torch.zeros_like(path), torch.tensor([accepted]))
+            budget.learn(tree, ancestors(tree.parents, costs.depth), verdict, [0])
+    return tokens / seconds
+
+
+@pytest.mark.parametrize(("draft", "slope"), [(0.5, 0.1), (3.0, 0.1), (0.5, 2.0), (8.0, 4.0)], ids=str)
+def test_choosing_anew_beats_every_fixed_tree(draft, slope):
+    """In four machines: cheap and dear steps, flat and steep verification."""
+    costs = auto(draft, slope)
+    fixed = max(play(None, plan, costs, 800) for plan in product(range(1, 7), costs.verify))
+    assert play(auto(draft, slope), (0, 0), costs, 800) > 0.98 * fixed
+
+
+@pytest.mark.parametrize(("draft", "slope"), [(0.5, 0.1), (8.0, 4.0)], ids=str)
+def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
+    budget, costs = auto(draft, slope, asks=False), auto(draft, slope)
+    play(budget, (0, 0), costs, 40)
+    assert budget.plan is not None
+    fixed = {plan: play(None, plan, costs, 800) for plan in product(range(1, 7), costs.verify)}
+    assert play(None, budget.plan, costs, 800) > 0.9 * max(fixed.values())
+
+
+def test_edges_rise():
+    assert list(EDGES) == sorted(EDGES)
