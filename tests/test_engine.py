@@ -133,8 +133,9 @@ def test_a_seed_draws_the_tokens_of_plain_sampling_whatever_the_tree_and_the_bat
     target = tiny_target(seed)
     expected = drawn(Autoregressive(target), law, seed)
     for tree in TREES[:4]:
-        speculative = Speculative(target, tiny_draft(target, [1, 3, 2], seed), *tree)
-        assert drawn(speculative, law, seed) == expected
+        for share in (False, True):
+            speculative = Speculative(target, tiny_draft(target, [1, 3, 2], seed), *tree, share=share)
+            assert drawn(speculative, law, seed) == expected
     generator = torch.Generator().manual_seed(seed)  # one by one: the same generator goes on
     alone = [speculative.decode([prompt], 40, STOPS, law, generator)[0].tokens for prompt in PROMPTS]
     assert alone == expected
@@ -146,6 +147,22 @@ def test_processors_are_those_of_generate(target):
     expected = [decoded.tokens for decoded in Generate(target).decode(PROMPTS[:1], 40, STOPS, law)]
     assert drawn(Speculative(target, tiny_draft(target, [2, 2])), law, 0, PROMPTS[:1]) == expected
     assert tokens_of(Generate(target), PROMPTS[:1]) != expected
+
+
+def test_a_shared_budget_goes_where_the_draft_is_sure(target):
+    """Of one batch, rows get different numbers of nodes, as many in all as without sharing."""
+    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5, share=True)
+    read, counts = target.features, []
+
+    def count(tokens, ancestors, cache, packed=None):
+        if packed is not None:
+            counts.append(packed.rows.bincount(minlength=3).tolist())
+        return read(tokens, ancestors, cache, packed)
+
+    speculative.features = count
+    assert tokens_of(speculative) == tokens_of(Autoregressive(target))
+    assert any(len(set(row)) > 1 for row in counts)
+    assert all(sum(row) == 12 * sum(n > 0 for n in row) and max(row) <= 48 for row in counts)
 
 
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0)], ids=str)
@@ -165,7 +182,7 @@ def test_a_batch_shrinks_as_its_texts_end(target, law):
 @pytest.mark.parametrize("seed", range(2))
 def test_a_tree_that_is_chosen_anew_changes_no_token(seed, law):
     target = tiny_target(seed)
-    speculative = Speculative(target, tiny_draft(target, [1, 3, 2], seed), 6, 60, 10, tree="auto")
+    speculative = Speculative(target, tiny_draft(target, [1, 3, 2], seed), 6, 60, 10, tree="auto", share=seed == 1)
     for _ in range(2):
         assert drawn(speculative, law, seed) == drawn(Autoregressive(target), law, seed)
 

@@ -16,6 +16,7 @@ from poss_lightning.decoding.autoregressive import Generate
 from poss_lightning.decoding.trees import ancestors
 from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
+from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal
 from poss_lightning.target.spec import TargetSpec
@@ -77,6 +78,26 @@ def test_keep_a_path_and_go_on_equals_a_fresh_forward(target):
     after = target.features(torch.tensor([[20, 21], [22, 23]]), causal(2, target.device), cache)
     for row, more in enumerate(([20, 21], [22, 23])):
         torch.testing.assert_close(after[row], fresh(target, texts[row] + more)[-2:], rtol=1e-4, atol=1e-5)
+
+
+def test_nodes_packed_side_by_side_are_those_of_the_batch(target):
+    """Three trees behind texts of different lengths; some nodes left out, their descendants too."""
+    prompts = [[5, 6, 7, 8, 9], [10, 11], [12]]
+    rows = [random_tree(seed, nodes=9, vocabulary=300) for seed in range(3)]
+    tokens, above = torch.tensor([t for t, _ in rows]), ancestors(torch.tensor([p for _, p in rows]), 9)
+    absent = above[:, :, 3] | above[:, :, 6]  # nodes below 3 and 6
+    absent[2, 1:] = True
+    kept = Packed(*(~absent).nonzero().T)
+    readings = []
+    for packed in (None, kept):
+        cache, _, _ = prefill(target, prompts, 20)
+        features = target.features(tokens, above, cache, packed)
+        cache.keep(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))
+        cache.slots.note([2, 2, 1])
+        after = target.features(torch.tensor([[20]] * 3), causal(1, target.device), cache)
+        readings.append((features if packed else kept.lay(features), after))
+    for plain, side_by_side in zip(*readings, strict=True):
+        torch.testing.assert_close(side_by_side, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_a_full_cache_says_so(target):

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.trees import ancestors
+from poss_lightning.decoding.trees import ancestors, rerank
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.draft.unroll import unroll
@@ -90,7 +90,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation):
     drafter.start(2, 64)
     drafter.read(tokens, features, torch.tensor(counts))
     drafter.slots.note(counts)
-    tree = drafter.grow(Fixed(depth, 40))
+    tree = rerank(drafter.grow(Fixed(depth, 40)), 40)
     seen = ancestors(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):

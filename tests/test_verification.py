@@ -23,7 +23,8 @@ def test_the_walk_batched_is_the_walk_over_lists(batch):
     choices = [[chance.randrange(6) for _ in tokens] for tokens, _ in trees]
     tree = Tree(torch.tensor([t for t, _ in trees]), torch.tensor([p for _, p in trees]), torch.zeros(8, 14))
     logits = torch.nn.functional.one_hot(torch.tensor(choices), 6).float()
-    verdict = judge(tree, logits, lambda own, place: own.max(-1).indices, torch.zeros(8, dtype=torch.long), 13)
+    where, place = torch.arange(8 * 14).view(8, 14), torch.zeros(8, dtype=torch.long)
+    verdict = judge(tree, logits.flatten(0, 1), where, lambda own, place: own.max(-1).indices, place, 13)
     for row, (tokens, parents) in enumerate(trees):
         path, emitted = naive.judge(tokens, parents, choices[row])
         count = int(verdict.accepted[row])
@@ -62,7 +63,8 @@ def ours(tokens, parents, target, depth) -> dict[tuple, float]:
         asked.scatter_(1, place[:, None], logits.gather(1, chosen))
         return chosen[:, 0]
 
-    verdict = judge(tree, probabilities.expand(rows, -1, -1), choose, torch.zeros(rows, dtype=torch.long), depth)
+    where = torch.arange(len(tokens)).expand(rows, -1)
+    verdict = judge(tree, probabilities, where, choose, torch.zeros(rows, dtype=torch.long), depth)
     law: dict[tuple, float] = defaultdict(float)
     for row in range(rows):
         count = int(verdict.accepted[row])

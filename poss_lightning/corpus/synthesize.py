@@ -58,6 +58,8 @@ def synthesize(
     for name in ("conversations", "turns", "user_tokens", "answer_tokens", "batch_size"):
         if given[name] < 1:
             raise ValueError(f"{name} is {given[name]}; it must be at least 1")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     parts = Path(f"{out}.parts")
     if Path(out).exists() and not parts.exists():  # with both, an earlier run was killed at its very end
         raise FileExistsError(f"{out} is there already: choose another name or remove it")

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.trees import Tree
+from poss_lightning.decoding.trees import ABSENT, Tree
 from poss_lightning.decoding.verification import Verdict
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
@@ -129,7 +129,7 @@ class Auto:
     ):
         self.depth, self.nodes, self.draft, self.verify = depth, nodes, draft, verify
         self.asks, self.calibration = asks, calibration
-        self.steps = 1  # drafted in this round
+        self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
         self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those that could have
         self.reached = [2.0] * depth
         self.tokens, self.seconds = 4.0, 4 * verify[1]  # as plain decoding, to begin with
@@ -152,23 +152,27 @@ class Auto:
 
     def size(self, scores: Tensor) -> int:
         if not self.asks:
-            return self.plan[1] if self.plan else min(self.nodes, scores.shape[1])
+            self.chosen = self.plan[1] if self.plan else max(n for n in self.verify if n <= scores.shape[1])
+            return self.chosen
         chances = self.calibration.chance(scores[:, 1:]).sort(dim=1, descending=True).values  # the root is sure
         gains = torch.cat([chances.new_zeros(1), chances.sum(0).cumsum(0)]).tolist()  # by nodes - 1
         worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.verify.items() if n <= len(gains)}
-        return max(worth, key=worth.__getitem__)
+        self.chosen = max(worth, key=worth.__getitem__)
+        return self.chosen
 
     def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
         levels = above.sum(-1)[going] - 1  # (B, N)
         end = verdict.path[going].max(dim=1).values  # the deepest node accepted: parents come before children
         taken = above[going, end]  # (B, N)
-        self.calibration.learn(tree.scores[going][:, 1:].flatten(), taken[:, 1:].flatten())
+        verified = tree.tokens[going] != ABSENT
+        verified[:, 0] = False  # the root is no guess
+        self.calibration.learn(tree.scores[going][verified], taken[verified])
         accepted = verdict.accepted[going].tolist()
         for k in range(self.steps):
             self.reached[k] = MEMORY * self.reached[k] + sum(count >= k for count in accepted)
             self.deepened[k] = MEMORY * self.deepened[k] + sum(count > k for count in accepted)
         self.tokens = MEMORY * self.tokens + sum(accepted) + len(accepted)
-        self.seconds = MEMORY * self.seconds + self.steps * self.draft + self._verify(tree.tokens.shape[1])
+        self.seconds = MEMORY * self.seconds + self.steps * self.draft + self.verify[self.chosen]
         if not self.asks and self.plan is None:
             self.looked.append((tree.scores[going], levels))
             if len(self.looked) == SETTLE:
@@ -187,6 +191,3 @@ class Auto:
             for n, cost in self.verify.items():
                 rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.draft + cost)
         return max(rates, key=rates.__getitem__)
-
-    def _verify(self, nodes: int) -> float:
-        return self.verify[min((n for n in self.verify if n >= nodes), default=max(self.verify))]

@@ -33,7 +33,7 @@ class Decoded:
 
 
 class Progress(NamedTuple):
-    """What one step brings to the prompts that are not finished, by their numbers; and the tree, where there was one."""
+    """What one step brings to the prompts that are not finished, by their numbers; and its tree, where it had one."""
 
     tokens: dict[int, list[int]]
     accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens taken

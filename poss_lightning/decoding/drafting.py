@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.budget import Budget
-from poss_lightning.decoding.trees import Tree, rerank
+from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rotation, rotate
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
@@ -81,7 +81,10 @@ class Drafter:
         self.slots.advance(counts)
 
     def grow(self, budget: Budget) -> Tree:
-        """Draft a tree under the root: at each step the `top_k` likeliest children of the `top_k` best nodes."""
+        """Draft a tree under the root: at each step the `top_k` likeliest children of the `top_k` best nodes.
+
+        All that were scored are in it; which to verify is decided elsewhere.
+        """
         batch, width = len(self.root), self.top_k
         device = self.root.device
         frontier = Frontier(
@@ -112,8 +115,7 @@ class Drafter:
             count += tokens.shape[1]
             left = predicted.gather(1, parents[..., None].expand(-1, -1, predicted.shape[-1]))
             frontier = self._extend(k, frontier.above, parents, tokens.gather(1, best), left)
-        tree = Tree(*(torch.cat(parts, dim=1) for parts in zip(*grown, strict=True)))
-        return rerank(tree, budget.size(tree.scores))
+        return Tree(*(torch.cat(parts, dim=1) for parts in zip(*grown, strict=True)))
 
     def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """One pass of the frontier through the layer that serves `position`: features (B, M, D), logits (B, M, V)."""

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,12 +13,15 @@ from poss_lightning.decoding.budget import SIZES, Auto, Budget, Calibration, Fix
 from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Texts, check_room
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.graphs import Graphs
-from poss_lightning.decoding.trees import Tree, ancestors, rerank
+from poss_lightning.decoding.trees import Tree, ancestors, rerank, share
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Chooser, Sampling
+from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import pad, prefill
 from poss_lightning.target.model import Target
+
+SHARE = 4  # a row may have so many times its share of a batch's nodes
 
 
 class Round(NamedTuple):
@@ -43,6 +47,8 @@ class Speculative(Decoder):
         tree: "fixed" has all its depth and nodes in every round; "auto" measures this machine when it first decodes,
             and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
             where the host must not wait, with one depth and size that it settles on.
+        share: spend the nodes of a batch where they are likeliest to be accepted, whichever row they are in, instead of
+            as many on every row.
         graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors must be asked.
         compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere.
 
@@ -58,6 +64,7 @@ class Speculative(Decoder):
         nodes: int = 60,
         top_k: int = 10,
         tree: Literal["fixed", "auto"] = "fixed",
+        share: bool = False,
         graphs: bool | None = None,
         compile: bool = False,
     ):
@@ -70,6 +77,7 @@ class Speculative(Decoder):
         self.drafter = Drafter(draft, target.ends, sum(draft.config.allocation) if depth is None else depth, top_k)
         self.fixed = Fixed(self.drafter.depth, nodes)
         self.nodes = min(nodes, self.drafter.scored)
+        self.share, self.most = share, min(SHARE * nodes if share else nodes, self.drafter.scored)  # nodes of a row
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, Auto] = {}  # by the size of the batch
         self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
@@ -113,7 +121,7 @@ class Speculative(Decoder):
         """Read the prompts into both caches; the first token of each."""
         drafter, target = self.drafter, self.target
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
-        self.cache, features, last = prefill(target, prompts, reach + self.nodes)
+        self.cache, features, last = prefill(target, prompts, reach + self.most)
         self.choose = Chooser(sampling, prompts, reach + drafter.depth, target.device, generator)
         first = self.choose(target.ends.logits(last), self.cache.slots.length).tolist()
         joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
@@ -133,25 +141,37 @@ class Speculative(Decoder):
         if not self.graphs.enabled or self.choose.asks or budget.asks:
             return self._act(budget, clock)
         state = [self.cache.slots.length, self.drafter.slots.length, self.drafter.root, self.drafter.root_z]
-        key = (self.cache.slots.reach(self.nodes), self.drafter.slots.reach(self.drafter.room), budget.plan)
+        key = (self.cache.slots.reach(self.most), self.drafter.slots.reach(self.drafter.room), budget.plan)
         with clock.part("round"):
             return self.graphs.run(key, lambda: self._act(budget, clock), state)
 
     def _act(self, budget: Budget, clock: Clock) -> Round:
-        drafter, target = self.drafter, self.target
+        drafter = self.drafter
         with clock.part("draft"):
-            tree = drafter.grow(budget)
+            grown = drafter.grow(budget)
+            tree, packed = self._prune(grown, budget.size(grown.scores))
         with clock.part("verify"):
             above = ancestors(tree.parents, drafter.depth)
-            features = self.features(tree.tokens, above, self.cache)  # (B, N, D)
-            logits = target.ends.logits(features)  # (B, N, V)
+            features, logits = self._verify(tree, above, packed)
         with clock.part("commit"):
-            verdict = judge(tree, logits, self.choose, self.cache.slots.length + 1, drafter.depth)
+            where = _where(tree, packed)
+            verdict = judge(tree, logits, where, self.choose, self.cache.slots.length + 1, drafter.depth)
             counts = (verdict.accepted + 1) * self.going
-            taken = features.gather(1, verdict.path[..., None].expand(-1, -1, features.shape[-1]))
+            taken = features[where.gather(1, verdict.path)]  # (B, K+1, D)
             self.cache.keep(verdict.path, counts)
             drafter.read(verdict.tokens, taken, counts)
         return Round(tree, above, verdict, torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1))
+
+    def _prune(self, grown: Tree, nodes: int) -> tuple[Tree, Packed | None]:
+        """The trees to verify, of so many nodes, or of so many on average; then also which these are."""
+        if not self.share or len(grown.tokens) == 1:
+            return rerank(grown, nodes), None
+        return share(rerank(grown, min(SHARE * nodes, self.most)), nodes * len(grown.tokens), self.going)
+
+    def _verify(self, tree: Tree, above: Tensor, packed: Packed | None) -> tuple[Tensor, Tensor]:
+        """Features (M, D) and logits (M, V) after all nodes, row by row, or after those that are packed."""
+        features = self.features(tree.tokens, above, self.cache, packed).flatten(0, 1)
+        return features, self.target.ends.logits(features)
 
     def _note(self, counts: list[int]) -> None:
         """Tell the host's copies of the lengths."""
@@ -175,18 +195,18 @@ class Speculative(Decoder):
 
     def _measure(self) -> Auto:
         """Time draft steps and verification here and now; what it writes, the next round overwrites."""
-        drafter, target = self.drafter, self.target
+        drafter = self.drafter
         whole = drafter.grow(self.fixed)
-        sizes = sorted({n for n in SIZES if n < self.nodes} | {whole.tokens.shape[1]})
-        trees = {n: rerank(whole, n) for n in sizes}
+        sizes = [*(n for n in SIZES if n < self.nodes), self.nodes]
+        trees = {n: self._prune(whole, n) for n in sizes}
 
-        def verify(tree: Tree) -> None:
-            target.ends.logits(self.features(tree.tokens, ancestors(tree.parents, drafter.depth), self.cache))
+        def verify(tree: Tree, packed: Packed | None) -> None:
+            self._verify(tree, ancestors(tree.parents, drafter.depth), packed)
 
         runs = [
             (
-                self._seconds(lambda: drafter.grow(self.fixed)),
-                [self._seconds(lambda tree=tree: verify(tree)) for tree in trees.values()],
+                self._seconds(partial(drafter.grow, self.fixed)),
+                [self._seconds(partial(verify, *pruned)) for pruned in trees.values()],
             )
             for _ in range(4)
         ]
@@ -194,7 +214,9 @@ class Speculative(Decoder):
         fastest = [min(times) for times in zip(*(verifying for _, verifying in runs[1:]), strict=True)]
         rising = torch.tensor(fastest).cummax(0).values.tolist()  # more nodes never cost less
         verified = dict(zip(sizes, rising, strict=True))
-        return Auto(drafter.depth, self.nodes, draft, verified, self.calibration, asks=target.device.type != "cuda")
+        return Auto(
+            drafter.depth, self.nodes, draft, verified, self.calibration, asks=self.target.device.type != "cuda"
+        )
 
     def _seconds(self, work: Callable[[], object]) -> float:
         wait = torch.cuda.synchronize if self.target.device.type == "cuda" else lambda: None
@@ -203,3 +225,11 @@ class Speculative(Decoder):
         work()
         wait()
         return time.perf_counter() - start
+
+
+def _where(tree: Tree, packed: Packed | None) -> Tensor:
+    """(B, N) the place of every node among those verified; 0 for one that is not."""
+    if packed is None:
+        return torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
+    places = torch.arange(len(packed.rows), device=tree.tokens.device)
+    return torch.zeros_like(tree.tokens).index_put(tuple(packed), places)

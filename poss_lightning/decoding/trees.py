@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from poss_lightning.target.cache import Packed
+
 
 class Tree(NamedTuple):
     """N nodes a row, root first (its own parent), every parent before its children."""
@@ -24,6 +26,9 @@ class Tree(NamedTuple):
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N)
     scores: Tensor  # (B, N), log-probability of the path from the root by the draft; 0 at the root
+
+
+ABSENT = -1  # the token of a node that is not verified: the target never says it
 
 
 def ancestors(parents: Tensor, depth: int) -> Tensor:
@@ -48,3 +53,25 @@ def rerank(tree: Tree, nodes: int) -> Tree:
     )
     parents = places.gather(1, tree.parents.gather(1, kept))
     return Tree(tree.tokens.gather(1, kept), parents, tree.scores.gather(1, kept))
+
+
+def share(tree: Tree, total: int, going: Tensor) -> tuple[Tree, Packed]:
+    """The `total` best nodes of a whole batch, as one budget (the idea of TETRIS, arXiv 2502.15197).
+
+    Args:
+        tree: (B, N)
+        total: at least B; every root is kept.
+        going: (B,) 0 where a row is finished, and gets no more than its root.
+
+    Returns:
+        The tree with `ABSENT` for the tokens of nodes not kept, and the nodes kept.
+    """
+    scores = tree.scores.masked_fill((going == 0)[:, None], -torch.inf)
+    scores[:, 0] = 1  # before any node that the draft is sure of
+    best = scores.flatten().sort(descending=True, stable=True).indices[:total].sort().values  # (M,)
+    kept = (
+        torch.zeros_like(scores, dtype=torch.bool).flatten().scatter(0, best, torch.ones_like(best, dtype=torch.bool))
+    )
+    tokens = tree.tokens.where(kept.view_as(tree.tokens), ABSENT)
+    width = tree.tokens.shape[1]
+    return tree._replace(tokens=tokens), Packed(best // width, best % width)

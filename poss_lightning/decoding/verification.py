@@ -23,12 +23,15 @@ class Verdict(NamedTuple):
     accepted: Tensor  # (B,) drafted tokens accepted: the first accepted + 1 of `tokens` are real
 
 
-def judge(tree: Tree, logits: Tensor, choose: Callable[[Tensor, Tensor], Tensor], place: Tensor, depth: int) -> Verdict:
+def judge(
+    tree: Tree, logits: Tensor, where: Tensor, choose: Callable[[Tensor, Tensor], Tensor], place: Tensor, depth: int
+) -> Verdict:
     """Walk from the root to the child that is the target's choice, while there is one.
 
     Args:
         tree: N nodes; the children of a node differ.
-        logits: (B, N, V) the target's after each node.
+        logits: (M, V) the target's after the nodes that were verified.
+        where: (B, N) which of them is a node's.
         choose: logits (B, V) and places (B,) -> the target's token there; the same whenever it is asked again.
         place: (B,) of the token after the root, in the text.
         depth: K, the deepest a path can be.
@@ -37,7 +40,7 @@ def judge(tree: Tree, logits: Tensor, choose: Callable[[Tensor, Tensor], Tensor]
     node, accepted = torch.zeros_like(place), torch.zeros_like(place)
     path, tokens = [node], []
     for _ in range(depth + 1):  # a row that has found its bonus finds it again
-        choice = choose(logits[rows, node], place + accepted)  # (B,)
+        choice = choose(logits[where[rows, node]], place + accepted)  # (B,)
         child = (tree.tokens == choice[:, None]) & (tree.parents == node[:, None])  # (B, N)
         child[:, 0] = False  # the root is its own parent
         found, which = child.max(-1)

@@ -6,11 +6,30 @@ Every row of the batch has a length of its own: slots below it are verified, slo
     row 1   v v v | r a b c . . . . .        length 3
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 STEP = 64  # views grow by so many slots
+
+
+class Packed(NamedTuple):
+    """M nodes of a batch of trees that are read side by side, in one row: each sees its own row's slots alone."""
+
+    rows: Tensor  # (M,)
+    nodes: Tensor  # (M,)
+
+    def lay(self, of_nodes: Tensor) -> Tensor:
+        """(B, n) -> (1, M)"""
+        return of_nodes[self.rows, self.nodes][None]
+
+    def mask(self, visible: Tensor) -> Tensor:
+        """(B, 1, n, extent) -> (1, 1, M, B * extent)"""
+        own = visible[self.rows, 0, self.nodes]  # (M, extent)
+        rows = torch.arange(len(visible), device=own.device) == self.rows[:, None]  # (M, B)
+        return (rows[..., None] & own[:, None]).flatten(1)[None, None]
 
 
 class SlotStore:
@@ -66,7 +85,7 @@ class Slots:
         self.capacity = capacity
         self.lengths, self.longest = [0] * batch, 0  # the host's
         self.length = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
-        self.extent = 0
+        self.extent, self.packed = 0, False
         self.index = self.length
 
     def reach(self, count: int) -> int:
@@ -87,8 +106,13 @@ class Slots:
 
         Views reach as far as these, or as `cover` slots behind the longest row.
         """
-        self.extent = self.reach(max(offset + count, cover))
+        self.extent, self.packed = self.reach(max(offset + count, cover)), False
         self.index = self.flat(torch.arange(offset, offset + count, device=self.length.device)[None])
+
+    def pack(self, packed: Packed) -> None:
+        """Of the slots just opened, let only those of `packed` be written, and all rows be viewed as one."""
+        self.index = packed.lay(self.index.view(len(self.length), -1))[0]
+        self.packed = True
 
     def flat(self, behind: Tensor) -> Tensor:
         """Slots `behind` (B or 1, n) each row's length, as flat indices (B*n,)."""
@@ -139,7 +163,10 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.store.write(self.layer, self.slots.index, key_states, value_states)
-        return self.store.view(self.layer, self.slots.extent)
+        keys, values = self.store.view(self.layer, self.slots.extent)
+        if self.slots.packed:  # (B, H, extent, d) -> (1, H, B * extent, d)
+            keys, values = (rows.transpose(0, 1).flatten(1, 2)[None] for rows in (keys, values))
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent, 0

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import TreeCache
+from poss_lightning.target.cache import Packed, TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.spec import read_ends, read_spec
@@ -91,22 +91,26 @@ class Target(nn.Module):
         shape = (self.config.num_hidden_layers, batch, capacity, self.spec.kv_heads, self.spec.head_dim)
         return TreeCache(*shape, self.dtype, self.device)
 
-    def features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache) -> Tensor:
+    def features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache, packed: Packed | None = None) -> Tensor:
         """Read n tokens behind the cache's verified slots, as a tree.
 
         Args:
             tokens: (B, n)
             ancestors: (B or 1, n, n) bool, True where token i sees token j of this call; itself included.
             cache: is written to, but nothing counts as verified until `append` or `keep`.
+            packed: read only these M tokens of the batch, side by side.
 
         Returns:
-            (B, n, D), the features after each token.
+            (B, n, D), the features after each token; (1, M, D) where they are packed.
         """
         cache.slots.open(tokens.shape[1])
         positions = cache.slots.length[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not turn others' angles, or ask for a position not learnt.
         positions = positions.clamp(max=self.spec.context - 1)
-        mask = self.masks(cache.slots.visible(ancestors), positions, cache.slots.length, self.dtype)
+        mask = self.masks(cache.slots.visible(ancestors), positions, cache.slots.length, self.dtype, packed)
+        if packed is not None:
+            cache.slots.pack(packed)
+            tokens, positions = packed.lay(tokens), packed.lay(positions)
         return self.model.base_model(
             input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state
