@@ -187,6 +187,23 @@ def test_a_tree_that_is_chosen_anew_changes_no_token(seed, law):
         assert drawn(speculative, law, seed) == drawn(Autoregressive(target), law, seed)
 
 
+def test_a_tree_that_is_settled_changes_no_token(target):
+    """As on CUDA, where depth and size are not chosen in every round; here the host asks all the same."""
+    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 20, 5, tree="auto")
+    measure = speculative._measure
+
+    def settling():
+        budget = measure()
+        budget.asks = False
+        return budget
+
+    speculative._measure = settling
+    assert tokens_of(speculative, limit=60, stops=frozenset()) == tokens_of(
+        Autoregressive(target), limit=60, stops=frozenset()
+    )
+    assert speculative.budgets[3].plan is not None
+
+
 def test_a_round_never_asks_the_device_and_compiles_whole(target):
     """What must know a value would break the graph, and is refused: the host is told once, after the round."""
     for law in (Sampling(), Sampling(0.7, top_k=20, top_p=0.9)):

@@ -33,7 +33,10 @@ class Decoded:
 
 
 class Progress(NamedTuple):
-    """What one step brings to the prompts that are not finished, by their numbers; and its tree, where it had one."""
+    """What one step brings to the prompts that are not finished, by their numbers; and its tree, where it had one.
+
+    Tree and verdict may be overwritten by the next step.
+    """
 
     tokens: dict[int, list[int]]
     accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens taken

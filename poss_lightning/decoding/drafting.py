@@ -48,17 +48,21 @@ class Drafter:
             raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
         self.depth, self.top_k = depth, min(top_k, self.ends.head.shape[0])
+        self.slots: Slots | None = None
         self.room = self.top_k * (depth - 1)  # slots of drafted nodes
         self.scored = 1 + self.top_k + self.top_k**2 * (depth - 1)  # nodes, root included
         # Keys and values of all specialists in one product: (S * 2 * kv heads * d, D).
         self.projection = torch.cat([torch.cat([own.k_proj.weight, own.v_proj.weight]) for own in draft.layers])
 
     def start(self, batch: int, capacity: int) -> None:
-        """Begin with empty caches of `capacity` verified slots a row."""
+        """Begin with empty caches of `capacity` verified slots a row, in the memory of earlier ones where they fit."""
         spec, weight = self.draft.config.target, self.draft.fc.weight
         room = capacity + self.room
+        if self.slots is not None and self.slots.fits(batch, room):
+            return self.slots.clear()
         shape = (len(self.draft.layers), batch, room, spec.kv_heads, spec.head_dim)
         self.slots = Slots(batch, room, weight.device)
+        self.slots.cover = self.room  # one extent for all steps of a round
         self.store = SlotStore(*shape, weight.dtype, weight.device)
         self.root = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
         self.root_z = weight.new_zeros(batch, 1, spec.hidden_size)
@@ -94,7 +98,7 @@ class Drafter:
         )
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
-        self.slots.open(0, cover=self.room)  # one extent for all steps
+        self.slots.open(0)
         grown, count = [Tree(self.root, nodes, scores)], 1
         for k in range(1, self.depth + 1):
             # 1. The specialist of this position predicts the next feature of every frontier node.
@@ -145,7 +149,7 @@ class Drafter:
         seen = seen.scatter(2, own[None, :, None].expand(batch, -1, -1), torch.ones_like(seen[..., :1]))
         z = self.draft.join(self.ends.embed(tokens), left)
         turn = self.draft.rotation((self.slots.length[:, None] + k - 1).expand(-1, width))
-        self.slots.open(width, offset=(k - 1) * width, cover=self.room)
+        self.slots.open(width, offset=(k - 1) * width)
         self._remember(z, turn, first_reader=k + 1)
         return Frontier(z, turn, seen)
 

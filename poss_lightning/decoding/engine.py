@@ -17,7 +17,7 @@ from poss_lightning.decoding.trees import Tree, ancestors, rerank, share
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Chooser, Sampling
-from poss_lightning.target.cache import Packed
+from poss_lightning.target.cache import Packed, TreeCache
 from poss_lightning.target.generation import pad, prefill
 from poss_lightning.target.model import Target
 
@@ -80,6 +80,7 @@ class Speculative(Decoder):
         self.share, self.most = share, min(SHARE * nodes if share else nodes, self.drafter.scored)  # nodes of a row
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, Auto] = {}  # by the size of the batch
+        self.cache: TreeCache | None = None
         self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
         self.features = target.features
         if compile:
@@ -119,17 +120,22 @@ class Speculative(Decoder):
         self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator | None
     ) -> list[int]:
         """Read the prompts into both caches; the first token of each."""
-        drafter, target = self.drafter, self.target
+        drafter, target, before = self.drafter, self.target, self.cache
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
-        self.cache, features, last = prefill(target, prompts, reach + self.most)
+        self.cache, features, last = prefill(target, prompts, reach + self.most, self.cache)
         self.choose = Chooser(sampling, prompts, reach + drafter.depth, target.device, generator)
         first = self.choose(target.ends.logits(last), self.cache.slots.length).tolist()
         joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
-        drafter.start(len(prompts), features.shape[1] + reach)
+        drafter.start(len(prompts), self.cache.slots.capacity)
         drafter.read(joined, features, self.cache.slots.length)
         drafter.slots.note(self.cache.slots.lengths)
-        self.graphs.forget()
-        self.going, self.counted = torch.ones_like(self.cache.slots.length), list(range(len(prompts)))
+        self.counted = list(range(len(prompts)))
+        if self.cache is not before:
+            self.going = torch.ones_like(self.cache.slots.length)
+            self.cache.slots.cover = self.most if self.graphs.enabled else 0
+        self.going.fill_(1)
+        if self.cache is not before or sampling.temperature:  # rounds captured earlier speak of other tensors
+            self.graphs.forget()
         return first
 
     def _round(self, budget: Budget, going: list[int], clock: Clock) -> Round:

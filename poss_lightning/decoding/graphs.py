@@ -19,6 +19,7 @@ class Graphs:
     def __init__(self, enabled: bool):
         self.enabled = enabled
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
+        self.pool = None  # of memory, shared by all that is captured: they never run at once
 
     def forget(self) -> None:
         """What was captured speaks of tensors that are gone."""
@@ -42,8 +43,9 @@ class Graphs:
             for tensor, value in zip(state, kept, strict=True):
                 tensor.copy_(value)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 result = work()
+            self.pool = graph.pool()
             self.captured[key] = (graph, result)
         graph, result = self.captured[key]
         graph.replay()

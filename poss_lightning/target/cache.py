@@ -79,13 +79,16 @@ class Slots:
 
     The lengths are kept twice: on the device, where all work is done, and by the host, which sizes views by them. The
     device's change in place and without asking (`advance`); the host's follow when it is told (`note`).
+
+    Attributes:
+        cover: views reach at least as many slots behind the longest row, so that steps of several sizes share a shape.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
         self.capacity = capacity
         self.lengths, self.longest = [0] * batch, 0  # the host's
         self.length = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
-        self.extent, self.packed = 0, False
+        self.cover, self.extent, self.packed = 0, 0, False
         self.index = self.length
 
     def reach(self, count: int) -> int:
@@ -101,12 +104,18 @@ class Slots:
             )
         return min(-(-needed // STEP) * STEP, self.capacity)
 
-    def open(self, count: int, offset: int = 0, cover: int = 0) -> None:
-        """Let the next writes go to the `count` slots that begin `offset` behind each row's length.
+    def clear(self) -> None:
+        """Begin anew."""
+        self.lengths, self.longest = [0] * len(self.lengths), 0
+        self.length.zero_()
 
-        Views reach as far as these, or as `cover` slots behind the longest row.
-        """
-        self.extent, self.packed = self.reach(max(offset + count, cover)), False
+    def fits(self, batch: int, capacity: int) -> bool:
+        """Whether it has so many rows, of at least such a capacity."""
+        return len(self.lengths) == batch and self.capacity >= capacity
+
+    def open(self, count: int, offset: int = 0) -> None:
+        """Let the next writes go to the `count` slots that begin `offset` behind each row's length."""
+        self.extent, self.packed = self.reach(max(offset + count, self.cover)), False
         self.index = self.flat(torch.arange(offset, offset + count, device=self.length.device)[None])
 
     def pack(self, packed: Packed) -> None:

@@ -22,14 +22,19 @@ def pad(prompts: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
 
 
-def prefill(target: Target, prompts: list[list[int]], room: int) -> tuple[TreeCache, Tensor, Tensor]:
-    """Read the prompts into a fresh cache with `room` more slots.
+def prefill(
+    target: Target, prompts: list[list[int]], room: int, cache: TreeCache | None = None
+) -> tuple[TreeCache, Tensor, Tensor]:
+    """Read the prompts into a cache with `room` more slots: the one given, where it fits, else a new one.
 
     Returns:
         The cache, the features (B, T, D), and of each row the last real one (B, D).
     """
     tokens = pad(prompts, target.device)
-    cache = target.cache(len(prompts), tokens.shape[1] + room)
+    capacity = tokens.shape[1] + room
+    if cache is None or not cache.slots.fits(len(prompts), capacity):
+        cache = target.cache(len(prompts), capacity)
+    cache.slots.clear()
     features = target.features(tokens, causal(tokens.shape[1], target.device), cache)
     lengths = [len(prompt) for prompt in prompts]
     cache.append(lengths)
