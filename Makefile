@@ -11,10 +11,10 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check bench bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow check bench bench-decode soak bench-train bench-features bench-plan clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## make .venv and install the package (again only when pyproject.toml changes)
 
@@ -46,8 +46,14 @@ check: setup  ## lint, and check the formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: setup  ## time extraction and decoding against their bare forwards
+bench: setup  ## time extraction against its bare forward
 	$(BIN)/python benchmarks/core.py
+
+bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
+	$(BIN)/python benchmarks/decode.py $(ARGS)
+
+soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench-train: setup  ## a training step against the published one and the machine's matmul rate
 	$(BIN)/python benchmarks/train.py

@@ -13,4 +13,14 @@ Letters used in every shape comment:
     H  attention heads                       C  capacity of a cache, in slots
 """
 
+from importlib import import_module
+
 __version__ = "0.1.0"
+__all__ = ["load"]
+
+
+def __getattr__(name: str):
+    """`load` when it is asked for: importing the package imports no torch."""
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("poss_lightning.decoding.model").load

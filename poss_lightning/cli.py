@@ -7,7 +7,9 @@ import logging
 import sys
 import warnings
 from argparse import ArgumentError
+from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 
 from poss_lightning import __version__
 from poss_lightning.files import conf
@@ -17,6 +19,7 @@ TRAINER = {
     "validate": "losses, pos-acc and drift of a checkpoint, by depth",
     "test": "the same, at the end of an experiment",
 }
+VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "extract": ("poss_lightning.features.extract", "precompute the target's features of a corpus"),
@@ -60,6 +63,7 @@ def run(command: str, arguments: list[str]) -> None:
     if command in TRAINER:
         return trainer([command, *arguments])
     tool = getattr(import_module(TOOLS[command][0]), command)
+    arguments = _switched(arguments, tool)
     jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
 
 
@@ -98,6 +102,16 @@ def trainer(arguments: list[str]) -> None:
         )
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
+
+
+def _switched(arguments: list[str], tool: Callable) -> list[str]:
+    """A bare `--chat` says `--chat=true`; jsonargparse wants a value."""
+    kinds = {f"--{name}": given.annotation for name, given in signature(tool).parameters.items()}
+    following = [*arguments[1:], ""]
+    return [
+        f"{argument}=true" if kinds.get(argument) in (bool, bool | None) and then not in VALUES else argument
+        for argument, then in zip(arguments, following, strict=False)
+    ]
 
 
 def _line(error: Exception) -> str:

@@ -147,6 +147,14 @@ BAD = [
     ((*BENCHMARK, "{inputs}/draft", "--depth", "6", "--nodes", "6"), "nodes is 6, which cannot hold a path of depth 6"),
     ((*GENERATE, "--draft", "{inputs}/draft", "--depth", "3", "--nodes", "2"), "nodes is 2"),
     ((*GENERATE, "--new_tokens", "0"), "must be at least 1"),
+    ((*GENERATE, "--temperature", "-1"), "temperature is -1.0"),
+    ((*GENERATE, "--sample_top_k", "-1"), "sample_top_k is -1; it must be 0 (all tokens)"),
+    ((*GENERATE, "--chat", "true", "--json", "true"), "chat and json are both true"),
+    ((*GENERATE, "--show", "tree"), "show is tree, but without --draft there is none"),
+    ((*GENERATE, "--show", "tree", "--json", "true"), "show is tree and json true"),
+    ((*GENERATE, "--compare", "true"), "compare is true, but without --draft"),
+    ((*GENERATE, "--tree", "tall"), 'Parser key "tree"'),
+    (("generate", " ", *FLOAT), "the prompt is empty"),
     (("generate", "word " * 600, *FLOAT), "tokens; {inputs}/target reads 512, the answer included"),
     ((*BENCHMARK[:4], *FLOAT, "--suites", "[{inputs}/long.jsonl]"), "question 1 of long, turn 0: a prompt has"),
     (("benchmark", "out", *FLOAT, "--suites", "[nowhere]"), "suite 'nowhere' is no .jsonl file"),
@@ -238,7 +246,7 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     assert "every file is as it was written" in poss("extract", "corpus.jsonl", "store", "--verify", "true").out
     plain = poss("generate", "Hi", *target, "--new_tokens", "9").out
     drafted = poss("generate", "Hi", *target, "--new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
-    assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "tokens a round" in drafted
+    assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "τ" in drafted and "same tokens" in drafted
     assert left(tmp_path) == sorted(["corpus.jsonl", "store", *(f"store/{name}" for name in FILES)])
 
 

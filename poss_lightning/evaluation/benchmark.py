@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, Record, to_line
+from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
@@ -40,7 +40,7 @@ def benchmark(
     top_k: int = 10,
     tree: Literal["fixed", "auto"] = "fixed",
     temperature: float = 0.0,
-    keep: int = 0,
+    sample_top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
     baselines: list[str] | None = None,
@@ -66,8 +66,8 @@ def benchmark(
         top_k: children tried a node; 1 drafts chains.
         tree: fixed, or auto: as large as expected tokens a second say, depth and nodes at most.
         temperature: of the answers; 0 is greedy. Drafts and our own loop draw alike, so in float32 they say the same.
-        keep: sample from the so many likeliest tokens only (top-k); 0 from all.
-        top_p: sample from the smallest set of likeliest tokens with this mass.
+        sample_top_k: draw among so many likeliest tokens; 0 for all.
+        top_p: draw among the likeliest tokens that hold this mass.
         seed: of what is drawn.
         baselines: of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup); the
             first two by default. The first is also the target's own answer, so it must be among them.
@@ -84,7 +84,7 @@ def benchmark(
         raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
     if new_tokens < 1 or repeats < 1:
         raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
-    sampling = Sampling(temperature, keep, top_p)
+    sampling = Sampling(temperature, sample_top_k, top_p)
     questions = read_suites(suites, limit)
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
@@ -260,6 +260,6 @@ def _prompt(target: Target, question: Question, messages: list[dict]) -> list[in
 
 def _pieces(target: Target, tokens: list[int]) -> list[str]:
     """What each token adds to the text: a letter split over tokens belongs to its last; a stop token adds nothing."""
-    *texts, last = [target.chat.text(tokens[:i]) for i in range(len(tokens) + 1)]
-    whole = [*(text.rstrip("\ufffd") for text in texts), last]
-    return [after.removeprefix(before) for before, after in pairwise(whole)]
+    pieces = Pieces(target.chat.text)
+    said = [pieces.add([token]) for token in tokens]
+    return [*said[:-1], said[-1] + pieces.rest()] if said else []

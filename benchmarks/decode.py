@@ -1,0 +1,101 @@
+"""`make bench-decode`: what rounds cost, and how fast real answers are. Prints tables, writes runs/bench/decode.json.
+
+overhead    a whole round over its verify forward and draft steps
+naive       a naive round over ours
+suites      tokens a second per suite, against generate, our own plain loop and prompt lookup
+batch       the same for batches of prompts
+vocabulary  the same by the size of the draft's vocabulary
+llama       at the sizes of Llama-3-8B, beside the bandwidth floor (only with --device cuda)
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from floor import LLAMA_3_8B, round_times
+from random_target import random_draft, random_target
+from rounds import against_naive, overhead
+from speed import batch, suites, vocabularies
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.files import atomic
+from poss_lightning.target.model import Target
+
+PARTS = ("overhead", "naive", "suites", "batch", "vocabulary", "llama")
+ALLOCATIONS = ((6,), (2, 2, 2), (1,) * 6)
+BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
+EVAL = Path(__file__).parents[2] / "shared" / "eval"
+
+
+def measure(
+    part: str, target: Target, draft: Specialists, questions: list[Question], new_tokens: int, rounds: int
+) -> dict[str, object]:
+    """The figures of one part."""
+    device = target.device.type
+    if part == "overhead":
+        return {str(list(allocation)): overhead(target, allocation, rounds) for allocation in ALLOCATIONS}
+    if part == "naive":
+        return against_naive(target, rounds=rounds)
+    if part == "suites":
+        return suites(target, draft, questions, new_tokens)
+    if part == "batch":
+        return {str(size): batch(target, draft, questions, size, new_tokens) for size in BATCHES[device]}
+    if part == "vocabulary":
+        return vocabularies(target, draft, questions, new_tokens)
+    return round_times(random_target(LLAMA_3_8B, torch.bfloat16, device))
+
+
+def show(figures: dict[str, object], indent: int = 2) -> None:
+    """Print nested figures; those of one thing on one line where they are numbers."""
+    for name, value in figures.items():
+        if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
+            print(f"{' ' * indent}{name}")
+            show(value, indent + 2)
+        elif isinstance(value, dict):
+            print(f"{' ' * indent}{name:<32}" + "  ".join(f"{key} {_number(inner)}" for key, inner in value.items()))
+        else:
+            print(f"{' ' * indent}{name:<32}{_number(value)}")
+
+
+def _number(value: object) -> str:
+    return format(value, ".4g") if isinstance(value, float) else str(value)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all that the device can do by default")
+    parser.add_argument("--device", default="cpu", choices=list(BATCHES))
+    parser.add_argument("--draft", help="draft folder for suites, batch and vocabulary; a random one by default")
+    parser.add_argument("--suites", nargs="+", help="files, folders or names; ../shared/eval where it is, else our own")
+    parser.add_argument("--limit", type=int, help="questions of each suite")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=24, help="that are timed for overhead and naive")
+    parser.add_argument("--out", default="runs/bench/decode.json")
+    options = parser.parse_args(arguments)
+    if options.device == "cpu" and "llama" in (options.parts or ()):
+        parser.error("the part llama needs --device cuda")
+    parts = options.parts or [part for part in PARTS if part != "llama" or options.device == "cuda"]
+    questions = read_suites(options.suites or ([str(EVAL)] if EVAL.is_dir() else None), options.limit)
+    target = Target.load("embedded", device=options.device)
+    draft = Specialists.from_pretrained(options.draft) if options.draft else random_draft(target, (1,) * 6)
+    results: dict[str, object] = {
+        **surroundings(target.device),
+        "draft": options.draft or "random: it was never trained, so its speed-ups mean nothing",
+        "allocation": draft.config.allocation,
+        "new_tokens": options.new_tokens,
+        "questions": len(questions),
+    }
+    print(f"draft: {results['draft']}")
+    for part in parts:
+        results[part] = measure(part, target, draft, questions, options.new_tokens, options.rounds)
+        print(f"\n{part}")
+        show(results[part])
+        with atomic(options.out) as path:  # part by part: a killed run keeps what it has
+            path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

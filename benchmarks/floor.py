@@ -1,0 +1,122 @@
+"""How near rounds are to the machine's memory bandwidth, at the sizes of a large target: only for CUDA.
+
+A forward of few tokens cannot be faster than its weights and caches can be read. The floor is their bytes over the rate
+at which the device copies. Weights are random: neither bytes nor time depend on them.
+"""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from measure import once, seconds
+from random_target import random_draft
+from transformers import LlamaConfig
+
+from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.decoder import Clock
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.graphs import Graphs
+from poss_lightning.decoding.trees import ancestors, rerank
+from poss_lightning.sampling import GREEDY
+from poss_lightning.target.cache import SlotStore
+from poss_lightning.target.model import Target
+
+NODES, DEPTHS = (1, 8, 16, 32, 60), range(1, 9)
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+def copy_rate(device: str, size: int = 2**30) -> float:
+    """Bytes a second that the device reads and writes while it copies `size` bytes."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), 9, device)
+
+
+def verify_bytes(engine: Speculative, nodes: int) -> int:
+    """What a verify forward must read: all weights but the embedding's other rows, and keys and values."""
+    target, cache = engine.target, engine.cache
+    embedding = 0 if target.ends.tied else target.ends.embedding.nbytes
+    weights = sum(parameter.nbytes for parameter in target.model.parameters()) - embedding
+    return weights + _cached(cache.store, cache.slots.longest + nodes) * target.config.num_hidden_layers
+
+
+def draft_bytes(engine: Speculative, depth: int) -> int:
+    """What `depth` draft steps must read: layer, head, keys and values at each; between them `fc` and projections."""
+    drafter, draft, total = engine.drafter, engine.drafter.draft, 0
+    projected = drafter.projection.nbytes // len(draft.layers)  # keys and values of one specialist
+    for k in range(1, depth + 1):
+        layer = draft.serving(k)
+        own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
+        total += own + drafter.ends.head.nbytes
+        total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.top_k)
+        if k < depth:
+            readers = draft.config.serving(drafter.depth) - draft.config.serving(k + 1) + 1
+            total += readers * projected + draft.fc.weight.nbytes
+    return total
+
+
+@torch.inference_mode()
+def round_times(
+    target: Target,
+    allocation: tuple[int, ...] = (1,) * 8,
+    nodes: tuple[int, ...] = NODES,
+    depths: range = DEPTHS,
+    prompt_tokens: int = 512,
+    repeats: int = 20,
+) -> dict[str, object]:
+    """Milliseconds of verifying N nodes and of drafting K positions, with their floors, and of whole rounds."""
+    device = target.device.type
+    rate = copy_rate(device, 2**30 if device == "cuda" else 2**22)
+    draft = random_draft(target, allocation, max(depths))
+    found: dict[str, object] = {"copy_gigabytes_per_second": rate / 1e9, "verify": {}, "draft": {}, "round_ms": {}}
+    for depth in depths:
+        engine = Speculative(target, draft, depth, max(nodes))
+        most = min(max(nodes), engine.drafter.scored)
+        prompt = torch.randint(target.spec.vocab_size, (prompt_tokens,)).tolist()
+        for n in sorted({min(n, most) for n in nodes if n > depth}):
+            engine.fixed = Fixed(depth, n)
+            limit = 1 + (repeats + 4) * (depth + 1)
+            text = engine.rounds([prompt], limit, frozenset(), GREEDY, None, Clock(target.device))
+            for _ in range(3):  # prefill, and rounds that capture
+                next(text)
+            times = [once(lambda text=text: next(text), device) for _ in range(repeats)]
+            found["round_ms"][f"K {depth}, N {n}"] = 1000 * median(times)
+        whole = Fixed(depth, most)
+        grow = _alone(lambda engine=engine, whole=whole: engine.drafter.grow(whole), device, repeats)
+        found["draft"][f"K {depth}"] = _beside(grow, draft_bytes(engine, depth), rate)
+    tree = engine.drafter.grow(whole)
+    for n in sorted({min(n, most) for n in nodes}):
+        part = rerank(tree, n)
+        above = ancestors(part.parents, depth)
+
+        def verify(part=part, above=above) -> None:
+            target.ends.logits(target.features(part.tokens, above, engine.cache))
+
+        found["verify"][f"N {n}"] = _beside(_alone(verify, device, repeats), verify_bytes(engine, n), rate)
+    return found
+
+
+def _alone(work: Callable[[], object], device: str, repeats: int) -> float:
+    """Median seconds of work alone; on CUDA, of its graph."""
+    graphs = Graphs(device == "cuda")
+    return seconds(lambda: graphs.run("work", work, []) if graphs.enabled else work(), repeats, device)
+
+
+def _beside(measured: float, read: int, rate: float) -> dict[str, float]:
+    return {"ms": 1000 * measured, "floor_ms": 1000 * read / rate, "over_floor": measured * rate / read}
+
+
+def _cached(store: SlotStore, slots: int) -> int:
+    """Bytes of keys and values of one layer's slots."""
+    return 2 * store.keys[0, 0].nbytes * slots * store.batch

@@ -1,0 +1,37 @@
+"""Targets and drafts with random weights, for what depends on sizes alone: times, and laws."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.target.model import Target
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def random_target(
+    config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+) -> Target:
+    """A Llama of these sizes; its tokenizer knows bytes, as tokens 0 to 255, and <stop>, 256."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary | {"<stop>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<stop>")
+    fast.chat_template = TEMPLATE
+    return Target(model, fast, "random")
+
+
+def random_draft(
+    target: Target, allocation: tuple[int, ...], depth: int = 6, seed: int = 0, vocabulary: list[int] | None = None
+) -> Specialists:
+    """Specialists that were never trained, where the target is and in its dtype."""
+    torch.manual_seed(seed)
+    kept = None if vocabulary is None else torch.tensor(vocabulary)
+    config = DraftConfig(target.spec, allocation, depth, vocabulary_size=vocabulary and len(vocabulary))
+    with torch.device(target.device):
+        return Specialists(config, kept).to(target.dtype)

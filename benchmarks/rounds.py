@@ -1,0 +1,167 @@
+"""What a round costs beside its parts and beside a naive one: each pair timed in turn, in one process.
+
+Drafts are random: what they say changes how many rounds a text takes, not how long a round does.
+"""
+
+from collections.abc import Iterator
+from statistics import median
+from unittest.mock import Mock, patch
+
+import torch
+from measure import once
+from naive_round import NaiveRounds
+from random_target import random_draft
+
+from poss_lightning.decoding.decoder import Clock, Progress
+from poss_lightning.decoding.drafting import likeliest
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.graphs import Graphs
+from poss_lightning.decoding.trees import ancestors, rerank
+from poss_lightning.sampling import GREEDY
+from poss_lightning.target.model import Target
+
+QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
+UNCOUNTED = 2  # rounds at the start
+
+
+class Parts:
+    """The heavy work of a round, piece by piece, to be done again and again on the caches as the last round left them.
+
+    Its inputs are those of one real tree. What it writes lies behind the verified slots, and the next round overwrites
+    it. On CUDA each piece is a graph, as a round is.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, engine: Speculative):
+        self.target, self.cache, self.drafter = engine.target, engine.cache, engine.drafter
+        drafter = self.drafter
+        with patch.multiple(drafter, step=Mock(wraps=drafter.step), _extend=Mock(wraps=drafter._extend)):
+            self.tree = rerank(drafter.grow(engine.fixed), engine.nodes)
+            steps, extensions = drafter.step.call_args_list, drafter._extend.call_args_list
+        self.stepped = [call.args for call in steps]  # position and frontier
+        self.extended = [call.args for call in extensions]
+        self.above = ancestors(self.tree.parents, drafter.depth)  # (1, N, N)
+        self.graphs = Graphs(self.target.device.type == "cuda")
+
+    @torch.inference_mode()
+    def seconds(self, name: str) -> float:
+        """Of one run of `steps`, `joined` or `verify`, alone."""
+        slots = self.cache.slots
+        self.drafter.slots.open(0)
+        slots.open(self.tree.tokens.shape[1])
+        self.positions = slots.length[:, None] + self.above.sum(-1) - 1
+        self.mask = self.target.masks(slots.visible(self.above), self.positions, slots.length, self.target.dtype)
+        work = getattr(self, name)
+        if self.graphs.enabled:
+            key = (name, slots.extent, self.drafter.slots.extent)
+            self.graphs.run(key, work, [])  # the first time, it is captured
+            return once(lambda: self.graphs.run(key, work, []), "cuda")
+        return once(work)
+
+    def steps(self) -> None:
+        """The K draft steps: layer, attention and head."""
+        for arguments in self.stepped:
+            self.drafter.step(*arguments)
+
+    def joined(self) -> None:
+        """The same with all that a step needs: finding each node's likeliest children, joining and projecting slots."""
+        for arguments, extension in zip(self.stepped, [*self.extended, None], strict=True):
+            _, logits = self.drafter.step(*arguments)
+            likeliest(logits, self.drafter.top_k)
+            if extension:
+                self.drafter._extend(*extension)
+
+    def verify(self) -> None:
+        """The target's forward over the tree, its mask ready, and its head."""
+        features = self.target.model.base_model(
+            input_ids=self.tree.tokens,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        self.target.ends.logits(features)
+
+
+def overhead(
+    target: Target, allocation: tuple[int, ...], rounds: int = 24, depth: int = 6, nodes: int = 60, top_k: int = 10
+) -> dict[str, object]:
+    """Seconds of a whole round over those of its draft steps and its verify forward, each alone; one round, then its
+    parts in their order, again and again.
+
+    `round_over_parts_joined` counts joining, projecting and choosing children as parts of a draft step.
+    """
+    engine = Speculative(target, random_draft(target, allocation, depth), depth, nodes, top_k)
+    text = _rounds(engine, rounds)
+    for _ in range(1 + UNCOUNTED):
+        next(text)
+    parts, seen = Parts(engine), []
+    for turn in range(rounds + UNCOUNTED):
+        names = ("steps", "verify", "joined", "verify")  # a draft follows a verification, as in a text
+        seconds = [once(lambda: next(text), target.device.type), *(parts.seconds(name) for name in names)]
+        if turn >= UNCOUNTED:
+            seen.append(seconds)
+    whole, steps, verify, joined, again = zip(*seen, strict=True)
+    return {
+        "round_ms": 1000 * median(whole),
+        "draft_steps_ms": 1000 * median(steps),
+        "draft_steps_joined_ms": 1000 * median(joined),
+        "verify_ms": 1000 * median(verify + again),
+        "round_over_parts": spread([w / (s + v) for w, s, v in zip(whole, steps, verify, strict=True)]),
+        "round_over_parts_joined": spread([w / (j + v) for w, j, v in zip(whole, joined, again, strict=True)]),
+    }
+
+
+def against_naive(
+    target: Target,
+    allocation: tuple[int, ...] = (1,) * 6,
+    rounds: int = 24,
+    depth: int = 6,
+    nodes: int = 60,
+    top_k: int = 10,
+) -> dict[str, object]:
+    """Seconds of a naive round over those of ours: same draft, same trees (tests/test_naive_round.py), same text."""
+    draft = random_draft(target, allocation, depth)
+    ours, naive = Speculative(target, draft, depth, nodes, top_k), NaiveRounds(target, draft, depth, nodes, top_k)
+    clock = Clock(target.device)
+    text, said, pairs = _rounds(ours, rounds, clock), [], []
+    said += next(text).tokens[0]
+    naive.start(_prompt(target))
+    work = {"ours": lambda: said.extend(next(text).tokens[0]), "naive": naive.round}
+    for turn in range(rounds + UNCOUNTED):
+        order = ("ours", "naive") if turn % 2 else ("naive", "ours")
+        seconds = {name: once(work[name], target.device.type) for name in order}
+        if turn >= UNCOUNTED:
+            pairs.append(seconds)
+    return {
+        "round_ms": 1000 * median(pair["ours"] for pair in pairs),
+        "naive_round_ms": 1000 * median(pair["naive"] for pair in pairs),
+        "mean_ms_by_part": _by_part(clock, rounds + UNCOUNTED),
+        "naive_mean_ms_by_part": _by_part(naive.clock, rounds + UNCOUNTED),
+        "layer_rows_of_a_naive_round": naive.rows,
+        "same_text": naive.text[-len(said) :] == said,  # in bfloat16 it may part where two tokens tie
+        "round_ratio_vs_naive": spread([pair["naive"] / pair["ours"] for pair in pairs]),
+    }
+
+
+def _by_part(clock: Clock, rounds: int) -> dict[str, float]:
+    parts = {name: seconds for name, seconds in clock.total().items() if name not in ("prefill", "total")}
+    return {name: 1000 * seconds / rounds for name, seconds in parts.items()}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, and the 10th and 90th percentile."""
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    return {"median": middle, "low": low, "high": high}
+
+
+def _prompt(target: Target) -> list[int]:
+    return target.chat.prompt([{"role": "user", "content": QUESTION}])
+
+
+def _rounds(engine: Speculative, count: int, clock: Clock | None = None) -> Iterator[Progress]:
+    """The engine's own loop on a text with room for so many rounds and the uncounted ones."""
+    limit = 1 + (count + 2 * UNCOUNTED) * (engine.drafter.depth + 1)
+    prompt, clock = _prompt(engine.target), clock or Clock(engine.target.device)
+    return engine.rounds([prompt], limit, frozenset(), GREEDY, None, clock)

@@ -1,0 +1,215 @@
+"""`make soak`: random prompts, batches, laws, trees and drafts, for as long as one likes, each against plain decoding.
+
+Every case follows from its seed, so `python benchmarks/soak.py --seed N` begins with the case that failed (trees of the
+kind `auto` also follow the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding
+alone decides between two: such texts are counted, and compared up to there. Memory must stay where it is.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import chain, count
+from random import Random
+
+import torch
+from random_target import random_draft, random_target
+from tqdm import tqdm
+from transformers import LlamaConfig
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.sampling import Chooser, Sampling
+from poss_lightning.target.model import Target
+
+GROWTH = 0.05  # of resident memory, after the first fifth
+EVERY = 20  # so often the embedded target has its turn
+NOISE = 1e-5  # of the largest logit: what float32 may lose between one forward and another
+TINY = LlamaConfig(
+    vocab_size=288,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is decoded, and how."""
+
+    seed: int
+    prompts: list[list[int]]
+    limit: int
+    stops: frozenset[int]
+    temperature: float
+    top_k: int  # of sampling
+    top_p: float
+    allocation: tuple[int, ...]
+    proposals: int | None  # the draft proposes so many tokens only, those the answers have most: else few are accepted
+    depth: int
+    nodes: int
+    width: int  # top_k of the drafter
+    tree: str
+    share: bool
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+
+class Mismatch(AssertionError):
+    """A case whose tokens are not plain decoding's."""
+
+
+def make_case(seed: int, target: Target, sentences: list[str], longest: int, limit: int) -> Case:
+    """The case of a seed: prompts of 1 to `longest` tokens, answers of up to `limit`."""
+    random = Random(seed)
+    size = target.spec.vocab_size
+    prompts = []
+    for _ in range(random.randint(1, 6)):
+        length = random.randint(1, longest)
+        words = target.tokenizer(random.choice(sentences)).input_ids[:length]
+        prompts.append(words if random.random() < 0.5 else [random.randrange(size) for _ in range(length)])
+    depth, width = random.randint(1, 8), random.choice([1, 1, 2, 4, 10])
+    return Case(
+        seed,
+        prompts,
+        limit=random.randint(1, limit),
+        stops=frozenset(random.sample(range(size), random.choice([0, 1, 8]))),
+        temperature=random.choice([0.0, 0.5, 1.0]),
+        top_k=random.choice([0, 5, 50]),
+        top_p=random.choice([1.0, 0.9, 0.5]),
+        allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
+        proposals=random.choice([None, 4, 12, 40]),
+        depth=depth,
+        nodes=depth + 1 + (0 if width == 1 else random.randint(0, 60)),
+        width=width,
+        tree=random.choice(["fixed", "fixed", "auto"]),
+        share=random.choice([False, True]),
+    )
+
+
+def check(case: Case, target: Target) -> tuple[int, int, int]:
+    """Decode a case, and again in another order and in part: tokens, accepted ones, texts that rounding tore.
+
+    The engine stays the same, so that nothing of one text may remain in the next.
+
+    Raises:
+        Mismatch: other tokens than plain decoding's.
+    """
+    engine = None
+    tokens = accepted = torn = 0
+    for prompts in (case.prompts, case.prompts[::-1], case.prompts[: 1 + len(case.prompts) // 2]):
+        given = prompts, case.limit, case.stops, case.sampling
+        plain = Autoregressive(target).decode(*given, _seeded(case))
+        engine = engine or _engine(case, target, [row.tokens for row in plain])
+        ours = engine.decode(*given, _seeded(case))
+        for row, (a, b) in enumerate(zip(ours, plain, strict=True)):
+            tokens, accepted = tokens + len(b.tokens), accepted + sum(a.accepted)
+            if a.tokens == b.tokens:
+                continue
+            at = next((i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=False)) if len(set(pair)) > 1), -1)
+            if at < 0 or not undecided(target, case, prompts, row, b.tokens[:at], {a.tokens[at], b.tokens[at]}):
+                raise Mismatch(f"row {row} of {len(prompts)}, token {at}: {a.tokens} against {b.tokens}")
+            torn += 1
+    return tokens, accepted, torn
+
+
+@torch.inference_mode()
+def undecided(
+    target: Target, case: Case, prompts: list[list[int]], row: int, text: list[int], tokens: set[int], tries: int = 200
+) -> bool:
+    """Whether noise as small as float32's rounding makes either of two tokens the next one after prompt and `text`."""
+    so_far = prompts[row] + text
+    logits = target.ends.logits(target.read(torch.tensor([so_far])))[0, -1]  # (V,)
+    # Every try is a text of its own to the chooser, with the draws of the one in question.
+    choose = Chooser(case.sampling, prompts, case.limit, target.device, _seeded(case))
+    choose.select([row] * tries)
+    noise = torch.randn(tries, len(logits), generator=torch.Generator().manual_seed(0)) * logits.abs().max() * NOISE
+    chosen = choose(logits + noise, torch.full((tries,), len(so_far)))
+    return tokens <= set(chosen.tolist())
+
+
+def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[str, float]:
+    """Cases, one after another, until the time is over; what was seen.
+
+    Raises:
+        Mismatch: names the case.
+    """
+    sentences = [question.turns[0] for question in read_suites()]
+    tiny = [random_target(TINY, torch.float32, seed=weights) for weights in range(4)]
+    seen = {"cases": 0, "tokens": 0, "accepted": 0, "torn_by_rounding": 0}
+    began, warm = time.monotonic(), None
+    with tqdm(total=round(60 * minutes), unit="s", desc="soak") as bar:
+        for number in count(seed):
+            elapsed = time.monotonic() - began
+            bar.update(min(round(elapsed), bar.total) - bar.n)
+            bar.set_postfix(seen | {"cases/s": f"{seen['cases'] / max(elapsed, 1e-9):.1f}"}, refresh=False)
+            if warm is None and elapsed > 12 * minutes:  # a fifth, in seconds
+                warm = resident()
+            if elapsed >= 60 * minutes:
+                break
+            turn = embedded is not None and number % EVERY == EVERY - 1
+            target = embedded if turn else tiny[number % len(tiny)]
+            case = make_case(number, target, sentences, *((60, 12) if turn else (300, 60)))
+            try:
+                counts = check(case, target)
+            except Exception as error:
+                raise Mismatch(f"--seed {number}, {target.spec.name}: {error}\n{asdict(case)}") from error
+            for name, found in zip(("tokens", "accepted", "torn_by_rounding"), counts, strict=True):
+                seen[name] += found
+            seen["cases"] += 1
+    end = resident()
+    return seen | {"resident_start": warm or end, "resident_end": end, "growth": end / (warm or end) - 1}
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
+    likely = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
+    vocabulary = None if case.proposals is None else sorted(likely)
+    draft = random_draft(target, case.allocation, case.depth, case.seed, vocabulary)
+    return Speculative(target, draft, case.depth, case.nodes, case.width, case.tree, case.share)
+
+
+def _seeded(case: Case) -> torch.Generator:
+    return torch.Generator().manual_seed(case.seed)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    options = parser.parse_args(arguments)
+    try:
+        embedded = Target.load("embedded", "float32")
+    except FileNotFoundError as error:
+        print(f"without the embedded target: {error}")
+        embedded = None
+    try:
+        seen = soak(options.minutes, options.seed, embedded)
+    except Mismatch as error:
+        sys.exit(f"\n{error}")
+    for name, value in seen.items():
+        print(f"  {name:<18} {value:,.4g}" if isinstance(value, float) else f"  {name:<18} {value:,}")
+    if seen["growth"] > GROWTH:
+        sys.exit(f"memory grew by {seen['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed")
+
+
+if __name__ == "__main__":
+    main()

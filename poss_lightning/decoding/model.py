@@ -1,0 +1,212 @@
+"""The engine in three lines of Python, with the arguments of transformers' `generate`.
+
+    model = load("embedded", draft="runs/demo/poss2/draft-last")
+    inputs = model.tokenizer("Why is the sky blue?", return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=64)
+
+It is no assistant model for transformers' own assisted generation: that one asks for a chain, and here is a tree.
+"""
+
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.decoder import Clock, Decoder
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.sampling import Processor, Sampling
+from poss_lightning.target.model import Target
+
+NEW_TOKENS = 20  # transformers' default
+
+
+class Streamer(Protocol):
+    """What transformers' `TextStreamer` and its like do."""
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt (1, T) first, then new tokens (n,)."""
+
+    def end(self) -> None:
+        """The text is finished."""
+
+
+def load(
+    target: str | nn.Module = "embedded",
+    draft: str | Specialists | None = None,
+    tokenizer=None,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    tree: Literal["auto", "fixed"] = "auto",
+    depth: int | None = None,
+    nodes: int = 60,
+    top_k: int = 10,
+) -> "Model":
+    """A target, sped up by a draft.
+
+    Args:
+        target: "embedded", a local folder or a hub id; or a causal LM of transformers in hand, which is frozen and
+            keeps its dtype and device.
+        draft: folder or hub id, or specialists in hand; without one the target decodes alone.
+        tokenizer: of a target in hand.
+        dtype: "bfloat16", "float16" or "float32", of a target that is loaded here.
+        device: where it computes, "cpu" or "cuda".
+        tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of `depth` and `nodes`.
+        depth: draft positions K, at most; the depth of the draft's allocation by default.
+        nodes: of a tree, root included, at most.
+        top_k: children tried a node; 1 drafts chains.
+
+    Raises:
+        FileNotFoundError: a target or draft that is not there.
+        ValueError: a target that is not supported, or not the draft's.
+    """
+    if isinstance(target, str):
+        held = Target.load(target, dtype, device)
+    elif tokenizer is None:
+        raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
+    else:
+        usual = target.generation_config
+        held = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
+        target.generation_config = usual  # a Target empties it, and this model is still somebody's
+    if draft is None:
+        return Model(Autoregressive(held))
+    specialists = Specialists.from_pretrained(draft) if isinstance(draft, str) else draft
+    return Model(Speculative(held, specialists, depth, nodes, top_k, tree))
+
+
+class Model:
+    """Continues texts as a causal LM of transformers does, by any decoder.
+
+    Args:
+        decoder: `Speculative`, or one of the baselines.
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.decoder, self.target = decoder, decoder.target
+        self.tokenizer = decoder.target.tokenizer
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        logits_processor: Iterable[Processor] | None = None,
+        streamer: Streamer | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The prompts with their padding, and what follows: (B, T) -> (B, T + new).
+
+        Every argument means what it means in transformers, where the rest of them raise a TypeError here. A prompt
+        padded on the right goes on from its last real token. No text grows beyond the target's context.
+
+        Args:
+            input_ids: (B, T)
+            attention_mask: (B, T) 0 where there is padding, on either side; None takes pad tokens for padding, unless
+                they are stop tokens too.
+            max_new_tokens: at most so many; 20 by default.
+            max_length: the same with T counted in; where both are given, `max_new_tokens` holds.
+            do_sample: draw tokens; else take the likeliest.
+            temperature: of drawing, 1.0 by default. The model's own generation_config is not asked.
+            top_k: of drawing, 50 by default; 0 for all tokens.
+            top_p: of drawing, 1.0 by default.
+            eos_token_id: stop tokens; the target's by default, [] for none.
+            pad_token_id: what finished texts are filled with; by default the tokenizer's, or else a stop token.
+            logits_processor: a LogitsProcessorList; those that keep state are refused.
+            streamer: of one prompt, given its tokens as they are accepted.
+            generator: of the CPU, for what is drawn.
+
+        Raises:
+            ValueError: a number outside its range, or a mask with holes.
+        """
+        stops = self._stops(eos_token_id)
+        pad = self._pad(pad_token_id, eos_token_id)
+        batch, length = input_ids.shape
+        sampling = _sampling(do_sample, temperature, top_k, top_p, logits_processor or ())
+        if streamer is not None and batch > 1:
+            raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
+        prompts = _unpadded(input_ids, attention_mask, pad if pad not in stops else None)
+        limit = _limit(max_new_tokens, max_length, length)
+        texts: list[list[int]] = [[] for _ in prompts]
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        for step in self.decoder.rounds(prompts, limit, stops, sampling, generator, Clock(self.target.device)):
+            for prompt, tokens in step.tokens.items():
+                texts[prompt] += tokens
+            if streamer is not None:
+                streamer.put(torch.tensor(step.tokens[0]))
+        if streamer is not None:
+            streamer.end()
+        longest = max(map(len, texts))
+        new = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=input_ids.device)
+        return torch.cat([input_ids, new], dim=1)  # (B, T + new)
+
+    def chat(self, question: str | list[dict[str, str]], max_new_tokens: int = 256, **arguments) -> str:
+        """The answer to a question, or to the last of `messages`; `arguments` as in `generate`."""
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        prompt = self.target.chat.prompt(messages)
+        every = torch.ones(1, len(prompt), dtype=torch.long)
+        output = self.generate(torch.tensor([prompt]), attention_mask=every, max_new_tokens=max_new_tokens, **arguments)
+        return self.target.chat.text(output[0, len(prompt) :].tolist())
+
+    def _stops(self, given: int | list[int] | None) -> frozenset[int]:
+        if given is None:
+            return self.target.chat.stops
+        return frozenset([given] if isinstance(given, int) else given)
+
+    def _pad(self, given: int | None, stops: int | list[int] | None) -> int:
+        known = [given, self.tokenizer.pad_token_id, *([stops] if isinstance(stops, int) else stops or [])]
+        return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
+
+
+def _limit(new: int | None, whole: int | None, length: int) -> int:
+    """How many new tokens a prompt of `length` may have."""
+    if new is None and whole is not None and whole <= length:
+        raise ValueError(f"max_length is {whole} and the prompt has {length} tokens: it must be longer, by what is new")
+    return new if new is not None else NEW_TOKENS if whole is None else whole - length
+
+
+def _sampling(
+    do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None, processors: Iterable[Processor]
+) -> Sampling:
+    """The law, with transformers' defaults.
+
+    Raises:
+        ValueError: a number outside its range, or one that means nothing without drawing.
+    """
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not do_sample and given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"{name} is {value}, which means nothing without do_sample=True")
+    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0} if do_sample else {}
+    return Sampling(**(usual | given), processors=tuple(processors))
+
+
+def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:
+    """The prompts without their padding: (B, T) twice, 0 where there is padding.
+
+    Raises:
+        ValueError: shapes that differ, or a row whose real tokens are not side by side.
+    """
+    if mask is None:
+        mask = tokens != pad if pad is not None else torch.ones_like(tokens)
+    if mask.shape != tokens.shape:
+        raise ValueError(f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(tokens.shape)}: give one for one")
+    prompts = []
+    for number, (row, real) in enumerate(zip(tokens.tolist(), mask.long().tolist(), strict=True)):
+        inner = "".join(map(str, real)).strip("0")
+        if not inner or "0" in inner:
+            wrong = "has 0 between real tokens" if inner else "is all 0"
+            raise ValueError(f"attention_mask of row {number} {wrong}; padding stands before or behind a text")
+        prompts.append([token for token, own in zip(row, real, strict=True) if own])
+    return prompts

@@ -1,0 +1,82 @@
+"""A round in the terminal: the tree of drafted tokens, what of it the target took, and what it added.
+
+the
+├─ ✓ cat 62.0 %
+│  ├─ ✓ sat 40.0 %
+│  │  └─ + down
+│  └─ ran 9.0 %
+├─ dog 21.0 %
+└─ … 31 more
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+GREEN, BOLD, DIM, PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+LINES = 24  # of one drawing, so that a round fits a terminal
+
+
+class Guesses(NamedTuple):
+    """One round of one text: N nodes, the root first and every parent before its children."""
+
+    tokens: list[int]  # (N,)
+    parents: list[int]  # (N,)
+    scores: list[float]  # (N,) log-probability of the path from the root, by the draft
+    path: list[int]  # nodes accepted, from the root on
+    bonus: int | None  # the target's own token behind them; None where the text ended with them
+
+
+def draw(guesses: Guesses, text: Callable[[int], str], colour: bool = False, lines: int = LINES) -> str:
+    """The tree, likelier children first, with the probability of each path.
+
+    Args:
+        guesses: what was drafted and taken.
+        text: of a token.
+        colour: accepted in green, the bonus bold, the rest dim; without it, accepted have ✓ and the bonus has +.
+        lines: at most so many, unless what was accepted needs more; the least probable nodes are left out.
+    """
+    tokens, parents, scores, path, bonus = guesses
+    shown = _shown(guesses, lines - (bonus is not None))
+    below: dict[int, list[tuple[str, int | None]]] = defaultdict(
+        list
+    )  # of each node: labels, and nodes where it is one
+    for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
+        words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
+        label = _mark("✓ ", GREEN, words, colour) if node in path else _mark("", DIM, words, colour)
+        below[parents[node]].append((label, node))
+    if bonus is not None:
+        below[path[-1]].append((_mark("+ ", BOLD, _plain(text(bonus)), colour), None))
+    if more := len(tokens) - len(shown):
+        below[0].append((_mark("", DIM, f"… {more} more", colour), None))
+    return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
+
+
+def _shown(guesses: Guesses, lines: int) -> set[int]:
+    """The path, and as many of the likeliest nodes as `lines` leaves room for; with every node its parent."""
+    if len(guesses.tokens) > lines:
+        lines -= 1  # says how many are left out
+    shown = set(guesses.path)
+    for node in sorted(range(len(guesses.tokens)), key=lambda node: (-guesses.scores[node], node)):
+        if len(shown) < lines:
+            shown.add(node)
+    return shown
+
+
+def _branches(below: dict[int, list[tuple[str, int | None]]], node: int) -> list[str]:
+    lines = []
+    for place, (label, child) in enumerate(below[node], start=1):
+        last = place == len(below[node])
+        lines.append(("└─ " if last else "├─ ") + label)
+        if child is not None:
+            lines += [("   " if last else "│  ") + line for line in _branches(below, child)]
+    return lines
+
+
+def _plain(text: str) -> str:
+    return repr(text)[1:-1]
+
+
+def _mark(sign: str, code: str, words: str, colour: bool) -> str:
+    return f"{code}{words}{PLAIN}" if colour else sign + words

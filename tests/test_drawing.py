@@ -1,0 +1,69 @@
+"""Rounds as the terminal shows them: the drawing is the law."""
+
+import math
+
+import pytest
+
+from poss_lightning.evaluation.drawing import BOLD, DIM, GREEN, PLAIN, Guesses, draw
+
+WORDS = ["the", "cat", "dog", "sat", "ran", "\n", " down"]
+#         the(cat(sat(\n) ran) dog), of which the target takes cat and sat, and goes on with down
+CHANCES = [1.0, 0.62, 0.21, 0.4, 0.09, 0.05]
+GUESSES = Guesses([0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 3], [math.log(chance) for chance in CHANCES], [0, 1, 3], 6)
+
+WHOLE = r"""
+the
+├─ ✓ cat 62.0 %
+│  ├─ ✓ sat 40.0 %
+│  │  ├─ \n 5.0 %
+│  │  └─ +  down
+│  └─ ran 9.0 %
+└─ dog 21.0 %
+"""
+
+CUT = """
+the
+├─ ✓ cat 62.0 %
+│  └─ ✓ sat 40.0 %
+│     └─ +  down
+├─ dog 21.0 %
+└─ … 2 more
+"""
+
+ENDED = """
+the
+├─ ✓ cat 62.0 %
+│  └─ ✓ sat 40.0 %
+└─ … 3 more
+"""
+
+
+@pytest.mark.parametrize(
+    ("guesses", "lines", "expected"),
+    [
+        (GUESSES, 24, WHOLE),
+        (GUESSES, 7, WHOLE),  # just enough
+        (GUESSES, 6, CUT),
+        (GUESSES._replace(bonus=None), 4, ENDED),
+        (GUESSES._replace(bonus=None), 1, ENDED),  # what was accepted is always there
+    ],
+)
+def test_a_round_is_drawn(guesses, lines, expected):
+    assert "\n" + draw(guesses, WORDS.__getitem__, lines=lines) + "\n" == expected
+
+
+def test_colours_stand_for_the_signs():
+    drawn = draw(GUESSES, WORDS.__getitem__, colour=True, lines=6).splitlines()
+    assert drawn[1] == f"├─ {GREEN}cat 62.0 %{PLAIN}"
+    assert drawn[3] == f"│     └─ {BOLD} down{PLAIN}"
+    assert drawn[4:] == [f"├─ {DIM}dog 21.0 %{PLAIN}", f"└─ {DIM}… 2 more{PLAIN}"]
+
+
+def test_what_is_shown_is_a_tree_within_its_lines():
+    """A node of the path may be the least probable of all; equal scores do not orphan a child."""
+    chain = Guesses(list(range(60)), [max(i - 1, 0) for i in range(60)], [0.0] * 60, [0], 7)
+    drawn = draw(chain, str).splitlines()
+    assert len(drawn) == 24 and drawn[-1] == "└─ … 38 more" and "+ 7" in drawn[-2]
+    broad = Guesses(list(range(60)), [0] * 60, [0.0, *(-float(i) for i in range(1, 60))], [0, 59], 7)
+    drawn = draw(broad, str).splitlines()
+    assert len(drawn) == 24 and drawn[-3:] == ["├─ ✓ 59 0.0 %", "│  └─ + 7", "└─ … 38 more"]
