@@ -6,6 +6,7 @@ alone decides between two: such texts are counted, and compared up to there. Mem
 """
 
 import argparse
+import ctypes
 import gc
 import os
 import sys
@@ -71,12 +72,12 @@ class Mismatch(AssertionError):
     """A case whose tokens are not plain decoding's."""
 
 
-def make_case(seed: int, target: Target, sentences: list[str], longest: int, limit: int) -> Case:
-    """The case of a seed: prompts of 1 to `longest` tokens, answers of up to `limit`."""
+def make_case(seed: int, target: Target, sentences: list[str], rows: int, longest: int, limit: int) -> Case:
+    """The case of a seed: up to `rows` prompts of 1 to `longest` tokens, answers of up to `limit`."""
     random = Random(seed)
     size = target.spec.vocab_size
     prompts = []
-    for _ in range(random.randint(1, 6)):
+    for _ in range(random.randint(1, rows)):
         length = random.randint(1, longest)
         words = target.tokenizer(random.choice(sentences)).input_ids[:length]
         prompts.append(words if random.random() < 0.5 else [random.randrange(size) for _ in range(length)])
@@ -161,7 +162,7 @@ def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[
                 break
             turn = embedded is not None and number % EVERY == EVERY - 1
             target = embedded if turn else tiny[number % len(tiny)]
-            case = make_case(number, target, sentences, *((60, 12) if turn else (300, 60)))
+            case = make_case(number, target, sentences, *((2, 60, 8) if turn else (6, 300, 60)))
             try:
                 counts = check(case, target)
             except Exception as error:
@@ -174,8 +175,9 @@ def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Bytes of memory that this process holds, without what the C library (glibc) keeps of what was freed."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -155,7 +155,7 @@ def test_two_seconds_of_soak():
 
 
 def test_a_case_follows_from_its_seed(target):
-    cases = [soak.make_case(seed, target, ["A horse has four legs."], 30, 20) for seed in (1, 1, 2)]
+    cases = [soak.make_case(seed, target, ["A horse has four legs."], 6, 30, 20) for seed in (1, 1, 2)]
     assert cases[0] == cases[1] != cases[2]
     assert all(1 <= len(prompt) <= 30 and max(prompt) < 320 for case in cases for prompt in case.prompts)
 
@@ -176,7 +176,7 @@ def test_a_soak_stops_at_a_mismatch_and_names_its_case(monkeypatch):
 def test_only_rounding_excuses_a_mismatch():
     """Two tokens with the same rows of the head tie; the next likeliest is no excuse."""
     target = random_target(soak.TINY, torch.float32)
-    case = soak.make_case(3, target, ["A horse."], 5, 4)
+    case = soak.make_case(3, target, ["A horse."], 6, 5, 4)
     case = replace(case, prompts=[[5, 6, 7], [8]], temperature=0.0)
     logits = target.ends.logits(target.read(torch.tensor([[8]])))[0, -1]
     best, second = logits.topk(2).indices.tolist()

@@ -130,7 +130,7 @@ class Auto:
         self.depth, self.nodes, self.draft, self.verify = depth, nodes, draft, verify
         self.asks, self.calibration = asks, calibration
         self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
-        self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those that could have
+        self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
         self.reached = [2.0] * depth
         self.tokens, self.seconds = 4.0, 4 * verify[1]  # as plain decoding, to begin with
         self.looked: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it is settled
@@ -167,9 +167,11 @@ class Auto:
         verified = tree.tokens[going] != ABSENT
         verified[:, 0] = False  # the root is no guess
         self.calibration.learn(tree.scores[going][verified], taken[verified])
+        tried = ((tree.parents[going] == end[:, None]) & verified).any(dim=1)  # something below the end
         accepted = verdict.accepted[going].tolist()
+        ends = list(zip(accepted, tried.tolist(), strict=True))
         for k in range(self.steps):
-            self.reached[k] = MEMORY * self.reached[k] + sum(count >= k for count in accepted)
+            self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)
             self.deepened[k] = MEMORY * self.deepened[k] + sum(count > k for count in accepted)
         self.tokens = MEMORY * self.tokens + sum(accepted) + len(accepted)
         self.seconds = MEMORY * self.seconds + self.steps * self.draft + self.verify[self.chosen]
