@@ -10,7 +10,6 @@ llama       at the sizes of Llama-3-8B, beside the bandwidth floor (only with --
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
 from floor import LLAMA_3_8B, round_times
@@ -27,7 +26,6 @@ from poss_lightning.target.model import Target
 PARTS = ("overhead", "naive", "suites", "batch", "vocabulary", "llama")
 ALLOCATIONS = ((6,), (2, 2, 2), (1,) * 6)
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
-EVAL = Path(__file__).parents[2] / "shared" / "eval"
 
 
 def measure(
@@ -69,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all that the device can do by default")
     parser.add_argument("--device", default="cpu", choices=list(BATCHES))
     parser.add_argument("--draft", help="draft folder for suites, batch and vocabulary; a random one by default")
-    parser.add_argument("--suites", nargs="+", help="files, folders or names; ../shared/eval where it is, else our own")
+    parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
     parser.add_argument("--limit", type=int, help="questions of each suite")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=24, help="that are timed for overhead and naive")
@@ -78,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu" and "llama" in (options.parts or ()):
         parser.error("the part llama needs --device cuda")
     parts = options.parts or [part for part in PARTS if part != "llama" or options.device == "cuda"]
-    questions = read_suites(options.suites or ([str(EVAL)] if EVAL.is_dir() else None), options.limit)
+    questions = read_suites(options.suites, options.limit)
     target = Target.load("embedded", device=options.device)
     draft = Specialists.from_pretrained(options.draft) if options.draft else random_draft(target, (1,) * 6)
     results: dict[str, object] = {

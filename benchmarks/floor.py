@@ -13,11 +13,10 @@ from random_target import random_draft
 from transformers import LlamaConfig
 
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.decoder import Clock
+from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import ancestors, rerank
-from poss_lightning.sampling import GREEDY
 from poss_lightning.target.cache import SlotStore
 from poss_lightning.target.model import Target
 
@@ -87,7 +86,7 @@ def round_times(
         for n in sorted({min(n, most) for n in nodes if n > depth}):
             engine.fixed = Fixed(depth, n)
             limit = 1 + (repeats + 4) * (depth + 1)
-            text = engine.rounds([prompt], limit, frozenset(), GREEDY, None, Clock(target.device))
+            text = engine.rounds(Request([prompt], limit, frozenset()), Clock(target.device))
             for _ in range(3):  # prefill, and rounds that capture
                 next(text)
             times = [once(lambda text=text: next(text), device) for _ in range(repeats)]

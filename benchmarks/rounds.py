@@ -12,12 +12,11 @@ from measure import once
 from naive_round import NaiveRounds
 from random_target import random_draft
 
-from poss_lightning.decoding.decoder import Clock, Progress
+from poss_lightning.decoding.decoder import Clock, Progress, Request
 from poss_lightning.decoding.drafting import likeliest
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import ancestors, rerank
-from poss_lightning.sampling import GREEDY
 from poss_lightning.target.model import Target
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
@@ -164,4 +163,4 @@ def _rounds(engine: Speculative, count: int, clock: Clock | None = None) -> Iter
     """The engine's own loop on a text with room for so many rounds and the uncounted ones."""
     limit = 1 + (count + 2 * UNCOUNTED) * (engine.drafter.depth + 1)
     prompt, clock = _prompt(engine.target), clock or Clock(engine.target.device)
-    return engine.rounds([prompt], limit, frozenset(), GREEDY, None, clock)
+    return engine.rounds(Request([prompt], limit, frozenset()), clock)

@@ -9,14 +9,13 @@ from tqdm import tqdm
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.decoder import Clock, Decoder
+from poss_lightning.decoding.decoder import Clock, Decoder, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ABSENT, Tree, ancestors
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.vocabulary import cut
 from poss_lightning.evaluation.suites import Question
-from poss_lightning.sampling import GREEDY
 from poss_lightning.target.model import Target
 
 AUTO, FIXED, SHARED = "auto", "fixed", "fixed_shared"
@@ -42,7 +41,7 @@ def run(decoder: Decoder, prompts: list[list[int]], limit: int) -> Run:
     """Decode, as `Decoder.decode` does, and look at the trees while the clock stands."""
     clock, stops = Clock(decoder.target.device), decoder.target.chat.stops
     tokens, accepted, trees = 0, [], []
-    for step in decoder.rounds(prompts, limit, stops, GREEDY, None, clock):
+    for step in decoder.rounds(Request(prompts, limit, stops), clock):
         tokens += sum(map(len, step.tokens.values()))
         accepted += step.accepted.values()
         if step.tree:

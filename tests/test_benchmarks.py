@@ -15,10 +15,9 @@ from rounds import Parts, against_naive, overhead, spread
 from test_engine import PROMPTS, tokens_of
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock
+from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.suites import Question
-from poss_lightning.sampling import GREEDY
 
 QUESTIONS = [Question(suite, n, "", [text]) for suite in ("a", "b") for n, text in enumerate(("Hi", "How many legs?"))]
 
@@ -28,7 +27,7 @@ QUESTIONS = [Question(suite, n, "", [text]) for suite in ("a", "b") for n, text 
 
 def test_parts_done_between_rounds_change_no_token(target):
     engine, tokens = Speculative(target, tiny_draft(target, [1, 2, 3]), 6, 40), []
-    text = engine.rounds(PROMPTS[:1], 30, frozenset(), GREEDY, None, Clock(target.device))
+    text = engine.rounds(Request(PROMPTS[:1], 30, frozenset()), Clock(target.device))
     tokens += next(text).tokens[0]
     parts = Parts(engine)
     assert [args[1].z.shape[1] for args in parts.stepped] == [1] + [10] * 5 and parts.tree.tokens.shape == (1, 40)
@@ -111,7 +110,7 @@ def test_floors_are_the_bytes_that_must_be_read():
     """D 32, MLP 48, 4 heads and 2 of keys, of 8 each, 288 tokens, 2 layers; float32."""
     target = random_target(soak.TINY, torch.float32)
     engine = Speculative(target, random_draft(target, (1, 2)), 3, 20)
-    next(engine.rounds([[5] * 10], 8, frozenset(), GREEDY, None, Clock(target.device)))
+    next(engine.rounds(Request([[5] * 10], 8, frozenset()), Clock(target.device)))
     mlp, attention, slot, head = 3 * 32 * 48, 2 * 32 * 32, 2 * 2 * 8, 288 * 32  # projections of keys: 32 * slot
     layer = mlp + attention + 32 * slot + 2 * 32  # two norms
     assert floor.verify_bytes(engine, 20) == 4 * (2 * layer + 32 + head + 2 * slot * (10 + 20))

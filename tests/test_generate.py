@@ -42,7 +42,7 @@ class Scripted(Decoder):
         self.target, self.script, self.look = target, script, look
         self.seen: list[str] = []
 
-    def rounds(self, prompts, limit, stops, sampling, generator, clock) -> Iterator[Progress]:
+    def rounds(self, request, clock) -> Iterator[Progress]:
         for tokens in self.script:
             yield Progress({0: tokens})
             self.seen.append(self.look())

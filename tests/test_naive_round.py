@@ -6,10 +6,9 @@ from conftest import tiny_draft, tiny_target
 from naive_round import NaiveRounds
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock
+from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.vocabulary import cut
-from poss_lightning.sampling import GREEDY
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3]]
 
@@ -18,7 +17,7 @@ def same_rounds(target, draft, prompt, depth=6, nodes=60, top_k=10, limit=12) ->
     """Decode with both, round by round; what was accepted."""
     naive = NaiveRounds(target, draft, depth, nodes, top_k)
     ours = Speculative(target, draft, depth, nodes, top_k)
-    text = ours.rounds([prompt], limit, frozenset(), GREEDY, None, Clock(target.device))
+    text = ours.rounds(Request([prompt], limit, frozenset()), Clock(target.device))
     assert next(text).tokens == {0: [naive.start(prompt)]}
     accepted = []
     for step in text:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Texts, check_room
-from poss_lightning.sampling import Sampling
+from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, Texts, check_room
 from poss_lightning.target.generation import pad, steps
 from poss_lightning.target.model import Target
 
@@ -17,16 +16,9 @@ class Autoregressive(Decoder):
         self.target = target
 
     @torch.inference_mode()
-    def rounds(
-        self,
-        prompts: list[list[int]],
-        limit: int,
-        stops: frozenset[int],
-        sampling: Sampling,
-        generator: torch.Generator | None,
-        clock: Clock,
-    ) -> Iterator[Progress]:
+    def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`. With the same generator, the tokens of `Speculative`."""
+        prompts, limit, stops, sampling, generator = request
         limits = check_room(self.target, prompts, limit)
         texts, part = Texts(limits, stops), "prefill"
         stream = steps(self.target, prompts, max(limits), stops, sampling, generator)
@@ -49,16 +41,9 @@ class Generate(Decoder):
         self.target, self.lookup = target, lookup
 
     @torch.inference_mode()
-    def rounds(
-        self,
-        prompts: list[list[int]],
-        limit: int,
-        stops: frozenset[int],
-        sampling: Sampling,
-        generator: torch.Generator | None,
-        clock: Clock,
-    ) -> Iterator[Progress]:
+    def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`: all in one step, and draws of its own. Batches are padded on the left, as it wants them."""
+        prompts, limit, stops, sampling, _ = request
         limits = check_room(self.target, prompts, limit)
         texts = Texts(limits, stops)
         flipped = pad([prompt[::-1] for prompt in prompts], self.target.device)

@@ -32,6 +32,16 @@ class Decoded:
     seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
 
 
+class Request(NamedTuple):
+    """What is to be decoded."""
+
+    prompts: list[list[int]]  # token ids, of any lengths
+    limit: int  # new tokens of each, at most
+    stops: frozenset[int]  # tokens that end a text
+    sampling: Sampling = GREEDY  # how tokens are chosen
+    generator: torch.Generator | None = None  # of the CPU, for what is drawn; None for torch's own
+
+
 class Progress(NamedTuple):
     """What one step brings to the prompts that are not finished, by their numbers; and its tree, where it had one.
 
@@ -110,16 +120,12 @@ class Decoder(ABC):
     target: Target
 
     @abstractmethod
-    def rounds(
-        self,
-        prompts: list[list[int]],
-        limit: int,
-        stops: frozenset[int],
-        sampling: Sampling,
-        generator: torch.Generator | None,
-        clock: Clock,
-    ) -> Iterator[Progress]:
-        """The new tokens of every prompt, step by step; arguments as in `decode`."""
+    def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
+        """The new tokens of every prompt, step by step.
+
+        Raises:
+            ValueError: a limit below 1, or a prompt that is empty or fills the target's context.
+        """
 
     def decode(
         self,
@@ -129,23 +135,12 @@ class Decoder(ABC):
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> list[Decoded]:
-        """New tokens of every prompt.
-
-        Args:
-            prompts: token ids, of any lengths.
-            limit: new tokens of each, at most.
-            stops: tokens that end a text; None for the target's.
-            sampling: how tokens are chosen.
-            generator: of the CPU, for what is drawn; None for torch's own.
-
-        Raises:
-            ValueError: a limit below 1, or a prompt that is empty or fills the target's context.
-        """
+        """New tokens of every prompt, all at once; arguments and errors as of a `Request`, `stops` the target's."""
         clock = Clock(self.target.device)
         stops = self.target.chat.stops if stops is None else stops
         texts: list[list[int]] = [[] for _ in prompts]
         accepted: list[list[int]] = [[] for _ in prompts]
-        for step in self.rounds(prompts, limit, stops, sampling, generator, clock):
+        for step in self.rounds(Request(prompts, limit, stops, sampling, generator), clock):
             for prompt, tokens in step.tokens.items():
                 texts[prompt] += tokens
             for prompt, count in step.accepted.items():

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.budget import SIZES, Auto, Budget, Calibration, Fixed
-from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Texts, check_room
+from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, Texts, check_room
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import Tree, ancestors, rerank, share
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Chooser, Sampling
+from poss_lightning.sampling import Chooser
 from poss_lightning.target.cache import Packed, TreeCache
 from poss_lightning.target.generation import pad, prefill
 from poss_lightning.target.model import Target
@@ -88,20 +88,15 @@ class Speculative(Decoder):
             self.drafter.step = torch.compile(self.drafter.step, fullgraph=True)
 
     @torch.inference_mode()
-    def rounds(
-        self,
-        prompts: list[list[int]],
-        limit: int,
-        stops: frozenset[int],
-        sampling: Sampling,
-        generator: torch.Generator | None,
-        clock: Clock,
-    ) -> Iterator[Progress]:
+    def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`."""
-        limits = check_room(self.target, prompts, limit)
-        texts, rows = Texts(limits, stops), list(range(len(prompts)))  # rows: the prompt of each row of the batch
+        limits = check_room(self.target, request.prompts, request.limit)
+        texts, rows = (
+            Texts(limits, request.stops),
+            list(range(len(limits))),
+        )  # rows: the prompt of each row of the batch
         with clock.part("prefill"):
-            first = self._prefill(prompts, max(limits), sampling, generator)
+            first = self._prefill(request, max(limits))
         yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
         while going := [row for row, prompt in enumerate(rows) if texts.left[prompt]]:
             if 2 * len(going) <= len(rows):  # finished rows cost time: forget them now and then
@@ -116,11 +111,10 @@ class Speculative(Decoder):
             accepted = {rows[i]: min(taken[rows[i]][1], told[i][0]) for i in going}
             yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, tuple(rows), done.tree, done.verdict)
 
-    def _prefill(
-        self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator | None
-    ) -> list[int]:
+    def _prefill(self, request: Request, limit: int) -> list[int]:
         """Read the prompts into both caches; the first token of each."""
         drafter, target, before = self.drafter, self.target, self.cache
+        prompts, _, _, sampling, generator = request
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
         self.cache, features, last = prefill(target, prompts, reach + self.most, self.cache)
         self.choose = Chooser(sampling, prompts, reach + drafter.depth, target.device, generator)

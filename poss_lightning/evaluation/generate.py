@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock, Decoded, Decoder, Progress
+from poss_lightning.decoding.decoder import Clock, Decoded, Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
@@ -108,7 +108,8 @@ class Ask:
         """The answer; what `watch` does at every step does not count in its seconds."""
         clock, stops = Clock(decoder.target.device), decoder.target.chat.stops
         tokens, accepted = [], []
-        for step in decoder.rounds([self.prompt], self.limit, stops, self.sampling, self._generator(), clock):
+        request = Request([self.prompt], self.limit, stops, self.sampling, self._generator())
+        for step in decoder.rounds(request, clock):
             tokens += step.tokens[0]
             accepted += step.accepted.values()
             with clock.outside():
