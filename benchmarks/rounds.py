@@ -62,7 +62,7 @@ class Parts:
             self.drafter.step(*arguments)
 
     def joined(self) -> None:
-        """The K draft steps as docs/METHOD.md has them (section 2): z is joined, and projected for its readers, first."""
+        """The K draft steps as in docs/METHOD.md, section 2: z is joined, and projected for its readers, first."""
         for arguments, extension in zip(self.stepped, [None, *self.extended], strict=True):
             if extension:
                 self.drafter._extend(*extension)
@@ -86,8 +86,8 @@ def overhead(
     """Seconds of a whole round over those of its draft steps and its verify forward, each alone; one round, then its
     parts in their order, again and again.
 
-    `round_over_parts_from_z` leaves joining and projecting new slots out of the draft steps. Choosing children, building
-    the tree and its masks, judging and committing are in neither.
+    `round_over_parts_from_z` leaves joining and projecting new slots out of the draft steps. Choosing children,
+    building the tree and its masks, judging and committing are in neither.
     """
     engine = Speculative(target, random_draft(target, allocation, depth), depth, nodes, top_k)
     text = _rounds(engine, rounds)
