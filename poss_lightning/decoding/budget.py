@@ -132,7 +132,7 @@ class Auto:
         self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
         self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
         self.reached = [2.0] * depth
-        self.tokens, self.seconds = 4.0, 4 * verify[1]  # as plain decoding, to begin with
+        self.tokens, self.seconds = 4.0, 4 * min(verify.values())  # as plain decoding, to begin with
         self.looked: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it is settled
         self.plan: tuple[int, int] | None = None
 

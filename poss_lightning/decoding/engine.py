@@ -194,29 +194,32 @@ class Speculative(Decoder):
         return self.budgets[batch]
 
     def _measure(self) -> Auto:
-        """Time draft steps and verification here and now; what it writes, the next round overwrites."""
+        """Time draft steps and verification here and now; what they write, the next round overwrites."""
         drafter = self.drafter
         whole = drafter.grow(self.fixed)
-        sizes = [*(n for n in SIZES if n < self.nodes), self.nodes]
-        trees = {n: self._prune(whole, n) for n in sizes}
 
         def verify(tree: Tree, packed: Packed | None) -> None:
             self._verify(tree, ancestors(tree.parents, drafter.depth), packed)
 
-        runs = [
-            (
-                self._seconds(partial(drafter.grow, self.fixed)),
-                [self._seconds(partial(verify, *pruned)) for pruned in trees.values()],
-            )
-            for _ in range(4)
-        ]
-        draft = min(grow for grow, _ in runs[1:]) / drafter.depth  # the first run is not counted
-        fastest = [min(times) for times in zip(*(verifying for _, verifying in runs[1:]), strict=True)]
+        sizes = [*(n for n in SIZES if n < self.nodes), self.nodes]
+        verifying = {n: partial(verify, *self._prune(whole, n)) for n in sizes}
+        seconds = self._fastest({0: partial(drafter.grow, self.fixed), **verifying})
+        draft = seconds.pop(0) / drafter.depth
         # Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
-        verified = {n: min(fastest[place:]) for place, n in enumerate(sizes)}
-        return Auto(
-            drafter.depth, self.nodes, draft, verified, self.calibration, asks=self.target.device.type != "cuda"
-        )
+        verified = {n: min(cost for m, cost in seconds.items() if m >= n) for n in seconds}
+        asks = self.target.device.type != "cuda"
+        return Auto(drafter.depth, self.nodes, draft, verified, self.calibration, asks)
+
+    def _fastest(self, works: dict[int, Callable[[], None]], times: int = 3) -> dict[int, float]:
+        """Seconds of each, done in turn; without those that take longer than the tokens of any tree could repay."""
+        if self.graphs.enabled:
+            works = {n: partial(self.graphs.run, ("timed", n), work, []) for n, work in works.items()}
+        first = {n: self._seconds(work) for n, work in works.items()}  # warms up, and is not counted
+        dear = (self.drafter.depth + 1) * min(first.values())
+        works = {n: work for n, work in works.items() if first[n] <= dear or n == 0}
+        runs = [{n: self._seconds(work) for n, work in works.items()} for _ in range(times)]
+        self.graphs.forget()
+        return {n: min(run[n] for run in runs) for n in works}
 
     def _seconds(self, work: Callable[[], object]) -> float:
         wait = torch.cuda.synchronize if self.target.device.type == "cuda" else lambda: None
