@@ -14,7 +14,7 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import Drafter, likeliest
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.sampling import Sampling
@@ -238,6 +238,17 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
     drafter.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), torch.tensor([3]))
     drafter.grow(Fixed(6, 60))
     assert sum(rows) == 51
+
+
+@pytest.mark.parametrize("vocabulary", [40, 320, 2560, 2561])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_likeliest_are_those_of_log_softmax(vocabulary, dtype):
+    logits = (3 * torch.randn(2, 7, vocabulary, generator=torch.Generator().manual_seed(0))).to(dtype)
+    found, rows = likeliest(logits, 10)
+    every = logits.float().log_softmax(-1)
+    torch.testing.assert_close(found, every.topk(10, dim=-1).values)
+    torch.testing.assert_close(every.gather(-1, rows), found)
+    assert all(len(set(row)) == 10 for row in rows.flatten(0, 1).tolist())
 
 
 def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):

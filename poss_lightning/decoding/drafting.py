@@ -168,9 +168,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     In a large vocabulary they stand in the `count` blocks with the highest maxima, so only these are searched.
     """
-    vocabulary = logits.shape[-1]
-    norm = logits.float().logsumexp(-1, keepdim=True)  # log_softmax of all V would cost more
-    if vocabulary % BLOCK or vocabulary // BLOCK < 2 * count:
+    if logits.shape[-1] % BLOCK or logits.shape[-1] // BLOCK < 2 * count:
         best, rows = logits.topk(count, dim=-1)
     else:
         blocks = logits.unflatten(-1, (-1, BLOCK))
@@ -178,4 +176,8 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         within = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK)).flatten(-2)
         best, places = within.topk(count, dim=-1)
         rows = chosen.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
-    return best.float() - norm, rows
+    best = best.float()
+    highest = best[..., :1]  # log_softmax of all V, or a logsumexp that seeks the highest itself, would cost more
+    own = logits.to(torch.float32, copy=True)  # in place from here: new memory would cost more than what is done in it
+    norm = own.sub_(highest).exp_().sum(-1, keepdim=True).log_()
+    return best - highest - norm, rows

@@ -91,10 +91,8 @@ class Speculative(Decoder):
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`."""
         limits = check_room(self.target, request.prompts, request.limit)
-        texts, rows = (
-            Texts(limits, request.stops),
-            list(range(len(limits))),
-        )  # rows: the prompt of each row of the batch
+        texts = Texts(limits, request.stops)
+        rows = list(range(len(limits)))  # the prompt of each row of the batch
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
         yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
