@@ -18,7 +18,7 @@ from poss_lightning.draft.vocabulary import cut
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.target.model import Target
 
-AUTO, FIXED, SHARED = "auto", "fixed", "fixed_shared"
+AUTO, FIXED, AUTO_SHARED, FIXED_SHARED = TREES = "auto", "fixed", "auto_shared", "fixed_shared"
 BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "autoregressive", "prompt_lookup"
 SIZES = (4096, 8192, 16384, 32768, None)  # of vocabularies; None is all
 
@@ -117,13 +117,14 @@ def batch(
     methods = {
         AUTO: Speculative(target, draft, tree="auto"),
         FIXED: Speculative(target, draft),
-        SHARED: Speculative(target, draft, share=True),
+        AUTO_SHARED: Speculative(target, draft, tree="auto", share=True),
+        FIXED_SHARED: Speculative(target, draft, share=True),
         PLAIN: Autoregressive(target),
     }
     prompts = first_turns(target, one_of_each(questions, size))
     runs = in_turn(methods, [prompts] * repeats, new_tokens)
     found = {name: figures([one[name] for one in runs]) for name in methods}
-    return found | {f"{tree}_speedup_vs_{PLAIN}": speed_ratio(runs, tree, PLAIN) for tree in (AUTO, FIXED, SHARED)}
+    return found | {f"{tree}_speedup_vs_{PLAIN}": speed_ratio(runs, tree, PLAIN) for tree in TREES}
 
 
 def vocabularies(

@@ -7,6 +7,8 @@ more tokens than its seconds would bring elsewhere: with λ the rate reached so 
     one more node       a           against   λ · (v(n + 1) - v(n))
     one more step       Σ a · r     against   λ · c              over the frontier; r: how often a child of it is taken
 
+Where drafting has brought less than plain decoding would, nothing is drafted, but for a trial now and then.
+
 The chances come of the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
 """
 
@@ -23,6 +25,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own word
 MEMORY = 0.98  # of what was seen, a round later: texts change
+TRIAL = 16  # rounds without a draft, after which one is tried; twice as many after each that brings too little
 SETTLE = 16  # rounds to look at before depth and size are settled, where they are not chosen anew in every round
 
 
@@ -38,7 +41,7 @@ class Budget(Protocol):
     plan: tuple[int, int] | None
 
     def deeper(self, depth: int, scores: Tensor) -> bool:
-        """Whether to draft below the frontier at `depth`, whose path scores are (B, M)."""
+        """Whether to draft below the frontier at `depth`, whose path scores are (B, M); the root's depth is 0."""
         ...
 
     def size(self, scores: Tensor) -> int:
@@ -112,7 +115,8 @@ class Auto:
         depth: the deepest tree.
         nodes: the largest.
         draft: seconds of a draft step.
-        verify: seconds of verifying n nodes, by n, one of `SIZES` or `nodes`.
+        verify: seconds of verifying n nodes a row, by n, one of `SIZES` or `nodes`.
+        rows: B, texts side by side.
         calibration: of the draft's path probabilities.
         asks: choose anew in every round, which asks the device in the middle of it; else settle on one depth and size
             after a few full rounds.
@@ -124,6 +128,7 @@ class Auto:
         nodes: int,
         draft: float,
         verify: dict[int, float],
+        rows: int,
         calibration: Calibration,
         asks: bool = True,
     ):
@@ -132,17 +137,24 @@ class Auto:
         self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
         self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
         self.reached = [2.0] * depth
-        self.tokens, self.seconds = 4.0, 4 * min(verify.values())  # as plain decoding, to begin with
+        self.plain = rows / min(verify.values())  # tokens a second without drafting
+        self.tokens, self.seconds = 4 * self.plain, 4.0  # of rounds with a draft; to begin with, as without
+        self.idle, self.patience = 0, TRIAL  # rounds without one, in a row, and how many there may be
         self.looked: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it is settled
         self.plan: tuple[int, int] | None = None
 
     @property
     def rate(self) -> float:
         """λ, tokens a second by the measured costs."""
-        return self.tokens / self.seconds
+        return max(self.tokens / self.seconds, self.plain)
 
     def deeper(self, depth: int, scores: Tensor) -> bool:
-        if self.asks:
+        if self.asks and depth == 0:
+            pays = self.tokens / self.seconds >= self.plain
+            further = pays or self.idle == self.patience
+            self.patience = TRIAL if pays else min(2 * self.patience, 8 * TRIAL) if further else self.patience
+            self.idle = 0 if further else self.idle + 1
+        elif self.asks:
             onward = self.deepened[depth] / self.reached[depth]
             further = float(self.calibration.chance(scores).sum()) * onward > self.rate * self.draft
         else:
@@ -161,6 +173,8 @@ class Auto:
         return self.chosen
 
     def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
+        if self.steps == 0:
+            return
         levels = above.sum(-1)[going] - 1  # (B, N)
         end = verdict.path[going].max(dim=1).values  # the deepest node accepted: parents come before children
         taken = above[going, end]  # (B, N)
@@ -182,7 +196,7 @@ class Auto:
 
     def _settle(self) -> tuple[int, int]:
         """The depth and the size with the most tokens a second over the trees looked at."""
-        rates = {}
+        rates = {(0, 1): self.plain}
         for depth in range(1, self.depth + 1):
             gains = torch.zeros(self.nodes)
             for scores, levels in self.looked:

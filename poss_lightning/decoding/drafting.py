@@ -100,6 +100,8 @@ class Drafter:
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
         self.slots.open(0)
         grown, count = [Tree(self.root, nodes, scores)], 1
+        if not budget.deeper(0, scores):
+            return grown[0]
         for k in range(1, self.depth + 1):
             # 1. The specialist of this position predicts the next feature of every frontier node.
             predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
