@@ -60,8 +60,8 @@ class Sampling:
 
     def __post_init__(self):
         object.__setattr__(self, "processors", tuple(self.processors))
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0 <= self.temperature < torch.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a number above")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or a positive number of tokens")
         if not 0 < self.top_p <= 1:
@@ -87,7 +87,7 @@ class Sampling:
             logits = logits.masked_fill(logits < least, -torch.inf)
         probabilities = logits.softmax(-1)
         if self.top_p < 1:
-            ordered, order = probabilities.sort(dim=-1, descending=True)
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
             kept = ordered.masked_fill(before >= self.top_p, 0.0)
             probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
@@ -128,7 +128,7 @@ class Chooser:
         self.begun = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,)
         self.uniform = self.texts = None
         if sampling.temperature > 0:  # drawn on the CPU, so that a seed means the same on every device
-            seeds = torch.randint(2**62, (len(prompts),), generator=generator).tolist()
+            seeds = torch.randint(2**32, (len(prompts),), generator=generator).tolist()
             streams = [torch.rand(room, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds]
             self.uniform = torch.stack(streams).to(device)  # (B, room)
         if sampling.processors:

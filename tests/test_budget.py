@@ -92,7 +92,7 @@ def play(budget: Auto | None, fixed: tuple[int, int], costs: Auto, rounds: int, 
             tree = Tree(torch.zeros_like(parents), parents, scores[:, :nodes])
             path = torch.arange(costs.depth + 1).clamp(max=accepted)[None]
             verdict = Verdict(path, torch.zeros_like(path), torch.tensor([accepted]))
-            budget.learn(tree, ancestors(tree.parents, costs.depth), verdict, [0])
+            budget.learn(tree, ancestors(tree.parents, costs.depth), verdict)
     return tokens / seconds
 
 

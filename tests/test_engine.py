@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.drafting import Drafter, likeliest
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
@@ -168,6 +170,62 @@ def test_a_shared_budget_goes_where_the_draft_is_sure(target):
     assert all(sum(row) == 12 * sum(n > 0 for n in row) and max(row) <= 48 for row in counts)
 
 
+def plant(engine, truth: dict[int, list[int]]):
+    """Let chains say what the target will, row by row, but for one token in every third round."""
+    grow, turns = engine.drafter.grow, count()
+
+    def planted(budget):
+        tree, turn = grow(budget), next(turns)
+        tokens = tree.tokens.clone()
+        for row, (begun, length) in enumerate(
+            zip(engine.choose.begun.tolist(), engine.cache.slots.lengths, strict=True)
+        ):
+            ahead = truth[begun][length - begun + 1 :]
+            for node, token in zip(range(1, tokens.shape[1]), ahead, strict=False):
+                tokens[row, node] = (token + 1) % 320 if turn % 3 == 2 and node == 1 + (turn + row) % 4 else token
+        return tree._replace(tokens=tokens)
+
+    engine.drafter.grow = planted
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0), *LAWS[1:3]], ids=str)
+@pytest.mark.parametrize("share", [False, True])
+def test_long_paths_in_a_batch_are_lossless_at_any_temperature(target, law, share):
+    """Whole chains are accepted, cut and refused; rows advance by numbers of their own."""
+    expected = drawn(Autoregressive(target), law, 0, limit=60, stops=frozenset())
+    engine = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1, share=share)
+    plant(engine, {len(prompt): text for prompt, text in zip(PROMPTS, expected, strict=True)})
+    decoded = engine.decode(PROMPTS, 50, frozenset(), law, torch.Generator().manual_seed(0))
+    assert [one.tokens for one in decoded] == [text[:50] for text in expected]
+    assert {6, 0} & {number for one in decoded for number in one.accepted} and max(decoded[0].accepted) > 3
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("tree", ["fixed", "auto"])
+def test_a_broken_draft_is_slow_but_lossless(target, broken, tree):
+    draft = tiny_draft(target, [2, 2])
+    with torch.no_grad():
+        draft.layers[0].down_proj.weight.fill_(broken)
+    for share in (False, True):
+        engine = Speculative(target, draft, 4, 12, 5, tree, share)
+        assert tokens_of(engine) == tokens_of(Autoregressive(target))
+
+
+def test_an_engine_is_whole_after_a_failure(target):
+    def fails(ids, scores):
+        raise OSError("no")
+
+    engine, expected = Speculative(target, tiny_draft(target, [2, 2])), tokens_of(Autoregressive(target))
+    with pytest.raises(OSError, match="no"):
+        engine.decode(PROMPTS, 5, STOPS, Sampling(processors=(fails,)))
+    assert tokens_of(engine) == expected
+    first = engine.rounds(Request(PROMPTS[:1], 30, frozenset()), Clock(target.device))
+    next(first), next(first)
+    assert tokens_of(engine) == expected
+    with pytest.raises(RuntimeError, match="decodes one batch at a time"):
+        next(first)
+
+
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0)], ids=str)
 def test_a_batch_shrinks_as_its_texts_end(target, law):
     """Ten texts that stop at ten different places: each as it is alone, and fewer rows go through the target."""
@@ -299,8 +357,9 @@ def test_what_cannot_be_is_refused(target):
         Speculative(tiny_target(5), draft)
     with pytest.raises(ValueError, match="limit of new tokens is 0"):
         Speculative(target, draft).decode([[1]], 0)
-    with pytest.raises(ValueError, match="a prompt is empty"):
-        Speculative(target, draft).decode([[]], 5)
+    for prompts, words in (([[]], "a prompt is empty"), ([], "there are no prompts"), ([[5, 320]], "token 320 of a")):
+        with pytest.raises(ValueError, match=words):
+            Speculative(target, draft).decode(prompts, 5)
     assert (
         Speculative(target, draft, 9).decode([[5]], 5, frozenset())[0].tokens
     )  # deeper than the allocation is allowed

@@ -93,7 +93,7 @@ def test_without_a_draft_or_a_comparison_it_says_less(common, capsys):
     ("ours", "theirs", "words"),
     [
         ([5, 6], [5, 6], "2.00 × plain decoding (4.0 tokens/s), same tokens"),
-        ([5, 6], [5, 7], "other tokens from number 2 on: bfloat16 rounds trees otherwise, and two tokens all but tied"),
+        ([5, 6], [5, 7], "other tokens from number 2 on, where two all but tied in bfloat16"),
         ([5, 6], [5], "other tokens from number 2 on"),
     ],
 )

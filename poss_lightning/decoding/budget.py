@@ -40,6 +40,10 @@ class Budget(Protocol):
     asks: bool
     plan: tuple[int, int] | None
 
+    def begin(self, going: list[int]) -> None:
+        """A round begins, in which only these rows count."""
+        ...
+
     def deeper(self, depth: int, scores: Tensor) -> bool:
         """Whether to draft below the frontier at `depth`, whose path scores are (B, M); the root's depth is 0."""
         ...
@@ -48,14 +52,13 @@ class Budget(Protocol):
         """How many nodes to verify of those grown, with path scores (B, n), root included."""
         ...
 
-    def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
+    def learn(self, tree: Tree, above: Tensor, verdict: Verdict) -> None:
         """Take note of a round.
 
         Args:
             tree: that was verified.
             above: (B, N, N) its ancestors.
             verdict: on it.
-            going: the rows that count.
         """
         ...
 
@@ -76,13 +79,16 @@ class Fixed:
             )
         self.nodes, self.plan = nodes, (depth, nodes)
 
+    def begin(self, going: list[int]) -> None:
+        """All rounds are alike."""
+
     def deeper(self, depth: int, scores: Tensor) -> bool:
         return True
 
     def size(self, scores: Tensor) -> int:
         return min(self.nodes, scores.shape[1])
 
-    def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
+    def learn(self, tree: Tree, above: Tensor, verdict: Verdict) -> None:
         """Nothing to learn."""
 
 
@@ -134,6 +140,7 @@ class Auto:
     ):
         self.depth, self.nodes, self.draft, self.verify = depth, nodes, draft, verify
         self.asks, self.calibration = asks, calibration
+        self.going = list(range(rows))
         self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
         self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
         self.reached = [2.0] * depth
@@ -148,6 +155,9 @@ class Auto:
         """λ, tokens a second by the measured costs."""
         return max(self.tokens / self.seconds, self.plain)
 
+    def begin(self, going: list[int]) -> None:
+        self.going = going
+
     def deeper(self, depth: int, scores: Tensor) -> bool:
         if self.asks and depth == 0:
             pays = self.tokens / self.seconds >= self.plain
@@ -156,7 +166,7 @@ class Auto:
             self.idle = 0 if further else self.idle + 1
         elif self.asks:
             onward = self.deepened[depth] / self.reached[depth]
-            further = float(self.calibration.chance(scores).sum()) * onward > self.rate * self.draft
+            further = float(self.calibration.chance(scores[self.going]).sum()) * onward > self.rate * self.draft
         else:
             further = self.plan is None or depth < self.plan[0]
         self.steps = depth + further
@@ -166,15 +176,18 @@ class Auto:
         if not self.asks:
             self.chosen = self.plan[1] if self.plan else max(n for n in self.verify if n <= scores.shape[1])
             return self.chosen
-        chances = self.calibration.chance(scores[:, 1:]).sort(dim=1, descending=True).values  # the root is sure
+        chances = (
+            self.calibration.chance(scores[self.going][:, 1:]).sort(dim=1, descending=True).values
+        )  # the root is sure
         gains = torch.cat([chances.new_zeros(1), chances.sum(0).cumsum(0)]).tolist()  # by nodes - 1
         worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.verify.items() if n <= len(gains)}
         self.chosen = max(worth, key=worth.__getitem__)
         return self.chosen
 
-    def learn(self, tree: Tree, above: Tensor, verdict: Verdict, going: list[int]) -> None:
-        if self.steps == 0:
+    def learn(self, tree: Tree, above: Tensor, verdict: Verdict) -> None:
+        if self.steps == 0 or (not self.asks and self.plan):
             return
+        going = self.going
         levels = above.sum(-1)[going] - 1  # (B, N)
         end = verdict.path[going].max(dim=1).values  # the deepest node accepted: parents come before children
         taken = above[going, end]  # (B, N)
@@ -198,11 +211,11 @@ class Auto:
         """The depth and the size with the most tokens a second over the trees looked at."""
         rates = {(0, 1): self.plain}
         for depth in range(1, self.depth + 1):
-            gains = torch.zeros(self.nodes)
+            gains = torch.zeros(max(self.nodes, *(scores.shape[1] for scores, _ in self.looked)))
             for scores, levels in self.looked:
                 chances = self.calibration.chance(scores).masked_fill((levels > depth) | (levels == 0), 0)
-                sorted_chances = chances.sort(dim=1, descending=True).values.sum(0).cpu()
-                gains[1 : len(sorted_chances)] += sorted_chances[:-1].cumsum(0) / len(self.looked)
+                likely = chances.sort(dim=1, descending=True).values.sum(0).cpu()
+                gains[1 : len(likely)] += likely[:-1].cumsum(0) / len(self.looked)
             rows = len(self.looked[0][0])
             for n, cost in self.verify.items():
                 rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.draft + cost)

@@ -153,11 +153,15 @@ def check_room(target: Target, prompts: list[list[int]], limit: int) -> list[int
     """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
 
     Raises:
-        ValueError: limit below 1, or a prompt that fills the context.
+        ValueError: limit below 1, no prompts, a token that is none of the target's, or a prompt that fills the context.
     """
     if limit < 1:
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
-    context, longest = target.spec.context, max(map(len, prompts), default=0)
+    if not prompts:
+        raise ValueError("there are no prompts: give at least one")
+    if strange := {token for prompt in prompts for token in prompt if not 0 <= token < target.spec.vocab_size}:
+        raise ValueError(f"token {min(strange)} of a prompt is none of {target.spec.name}'s {target.spec.vocab_size}")
+    context, longest = target.spec.context, max(map(len, prompts))
     if longest >= context:
         raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {context}, the answer included")
     return [min(limit, context - len(prompt)) for prompt in prompts]

@@ -59,7 +59,8 @@ class Drafter:
         spec, weight = self.draft.config.target, self.draft.fc.weight
         room = capacity + self.room
         if self.slots is not None and self.slots.fits(batch, room):
-            return self.slots.clear()
+            self.slots.clear()
+            return self.store.clear()
         shape = (len(self.draft.layers), batch, room, spec.kv_heads, spec.head_dim)
         self.slots = Slots(batch, room, weight.device)
         self.slots.cover = self.room  # one extent for all steps of a round
@@ -108,7 +109,8 @@ class Drafter:
             # 2. Each node's likeliest children, scored by their paths.
             likely, rows = likeliest(logits, width)  # (B, M, k)
             tokens = self.ends.token_ids(rows).flatten(1)  # (B, M*k)
-            paths = (scores[..., None] + likely.clamp(max=0)).flatten(1)  # a child never ranks above its parent
+            steps = likely.clamp(max=0).nan_to_num(nan=-torch.inf)  # a child never ranks above its parent
+            paths = (scores[..., None] + steps).flatten(1)
             grown.append(Tree(tokens, nodes.repeat_interleave(width, dim=1), paths))
             if k == self.depth:
                 break

@@ -16,7 +16,7 @@ from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import Tree, ancestors, rerank, share
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Chooser
+from poss_lightning.sampling import GREEDY, Chooser
 from poss_lightning.target.cache import Packed, TreeCache
 from poss_lightning.target.generation import pad, prefill
 from poss_lightning.target.model import Target
@@ -36,7 +36,8 @@ class Round(NamedTuple):
 class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
-    An object decodes one batch at a time.
+    An object decodes one batch at a time. What `tree: auto` measures, a second or a few for every size of batch that it
+    meets, is in nobody's seconds.
 
     Args:
         target: the frozen model.
@@ -81,6 +82,7 @@ class Speculative(Decoder):
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, Auto] = {}  # by the size of the batch
         self.cache: TreeCache | None = None
+        self.law, self.turn = GREEDY, 0  # of the text in hand; which text that is
         self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
         self.features = target.features
         if compile:
@@ -96,38 +98,44 @@ class Speculative(Decoder):
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
         yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
+        self.turn = turn = self.turn + 1
         while going := [row for row, prompt in enumerate(rows) if texts.left[prompt]]:
+            if self.turn != turn:
+                raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
             if 2 * len(going) <= len(rows):  # finished rows cost time: forget them now and then
                 self._select(going)
                 rows, going = [rows[row] for row in going], list(range(len(going)))
             budget = self._budget(len(rows), clock)
+            budget.begin(going)
             done = self._round(budget, going, clock)
             told = done.told.tolist()  # the one synchronisation
             self._note([row[0] + 1 if i in going else 0 for i, row in enumerate(told)])
-            budget.learn(done.tree, done.above, done.verdict, going)
+            budget.learn(done.tree, done.above, done.verdict)
             taken = {rows[i]: texts.take(rows[i], told[i][1 : told[i][0] + 2]) for i in going}
             accepted = {rows[i]: min(taken[rows[i]][1], told[i][0]) for i in going}
             yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, tuple(rows), done.tree, done.verdict)
 
     def _prefill(self, request: Request, limit: int) -> list[int]:
         """Read the prompts into both caches; the first token of each."""
-        drafter, target, before = self.drafter, self.target, self.cache
+        drafter, target = self.drafter, self.target
         prompts, _, _, sampling, generator = request
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
-        self.cache, features, last = prefill(target, prompts, reach + self.most, self.cache)
+        cache, features, last = prefill(target, prompts, reach + self.most, self.cache)
+        if cache is not self.cache:
+            cache.slots.cover = self.most if self.graphs.enabled else 0
+            self.cache, self.going = cache, torch.ones_like(cache.slots.length)
+            self.graphs.forget()
+        if sampling != self.law or sampling.temperature:  # what was captured speaks of another law, or other draws
+            self.graphs.forget()
+        self.law = sampling
         self.choose = Chooser(sampling, prompts, reach + drafter.depth, target.device, generator)
         first = self.choose(target.ends.logits(last), self.cache.slots.length).tolist()
         joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
         drafter.start(len(prompts), self.cache.slots.capacity)
         drafter.read(joined, features, self.cache.slots.length)
         drafter.slots.note(self.cache.slots.lengths)
-        self.counted = list(range(len(prompts)))
-        if self.cache is not before:
-            self.going = torch.ones_like(self.cache.slots.length)
-            self.cache.slots.cover = self.most if self.graphs.enabled else 0
         self.going.fill_(1)
-        if self.cache is not before or sampling.temperature:  # rounds captured earlier speak of other tensors
-            self.graphs.forget()
+        self.counted = list(range(len(prompts)))
         return first
 
     def _round(self, budget: Budget, going: list[int], clock: Clock) -> Round:
@@ -209,13 +217,10 @@ class Speculative(Decoder):
         return Auto(drafter.depth, self.nodes, draft, verified, len(drafter.root), self.calibration, asks)
 
     def _fastest(self, works: dict[int, Callable[[], None]], times: int = 3) -> dict[int, float]:
-        """Seconds of each, done in turn; without those that take longer than the tokens of any tree could repay."""
+        """Seconds of each, done in turn, `times` after a first that is not counted."""
         if self.graphs.enabled:
             works = {n: partial(self.graphs.run, ("timed", n), work, []) for n, work in works.items()}
-        first = {n: self._seconds(work) for n, work in works.items()}  # warms up, and is not counted
-        dear = (self.drafter.depth + 1) * min(first.values())
-        works = {n: work for n, work in works.items() if first[n] <= dear or n == 0}
-        runs = [{n: self._seconds(work) for n, work in works.items()} for _ in range(times)]
+        _, *runs = [{n: self._seconds(work) for n, work in works.items()} for _ in range(1 + times)]
         self.graphs.forget()
         return {n: min(run[n] for run in runs) for n in works}
 

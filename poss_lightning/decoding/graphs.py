@@ -24,6 +24,7 @@ class Graphs:
     def forget(self) -> None:
         """What was captured speaks of tensors that are gone."""
         self.captured.clear()
+        self.pool = None  # nothing is left in it
 
     def run(self, key: Hashable, work: Callable[[], Result], state: list[Tensor]) -> Result:
         """Do `work`.

@@ -46,7 +46,8 @@ def rerank(tree: Tree, nodes: int) -> Tree:
 
     A parent is never below its child, and comes before it where they tie (the sort is stable), so the result is a tree.
     """
-    best = tree.scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n), the root is among them
+    scores = tree.scores.index_fill(1, torch.zeros(1, dtype=torch.long, device=tree.scores.device), 1)  # the root first
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n)
     kept = best.sort(dim=1).values
     places = torch.zeros_like(tree.tokens).scatter_(
         1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)

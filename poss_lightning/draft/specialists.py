@@ -87,6 +87,10 @@ class Specialists(nn.Module):
         if (None if vocabulary is None else len(vocabulary)) != config.vocabulary_size:
             raise ValueError(f"vocabulary_size is {config.vocabulary_size}, which the vocabulary given does not have")
         spec = config.target
+        if vocabulary is not None and not (
+            (vocabulary.diff() > 0).all() and vocabulary[0] >= 0 and vocabulary[-1] < spec.vocab_size
+        ):
+            raise ValueError(f"vocabulary must be ascending token ids below {spec.vocab_size}")
         width, intermediate = spec.hidden_size, config.intermediate_size or spec.intermediate_size
         sizes = (width, intermediate, spec.heads, spec.kv_heads, spec.head_dim, spec.norm_eps)
         self.config = config

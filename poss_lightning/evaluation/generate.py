@@ -207,7 +207,8 @@ def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
         return f"{speed}, same tokens"
     pairs = zip_longest(answer.tokens, plain.tokens)
     first = next(number for number, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs)
-    return f"{speed}, other tokens from number {first} on: {dtype} rounds trees otherwise, and two tokens all but tied"
+    why = "which float32 should not: please report it" if dtype == "float32" else "where two all but tied in " + dtype
+    return f"{speed}, other tokens from number {first} on, {why}"
 
 
 def _trees(decoder: Decoder) -> dict:

@@ -64,6 +64,11 @@ class SlotStore:
         keys, values = self._by_row(self.keys[layer], 0), self._by_row(self.values[layer], 0)
         return keys[:, :extent].transpose(1, 2), values[:, :extent].transpose(1, 2)
 
+    def clear(self) -> None:
+        """Zeros everywhere: what is hidden weighs nothing, but nothing times a NaN is one."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""
         self.keys = self._by_row(self.keys, 1)[:, rows].flatten(1, 2)
@@ -203,6 +208,11 @@ class TreeCache(Cache):
         self.slots = Slots(batch, capacity, device)
         self.store = SlotStore(layers, batch, capacity, heads, head_dim, dtype, device)
         super().__init__(layers=[_Layer(self.store, self.slots, layer) for layer in range(layers)])
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.slots.clear()
+        self.store.clear()
 
     def append(self, counts: list[int]) -> None:
         """Keep the first counts[b] tokens of the last forward."""

@@ -34,7 +34,8 @@ def prefill(
     capacity = tokens.shape[1] + room
     if cache is None or not cache.slots.fits(len(prompts), capacity):
         cache = target.cache(len(prompts), capacity)
-    cache.slots.clear()
+    else:
+        cache.clear()
     features = target.features(tokens, causal(tokens.shape[1], target.device), cache)
     lengths = [len(prompt) for prompt in prompts]
     cache.append(lengths)
