@@ -180,3 +180,11 @@ def test_importing_the_package_is_free():
         [sys.executable, "-c", look], capture_output=True, text=True, check=True
     ).stdout.split()
     assert heavy == "False" and int(modules) < 100
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 3)]
+)
+def test_what_are_no_token_ids_is_said(target, ids):
+    with pytest.raises(ValueError, match=r"input_ids is .* of torch.*; it must be \(B, T\) token ids"):
+        Model(Autoregressive(target)).generate(ids)

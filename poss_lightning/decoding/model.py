@@ -126,8 +126,11 @@ class Model:
             generator: of the CPU, for what is drawn.
 
         Raises:
-            ValueError: a number outside its range, or a mask with holes.
+            ValueError: input_ids that are none, a number outside its range, or a mask with holes.
         """
+        if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            kind = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+            raise ValueError(f"input_ids is {kind}; it must be (B, T) token ids, at least one of each")
         stops = self._stops(eos_token_id)
         pad = self._pad(pad_token_id, eos_token_id)
         batch, length = input_ids.shape

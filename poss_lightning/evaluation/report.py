@@ -17,7 +17,7 @@ from poss_lightning.evaluation.scalars import Series, by_depth, read_scalars
 from poss_lightning.evaluation.summary import ALL, Answers, MethodSummary, group, summarise
 from poss_lightning.files import atomic
 
-PARTS = ("prefill", "draft", "verify", "commit")
+PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is a round as a whole
 DRIFT = {  # tag -> label of its axis
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
     "val_drift_l2": "relative L2 distance (0 is best)",
@@ -119,12 +119,14 @@ def position_figure(overall: list[MethodSummary]) -> Figure | None:
 def seconds_figure(methods: dict[str, Answers]) -> Figure:
     """Milliseconds per new token by method, stacked by part; `rest` is what the total has beyond the named parts."""
     rows: dict[str, list[float]] = {}
+    seen = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
+    measured = [part for part in PARTS if part in seen]
     for name, own in ((name, list(answers.values())) for name, answers in methods.items()):
         per_token = 1000 / sum(record.new_tokens for record in own)
-        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in own) for part in PARTS]
+        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in own) for part in measured]
         total = per_token * sum(record.seconds["total"] for record in own)
         rows[name] = [*parts, max(total - sum(parts), 0.0)]
-    return Figure("", stacked_chart(rows, [*PARTS, "rest"], "ms"), [*PARTS, "rest"])
+    return Figure("", stacked_chart(rows, [*measured, "rest"], "ms"), [*measured, "rest"])
 
 
 def training_figures(scalars: dict[str, dict[str, Series]]) -> list[Figure]:
