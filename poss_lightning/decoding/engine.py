@@ -97,8 +97,8 @@ class Speculative(Decoder):
         rows = list(range(len(limits)))  # the prompt of each row of the batch
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
-        yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
         self.turn = turn = self.turn + 1
+        yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
         while going := [row for row, prompt in enumerate(rows) if texts.left[prompt]]:
             if self.turn != turn:
                 raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")

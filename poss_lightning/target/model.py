@@ -210,9 +210,12 @@ def _hold_angles(model: nn.Module) -> None:
 
     A CUDA graph cannot ask, and a batch of transformers' `generate` may run beyond it for the sake of its longest row.
     """
+    held = {"dynamic": "default"}
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
-            module.rope_type = "default"
+        if isinstance(kinds := getattr(module, "rope_type", None), dict):  # by kind of layer
+            module.rope_type = {layers: held.get(kind, kind) for layers, kind in kinds.items()}
+        elif kinds in held:
+            module.rope_type = held[kinds]
 
 
 def causal(count: int, device: torch.device) -> Tensor:
