@@ -7,7 +7,8 @@ more tokens than its seconds would bring elsewhere: with λ the rate reached so 
     one more node       a           against   λ · (v(n + 1) - v(n))
     one more step       Σ a · r     against   λ · c              over the frontier; r: how often a child of it is taken
 
-Where drafting has brought less than plain decoding would, nothing is drafted, but for a trial now and then.
+Where drafting has brought less than plain decoding would, nothing is drafted until that is all but forgotten, so that
+what trials cost stays within a few per cent.
 
 The chances come of the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
 """
@@ -25,7 +26,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own word
 MEMORY = 0.98  # of what was seen, a round later: texts change
-TRIAL = 16  # rounds without a draft, after which one is tried; twice as many after each that brings too little
+PAYS = 0.98  # of plain decoding's tokens a second: with less, nothing is drafted
 SETTLE = 16  # rounds to look at before depth and size are settled, where they are not chosen anew in every round
 
 
@@ -122,7 +123,6 @@ class Auto:
         nodes: the largest.
         draft: seconds of a draft step.
         verify: seconds of verifying n nodes a row, by n, one of `SIZES` or `nodes`.
-        rows: B, texts side by side.
         calibration: of the draft's path probabilities.
         asks: choose anew in every round, which asks the device in the middle of it; else settle on one depth and size
             after a few full rounds.
@@ -134,36 +134,31 @@ class Auto:
         nodes: int,
         draft: float,
         verify: dict[int, float],
-        rows: int,
         calibration: Calibration,
         asks: bool = True,
     ):
         self.depth, self.nodes, self.draft, self.verify = depth, nodes, draft, verify
         self.asks, self.calibration = asks, calibration
-        self.going = list(range(rows))
+        self.going = [0]  # rows that count
         self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
         self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
         self.reached = [2.0] * depth
-        self.plain = rows / min(verify.values())  # tokens a second without drafting
-        self.tokens, self.seconds = 4 * self.plain, 4.0  # of rounds with a draft; to begin with, as without
-        self.idle, self.patience = 0, TRIAL  # rounds without one, in a row, and how many there may be
+        self.step = min(verify.values())  # seconds of a round without a draft
+        self.tokens, self.seconds = 4 * 1.5, 4 * self.step  # of a row; to begin with, a hopeful guess
         self.looked: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it is settled
         self.plan: tuple[int, int] | None = None
 
     @property
     def rate(self) -> float:
-        """λ, tokens a second by the measured costs."""
-        return max(self.tokens / self.seconds, self.plain)
+        """λ, tokens a second of all rows by the measured costs; at least plain decoding's."""
+        return len(self.going) * max(self.tokens / self.seconds, 1 / self.step)
 
     def begin(self, going: list[int]) -> None:
         self.going = going
 
     def deeper(self, depth: int, scores: Tensor) -> bool:
         if self.asks and depth == 0:
-            pays = self.tokens / self.seconds >= self.plain
-            further = pays or self.idle == self.patience
-            self.patience = TRIAL if pays else min(2 * self.patience, 8 * TRIAL) if further else self.patience
-            self.idle = 0 if further else self.idle + 1
+            further = self.tokens / self.seconds >= PAYS / self.step
         elif self.asks:
             onward = self.deepened[depth] / self.reached[depth]
             further = float(self.calibration.chance(scores[self.going]).sum()) * onward > self.rate * self.draft
@@ -176,18 +171,22 @@ class Auto:
         if not self.asks:
             self.chosen = self.plan[1] if self.plan else max(n for n in self.verify if n <= scores.shape[1])
             return self.chosen
-        chances = (
-            self.calibration.chance(scores[self.going][:, 1:]).sort(dim=1, descending=True).values
-        )  # the root is sure
-        gains = torch.cat([chances.new_zeros(1), chances.sum(0).cumsum(0)]).tolist()  # by nodes - 1
+        chances = self.calibration.chance(scores[self.going][:, 1:])  # the root is sure
+        likely = chances.sort(dim=1, descending=True).values.sum(0)
+        gains = torch.cat([likely.new_zeros(1), likely.cumsum(0)]).tolist()  # by nodes - 1
         worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.verify.items() if n <= len(gains)}
         self.chosen = max(worth, key=worth.__getitem__)
         return self.chosen
 
     def learn(self, tree: Tree, above: Tensor, verdict: Verdict) -> None:
-        if self.steps == 0 or (not self.asks and self.plan):
+        if not self.asks and self.plan:
             return
         going = self.going
+        accepted = verdict.accepted[going].tolist()
+        self.tokens = MEMORY * self.tokens + 1 + sum(accepted) / len(accepted)
+        self.seconds = MEMORY * self.seconds + self.steps * self.draft + self.verify[self.chosen]
+        if self.steps == 0:
+            return
         levels = above.sum(-1)[going] - 1  # (B, N)
         end = verdict.path[going].max(dim=1).values  # the deepest node accepted: parents come before children
         taken = above[going, end]  # (B, N)
@@ -195,13 +194,10 @@ class Auto:
         verified[:, 0] = False  # the root is no guess
         self.calibration.learn(tree.scores[going][verified], taken[verified])
         tried = ((tree.parents[going] == end[:, None]) & verified).any(dim=1)  # something below the end
-        accepted = verdict.accepted[going].tolist()
         ends = list(zip(accepted, tried.tolist(), strict=True))
         for k in range(self.steps):
             self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)
             self.deepened[k] = MEMORY * self.deepened[k] + sum(count > k for count in accepted)
-        self.tokens = MEMORY * self.tokens + sum(accepted) + len(accepted)
-        self.seconds = MEMORY * self.seconds + self.steps * self.draft + self.verify[self.chosen]
         if not self.asks and self.plan is None:
             self.looked.append((tree.scores[going], levels))
             if len(self.looked) == SETTLE:
@@ -209,7 +205,7 @@ class Auto:
 
     def _settle(self) -> tuple[int, int]:
         """The depth and the size with the most tokens a second over the trees looked at."""
-        rates = {(0, 1): self.plain}
+        rates = {(0, 1): len(self.looked[0][0]) / self.step}
         for depth in range(1, self.depth + 1):
             gains = torch.zeros(max(self.nodes, *(scores.shape[1] for scores, _ in self.looked)))
             for scores, levels in self.looked:

@@ -214,7 +214,7 @@ class Speculative(Decoder):
         # Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
         verified = {n: min(cost for m, cost in seconds.items() if m >= n) for n in seconds}
         asks = self.target.device.type != "cuda"
-        return Auto(drafter.depth, self.nodes, draft, verified, len(drafter.root), self.calibration, asks)
+        return Auto(drafter.depth, self.nodes, draft, verified, self.calibration, asks)
 
     def _fastest(self, works: dict[int, Callable[[], None]], times: int = 3) -> dict[int, float]:
         """Seconds of each, done in turn, `times` after a first that is not counted."""
