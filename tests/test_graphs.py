@@ -53,7 +53,7 @@ def tokens_of(decoder, law, prompts=PROMPTS, limit=40, seed=3):
 def test_rounds_replayed_are_lossless_whatever_came_before(share):
     """One engine, other laws, seeds, batches and lengths in turn: no graph may speak of what is gone."""
     target = tiny_target(0)
-    engine = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5, share=share)
+    engine = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, share=share)
     engine.graphs = Baked()
     long = [[7] * 90, [8] * 3, [9] * 5]
     for law, prompts, seed in (
@@ -81,7 +81,7 @@ def test_a_graph_serves_many_rounds_and_the_next_text():
 @pytest.mark.parametrize("share", [False, True])
 def test_a_settled_tree_runs_as_a_graph(share):
     target = tiny_target(0)
-    engine = Speculative(target, tiny_draft(target, [2, 2]), 4, 20, 5, tree="auto", share=share)
+    engine = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, tree="auto", share=share)
     engine.graphs, measure = Baked(), engine._measure
 
     def settling():
