@@ -9,7 +9,7 @@ from measure import seconds
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS
-from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features import extract
 from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad

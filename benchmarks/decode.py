@@ -18,8 +18,8 @@ from rounds import against_naive, overhead
 from speed import batch, suites, vocabularies
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.benchmark import surroundings
 from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.target.model import Target
 

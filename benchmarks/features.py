@@ -15,7 +15,7 @@ from core import extraction
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS
-from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic

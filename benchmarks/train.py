@@ -17,7 +17,7 @@ from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.benchmark import surroundings
+from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.losses import pass_losses
 from poss_lightning.target.spec import TargetSpec

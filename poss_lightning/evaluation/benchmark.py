@@ -2,14 +2,8 @@
 
 import hashlib
 import json
-import os
-import platform
-import shutil
-import subprocess
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +17,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, Record, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
@@ -191,34 +186,6 @@ class Run:
         with atomic(note) as path:
             path.write_text(json.dumps({**facts, **surroundings(self.target.device)}, indent=1) + "\n")
         return []
-
-
-def surroundings(device: torch.device) -> dict:
-    """When, where and with what a run was made."""
-    packages = ("poss-lightning", "torch", "transformers", "lightning", "torchmetrics", "datasets")
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "git": _git(),
-    }
-
-
-def _processor() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _git() -> str | None:
-    if not shutil.which("git"):
-        return None
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def _facts(method: Decoder) -> dict:
