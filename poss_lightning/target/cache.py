@@ -195,19 +195,9 @@ class _Layer(CacheLayerMixin):
 class TreeCache(Cache):
     """The target's cache: B rows of `capacity` slots; `append` or `keep` says what of the last forward stays."""
 
-    def __init__(
-        self,
-        layers: int,
-        batch: int,
-        capacity: int,
-        heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.slots = Slots(batch, capacity, device)
-        self.store = SlotStore(layers, batch, capacity, heads, head_dim, dtype, device)
-        super().__init__(layers=[_Layer(self.store, self.slots, layer) for layer in range(layers)])
+    def __init__(self, store: SlotStore):
+        self.store, self.slots = store, Slots(store.batch, store.capacity, store.keys.device)
+        super().__init__(layers=[_Layer(store, self.slots, layer) for layer in range(len(store.keys))])
 
     def clear(self) -> None:
         """Begin anew."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import Packed, TreeCache
+from poss_lightning.target.cache import Packed, SlotStore, TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.spec import read_ends, read_spec
@@ -89,7 +89,7 @@ class Target(nn.Module):
     def cache(self, batch: int, capacity: int) -> TreeCache:
         """An empty cache of `batch` rows and `capacity` slots."""
         shape = (self.config.num_hidden_layers, batch, capacity, self.spec.kv_heads, self.spec.head_dim)
-        return TreeCache(*shape, self.dtype, self.device)
+        return TreeCache(SlotStore(*shape, self.dtype, self.device))
 
     def features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache, packed: Packed | None = None) -> Tensor:
         """Read n tokens behind the cache's verified slots, as a tree.
