@@ -9,12 +9,12 @@ from tqdm import tqdm
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.decoder import Clock, Decoder, Request
+from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ABSENT, Tree, ancestors
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.draft.vocabulary import cut
+from poss_lightning.draft.vocabulary import answers, cut
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.target.model import Target
 
@@ -38,16 +38,16 @@ class Run(NamedTuple):
 
 
 def run(decoder: Decoder, prompts: list[list[int]], limit: int) -> Run:
-    """Decode, as `Decoder.decode` does, and look at the trees while the clock stands."""
-    clock, stops = Clock(decoder.target.device), decoder.target.chat.stops
-    tokens, accepted, trees = 0, [], []
-    for step in decoder.rounds(Request(prompts, limit, stops), clock):
-        tokens += sum(map(len, step.tokens.values()))
-        accepted += step.accepted.values()
+    """Decode, and look at the trees while the clock stands."""
+    trees: list[tuple[int, float]] = []
+
+    def look(step: Progress) -> None:
         if step.tree:
-            with clock.outside():
-                trees.append(_size(step.tree))
-    return Run(tokens, clock.total()["total"], accepted, trees)
+            trees.append(_size(step.tree))
+
+    decoded = decoder.decode(prompts, limit, watch=look)
+    accepted = [count for one in decoded for count in one.accepted]
+    return Run(sum(len(one.tokens) for one in decoded), decoded[0].seconds["total"], accepted, trees)
 
 
 def _size(tree: Tree) -> tuple[int, float]:
@@ -136,10 +136,7 @@ def vocabularies(
     corpus: str = str(CORPUS),
 ) -> dict[str, dict[str, float]]:
     """τ and tokens a second of fixed trees, by how many of the corpus' most frequent tokens the draft may propose."""
-    conversations = read_conversations(corpus)
-    rendered = [target.chat.render(conversation.messages) for conversation in tqdm(conversations, leave=False)]
-    answers = (one.tokens[start:stop] for one in rendered for start, stop in one.spans)
-    counts = count_tokens(answers, target.spec.vocab_size)
+    counts = count_tokens(answers(target.chat, read_conversations(corpus)), target.spec.vocab_size)
     chosen = {size: size and most_frequent(counts, size, target.chat.stops) for size in sizes}
     methods = {str(size or "all"): Speculative(target, cut(draft, tokens)) for size, tokens in chosen.items()}
     runs = in_turn(methods, [[prompt] for prompt in first_turns(target, questions)], new_tokens)

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -50,7 +50,6 @@ class Progress(NamedTuple):
 
     tokens: dict[int, list[int]]
     accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens taken
-    rows: tuple[int, ...] = ()  # the prompts of the tree's rows
     tree: Tree | None = None
     verdict: Verdict | None = None
 
@@ -134,8 +133,12 @@ class Decoder(ABC):
         stops: frozenset[int] | None = None,
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
+        watch: Callable[[Progress], None] | None = None,
     ) -> list[Decoded]:
-        """New tokens of every prompt, all at once; arguments and errors as of a `Request`, `stops` the target's."""
+        """New tokens of every prompt; arguments and errors as of a `Request`, `stops` the target's.
+
+        What `watch` does with each step, while nothing is decoded, does not count in the seconds.
+        """
         clock = Clock(self.target.device)
         stops = self.target.chat.stops if stops is None else stops
         texts: list[list[int]] = [[] for _ in prompts]
@@ -145,6 +148,9 @@ class Decoder(ABC):
                 texts[prompt] += tokens
             for prompt, count in step.accepted.items():
                 accepted[prompt].append(count)
+            if watch is not None:
+                with clock.outside():
+                    watch(step)
         seconds = clock.total()
         return [Decoded(text, row, seconds) for text, row in zip(texts, accepted, strict=True)]
 

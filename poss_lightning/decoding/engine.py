@@ -113,7 +113,7 @@ class Speculative(Decoder):
             budget.learn(done.tree, done.above, done.verdict)
             taken = {rows[i]: texts.take(rows[i], told[i][1 : told[i][0] + 2]) for i in going}
             accepted = {rows[i]: min(taken[rows[i]][1], told[i][0]) for i in going}
-            yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, tuple(rows), done.tree, done.verdict)
+            yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, done.tree, done.verdict)
 
     def _prefill(self, request: Request, limit: int) -> list[int]:
         """Read the prompts into both caches; the first token of each."""

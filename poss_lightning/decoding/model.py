@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock, Decoder, Request
+from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Processor, Sampling
@@ -139,15 +139,14 @@ class Model:
             raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
         prompts = _unpadded(input_ids, attention_mask, pad if pad not in stops else None)
         limit = _limit(max_new_tokens, max_length, length)
-        request = Request(prompts, limit, stops, sampling, generator)
-        texts: list[list[int]] = [[] for _ in prompts]
+
+        def stream(step: Progress) -> None:
+            streamer.put(torch.tensor(step.tokens[0]))
+
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for step in self.decoder.rounds(request, Clock(self.target.device)):
-            for prompt, tokens in step.tokens.items():
-                texts[prompt] += tokens
-            if streamer is not None:
-                streamer.put(torch.tensor(step.tokens[0]))
+        watch = None if streamer is None else stream
+        texts = [one.tokens for one in self.decoder.decode(prompts, limit, stops, sampling, generator, watch)]
         if streamer is not None:
             streamer.end()
         longest = max(map(len, texts))

@@ -57,7 +57,7 @@ def vocabulary(
         raise ValueError(f"{draft} was trained for another target: {difference}")
     total, stops = loaded.spec.vocab_size, loaded.chat.stops
     _check(size, total, stops)
-    counts = count_tokens(_answers(loaded.chat, conversations), total)  # (total,), and never all 0: see `Conversation`
+    counts = count_tokens(answers(loaded.chat, conversations), total)  # (total,), and never all 0: see `Conversation`
     chosen = None if size is None else most_frequent(counts, size, stops)
     _save(cut(given, chosen), Path(out))
     covered = counts.sum() if chosen is None else counts[chosen.numpy()].sum()
@@ -80,7 +80,7 @@ def _check(size: int | None, total: int, stops: frozenset[int]) -> None:
         raise ValueError(f"size is {size}; it must lie between {why} and the target's {total}, or be null for all")
 
 
-def _answers(chat: Chat, conversations: list[Conversation]) -> Iterator[list[int]]:
+def answers(chat: Chat, conversations: list[Conversation]) -> Iterator[list[int]]:
     """Token ids of every answer, its stop token included."""
     for conversation in tqdm(conversations, desc="count", unit="conversation", leave=False):
         try:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock, Decoded, Decoder, Progress, Request
+from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
@@ -104,25 +104,14 @@ class Ask:
     def __init__(self, prompt: list[int], limit: int, sampling: Sampling, seed: int):
         self.prompt, self.limit, self.sampling, self.seed = prompt, limit, sampling, seed
 
-    def of(self, decoder: Decoder, watch: Callable[[Progress], None] = lambda step: None) -> Decoded:
-        """The answer; what `watch` does at every step does not count in its seconds."""
-        clock, stops = Clock(decoder.target.device), decoder.target.chat.stops
-        tokens, accepted = [], []
-        request = Request([self.prompt], self.limit, stops, self.sampling, self._generator())
-        for step in decoder.rounds(request, clock):
-            tokens += step.tokens[0]
-            accepted += step.accepted.values()
-            with clock.outside():
-                watch(step)
-        return Decoded(tokens, accepted, clock.total())
+    def of(self, decoder: Decoder, watch: Callable[[Progress], None] | None = None) -> Decoded:
+        """The answer; `watch` is as in `Decoder.decode`."""
+        drawn = torch.Generator().manual_seed(self.seed)
+        return decoder.decode([self.prompt], self.limit, None, self.sampling, drawn, watch)[0]
 
     def plain(self, target: Target, answer: Decoded) -> Decoded:
         """As many tokens by plain decoding, with the same draws."""
-        count = len(answer.tokens)
-        return Autoregressive(target).decode([self.prompt], count, None, self.sampling, self._generator())[0]
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
+        return Ask(self.prompt, len(answer.tokens), self.sampling, self.seed).of(Autoregressive(target))
 
 
 def _refuse(
