@@ -7,19 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from poss_lightning.features.schedule import Schedule, answers, buckets, packs, split
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import (
-    Batch,
-    Loader,
-    Schedule,
-    add_noise,
-    answers,
-    buckets,
-    collate,
-    packs,
-    passes_that_count,
-    split,
-)
+from poss_lightning.features.stream import Batch, Loader, add_noise, collate, passes_that_count
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
 SPANS = [np.array([[1, length]]) for length in LENGTHS]

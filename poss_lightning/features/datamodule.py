@@ -4,8 +4,9 @@ import lightning
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.online import OnlineFeatures
+from poss_lightning.features.schedule import Schedule, split, stable_number
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.stream import Batch, Loader, Schedule, add_noise, split, stable_number
+from poss_lightning.features.stream import Batch, Loader, add_noise
 
 
 class FeatureData(lightning.LightningDataModule):

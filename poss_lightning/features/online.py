@@ -6,9 +6,10 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import read_texts
+from poss_lightning.features.schedule import buckets
 from poss_lightning.features.shards import Text
 from poss_lightning.features.store import Sample, commonest
-from poss_lightning.features.stream import Batch, buckets
+from poss_lightning.features.stream import Batch
 from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import Ends, TargetSpec

@@ -1,11 +1,5 @@
-"""From samples to batches: which passes count where, packing, noise, the split, and the schedule of an epoch.
+"""From samples to batches: which passes count where, noise, and the loader that reads a schedule's batches."""
 
-A schedule is planned ahead from lengths and spans alone. So every batch knows over how many slots its optimizer step
-takes the mean, on however many processes and accumulated batches, and a run can go on at the exact sample.
-"""
-
-import hashlib
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,21 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
+from poss_lightning.features.schedule import Planned, Schedule, Step, answers
 from poss_lightning.features.store import Sample
-
-
-class Step(NamedTuple):
-    """The optimizer step that a batch is part of: all its batches, of all processes."""
-
-    answers: Tensor  # (answers,) slots of every assistant span in the step; pass k counts in all but k-1 of them
-    tokens: Tensor  # () counting or not
-    batches: int  # processes x accumulated batches; strategies take the mean of their gradients
-
-    def slots(self, depth: int) -> Tensor:
-        """How many slots count in each pass: (K,)"""
-        return (self.answers[:, None] - torch.arange(depth, device=self.answers.device)).clamp(min=0).sum(0)
 
 
 class Batch(NamedTuple):
@@ -50,12 +33,6 @@ class Batch(NamedTuple):
             for row, lengths in enumerate(self.lengths)
             for length, stop in zip(lengths, accumulate(lengths), strict=True)
         ]
-
-
-def answers(length: int, spans: np.ndarray) -> np.ndarray:
-    """Slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer. spans (n, 2) -> (n,)"""
-    starts, stops = np.maximum(spans[:, 0], 1), np.minimum(spans[:, 1], length)
-    return np.maximum(stops - starts - 1, 0)
 
 
 def passes_that_count(length: int, spans: np.ndarray) -> Tensor:
@@ -115,172 +92,6 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
         ids=[sample.id for sample in samples],
         step=step,
     )
-
-
-def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
-    """Training and validation indices. A conversation's side depends on its id and the seed, not on its neighbours.
-
-    Raises:
-        ValueError: a side is empty.
-    """
-    if not 0 < validation < 1:
-        raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
-    ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in ids])
-    held = np.flatnonzero(ranks < validation).tolist()
-    kept = np.flatnonzero(ranks >= validation).tolist()
-    if not held or not kept:
-        raise ValueError(f"validation {validation} of {len(ids)} conversations leaves a side empty: use more of them")
-    return kept, held
-
-
-def stable_number(text: str) -> int:
-    """A number of 63 bits from a text, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-class Planned(NamedTuple):
-    """A batch before it is read."""
-
-    rows: list[list[int]]  # indices of samples
-    counts: bool  # False: it only fills up the last step, and no slot of it counts
-    step: Step
-
-
-def packs(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
-    """One row a batch, filled by the best fit: each sample, longest first, goes where it leaves the least room."""
-    batches: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left of each batch, ascending
-    for index in ordered:
-        length = int(lengths[index])
-        place = bisect_left(room, (length, -1))
-        if place == len(room):
-            batches.append([])
-            left, batch = max(batch_tokens, length), len(batches) - 1
-        else:
-            left, batch = room.pop(place)
-        batches[batch].append(index)
-        insort(room, (left - length, batch))
-    return [[batch] for batch in batches]
-
-
-def buckets(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
-    """A row a sample, neighbours in length, `batch_tokens` with the padding at most."""
-    batches: list[list[list[int]]] = []
-    for index in ordered:  # the first of a batch is its longest
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0][0]] <= batch_tokens:
-            batches[-1].append([index])
-        else:
-            batches.append([[index]])
-    return batches
-
-
-class Schedule(Sampler[Planned]):
-    """The batches of every epoch, in steps of `world * accumulate`; a process takes every world-th batch.
-
-    Samples are shuffled by (seed, epoch), ordered by length (so those of one length change places from epoch to epoch),
-    cut into batches, and these are shuffled. All epochs have the same number of batches, because Lightning asks only
-    once. The batches themselves do not depend on the number of processes. Where the last step has too few, batches in
-    which nothing counts fill it up: all processes take as many, and no sample is dropped or shown twice.
-
-    Args:
-        indices: samples to draw from.
-        lengths: (samples,) tokens of every sample of the source.
-        spans: of every sample, (n, 2) each.
-        batch_tokens: tokens of a batch at most, padding included; a longer sample stands alone.
-        seed: of the order.
-        packed: several conversations a row (`packs`), or one (`buckets`).
-        training: a new order every epoch; else one for good, in which the first batches are a fair sample.
-        rank: which of the `world` processes this is.
-        world: how many processes share the batches.
-        accumulate: batches of a process in a step.
-    """
-
-    def __init__(
-        self,
-        indices: list[int],
-        lengths: np.ndarray,
-        spans: list[np.ndarray],
-        batch_tokens: int,
-        seed: int,
-        packed: bool = True,
-        training: bool = True,
-        rank: int = 0,
-        world: int = 1,
-        accumulate: int = 1,
-    ):
-        self.indices, self.lengths, self.spans = indices, lengths, spans
-        self.batch_tokens, self.seed, self.cut, self.training = (
-            batch_tokens,
-            seed,
-            packs if packed else buckets,
-            training,
-        )
-        self.rank, self.world, self.accumulate = rank, world, accumulate
-        self.epoch, self.resumed, self.taken = 0, (0, 0), 0
-        self.total = len(self.batches())
-        order = [(i, int(lengths[i])) for i in indices]
-        self.data = stable_number(f"{order} {batch_tokens} {packed} {seed}")  # what the order of batches follows from
-
-    @property
-    def share(self) -> int:
-        """Batches of a step."""
-        return self.world * self.accumulate
-
-    def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this at the start of every epoch."""
-        self.epoch = epoch
-
-    def state_dict(self) -> dict[str, int]:
-        """Where this epoch stands: how many of its batches all processes together have taken, in whole steps."""
-        done = self._first() + self.taken // self.accumulate * self.share
-        done = min(done, self.total)
-        return {"epoch": self.epoch, "done": done, "total": self.total, "share": self.share, "data": self.data}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on in that epoch behind the batches done, on whatever number of processes.
-
-        Raises:
-            ValueError: the state is of other data, so its batches are not these.
-        """
-        if state["data"] != self.data:
-            raise ValueError(
-                f"the checkpoint's epochs have {state['total']} batches of other data than these {self.total}: resume "
-                "with the same store, limit, validation, seed, batch_tokens and packed"
-            )
-        self.epoch, self.resumed = state["epoch"], (state["epoch"], state["done"])
-
-    def __len__(self) -> int:
-        """Batches of this process in a whole epoch."""
-        return -(-self.total // self.share) * self.accumulate
-
-    def left(self) -> int:
-        """Batches of this process from where the epoch begins or goes on."""
-        return -(-(self.total - self._first()) // self.share) * self.accumulate
-
-    def __iter__(self) -> Iterator[Planned]:
-        batches = self.batches()
-        for start in range(self._first(), len(batches), self.share):
-            yield from self._step(batches[start : start + self.share])[self.rank :: self.world]
-
-    def batches(self) -> list[list[list[int]]]:
-        """The epoch's batches: rows of samples."""
-        generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))
-        order = generator.permutation(self.indices)
-        batches = self.cut(
-            order[np.argsort(-self.lengths[order], kind="stable")].tolist(), self.lengths, self.batch_tokens
-        )
-        return [batches[i] for i in generator.permutation(len(batches))]
-
-    def _first(self) -> int:
-        epoch, done = self.resumed
-        return done if epoch == self.epoch else 0
-
-    def _step(self, batches: list[list[list[int]]]) -> list[Planned]:
-        samples = [i for rows in batches for row in rows for i in row]
-        found = [answers(self.lengths[i], self.spans[i]) for i in samples]
-        step = Step(torch.from_numpy(np.concatenate(found)), torch.tensor(int(self.lengths[samples].sum())), self.share)
-        idle = Planned([[min(samples, key=lambda i: self.lengths[i])]], False, step)
-        return [Planned(rows, True, step) for rows in batches] + [idle] * (self.share - len(batches))
 
 
 class Loader(DataLoader):

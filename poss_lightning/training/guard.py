@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.features.stream import Batch, Step
+from poss_lightning.features.schedule import Step
+from poss_lightning.features.stream import Batch
 from poss_lightning.files import atomic
 
 BATCH, NOTE = "batch.safetensors", "note.json"
