@@ -1,0 +1,128 @@
+"""Greedy acceptance without the target: what a round accepts follows from an answer that the target has written.
+
+    the answer     the | cat sat down | and then it | slept <end>
+    round by round root  2 accepted ↑     2 accepted ↑ bonus, and the next root
+
+A greedy round takes the longest path of its tree along the answer, whose features a store holds. So drafting is all
+there is to do, for many answers at once: some ten times less than decoding (tests/test_replay.py holds both together).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.trees import rerank
+from poss_lightning.decoding.verification import judge
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.features.store import Sample
+from poss_lightning.target.spec import Ends
+
+UNKNOWN = -2  # what the target says behind the end of an answer: no draft's token
+
+
+class Answer(NamedTuple):
+    """One assistant's answer of a stored sample, as far as it is the target's own."""
+
+    tokens: Tensor  # (T,) prompt and answer
+    features: Tensor  # (T, D) after each
+    start: int  # of the answer
+    whole: bool  # it ends because the target ended it; else it was cut, and what would have followed is not known
+
+
+def replay(
+    draft: Specialists,
+    ends: Ends,
+    samples: Sequence[Sample],
+    depth: int,
+    nodes: int = 60,
+    top_k: int = 10,
+    rows: int = 16,
+) -> list[list[list[int]]]:
+    """What every round would accept if the target decoded the samples' answers with this draft.
+
+    The answers must be the target's own greedy ones, as `poss synthesize` writes them; of others' texts it is told how
+    often a draft hits the text. Rounds that a cut answer does not hold to their full depth are left out.
+
+    Args:
+        draft: in the features' dtype.
+        ends: the target's embedding and head.
+        depth: K, positions drafted.
+        nodes: of a tree, root included.
+        top_k: children tried a node; 1 drafts chains.
+        rows: answers drafted side by side.
+
+    Returns:
+        Of every sample, of each of its answers, the accepted tokens round by round.
+    """
+    found = [list(answers(sample)) for sample in samples]
+    every = [answer for own in found for answer in own]
+    order = sorted(range(len(every)), key=lambda i: len(every[i].tokens))  # of like length side by side
+    drafter, rounds = Drafter(draft, ends, depth, top_k), {}
+    for begin in range(0, len(order), rows):
+        places = order[begin : begin + rows]
+        rounds |= dict(zip(places, _replay(drafter, [every[i] for i in places], nodes), strict=True))
+    replayed = iter(rounds[i] for i in range(len(every)))
+    return [[next(replayed) for _ in own] for own in found]
+
+
+def answers(sample: Sample) -> Iterator[Answer]:
+    """The sample's answers. Of one that the target did not end, the template's own end is left out."""
+    for start, stop in sample.spans:
+        if stop - start < 2 or start < 1:
+            continue  # no root, or nothing behind it
+        whole = bool(sample.greedy[stop - 2] == sample.tokens[stop - 1])
+        known = stop if whole else stop - 1
+        yield Answer(sample.tokens[:known], sample.features[:known], start, whole)
+
+
+@torch.inference_mode()
+def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]]:
+    weight, depth = drafter.draft.fc.weight, drafter.depth
+    device = weight.device
+    lengths = torch.tensor([len(answer.tokens) for answer in given], device=device)
+    reach = int(lengths.max()) + depth + 1
+    text = _laid([answer.tokens for answer in given], reach, UNKNOWN).to(device)  # (B, reach)
+    features = _laid([answer.features for answer in given], reach, 0).to(weight)  # (B, reach, D)
+    whole = torch.tensor([answer.whole for answer in given], device=device)
+    root = torch.tensor([answer.start for answer in given], device=device)  # (B,) the root's place in the text
+    drafter.start(len(given), reach)
+    first = int(root.max())
+    drafter.read(text[:, 1 : first + 1].clamp(min=0), features[:, :first], root)
+    drafter.slots.note(root.tolist())
+    ahead = torch.arange(depth + 1, device=device)
+    rounds: list[list[int]] = [[] for _ in given]
+    while (going := root < lengths - 1).any():
+        tree = rerank(drafter.grow(Fixed(depth, nodes)), nodes)
+        verdict = judge(tree, *_written(text, tree.tokens), root + 1, depth)
+        counts = (verdict.accepted + 1) * going
+        seen = going & (whole | (root + depth < lengths))
+        for row, (accepted, counted) in enumerate(zip(verdict.accepted.tolist(), seen.tolist(), strict=True)):
+            if counted:
+                rounds[row].append(accepted)
+        here = (root[:, None] + ahead).clamp(max=reach - 1)  # (B, K+1)
+        left = features.gather(1, here[..., None].expand(-1, -1, features.shape[-1]))
+        drafter.read(verdict.tokens.clamp(min=0), left, counts)
+        drafter.slots.note(counts.tolist())
+        root = root + counts
+    return rounds
+
+
+def _written(text: Tensor, tokens: Tensor) -> tuple:
+    """`judge`'s logits, where and choose, for a target whose choice is what it has written."""
+
+    def choose(_: Tensor, place: Tensor) -> Tensor:
+        return text.gather(1, place.clamp(max=text.shape[1] - 1)[:, None])[:, 0]
+
+    return text.new_zeros(1, 1), torch.zeros_like(tokens), choose
+
+
+def _laid(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
+    """Side by side, (B, length, …), filled up on the right."""
+    padded = pad_sequence(list(parts), batch_first=True, padding_value=fill)  # (B, longest, …)
+    more = padded.new_full((len(padded), length - padded.shape[1], *padded.shape[2:]), fill)
+    return torch.cat([padded, more], dim=1)

@@ -1,0 +1,94 @@
+"""Replay ≡ decoding: what is accepted of a known answer is what the engine accepts when the target writes it."""
+
+from collections import Counter
+
+import pytest
+import torch
+from conftest import tiny_target
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.evaluation.replay import replay
+from poss_lightning.features.store import Sample
+
+PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
+LIMIT = 50
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(3)
+
+
+def read(target, prompt: list[int], answer: list[int], more: int = 0) -> Sample:
+    """A stored sample of one answer, and `more` tokens of the template's behind it."""
+    tokens = torch.tensor(prompt + answer + [7] * more)
+    with torch.inference_mode():
+        features = target.read(tokens[None])[0]
+        greedy = target.ends.logits(features).argmax(-1)
+    spans = [(len(prompt), len(prompt) + len(answer))]
+    return Sample("one", tokens, greedy, spans, features)
+
+
+def ended(target, prompt: list[int], answer: list[int]) -> Sample:
+    """A cut answer, which the template has ended where the target would have gone on."""
+    (following,) = Autoregressive(target).decode([prompt + answer], 1, frozenset())
+    return read(target, prompt, answer + [(following.tokens[0] + 1) % 300])
+
+
+def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int) -> Specialists:
+    """A random draft that knows the target's eight commonest tokens, so that some of what it drafts is accepted."""
+    common = Counter(token for answer in answers for token in answer).most_common(8)
+    words = torch.tensor(sorted({token for token, _ in common}))
+    torch.manual_seed(seed)
+    config = DraftConfig(target.spec, allocation, sum(allocation), vocabulary_size=len(words))
+    return Specialists(config, words).eval()
+
+
+@pytest.mark.parametrize("tree", [(6, 60, 10), (6, 7, 1), (3, 12, 3)], ids=str)
+@pytest.mark.parametrize("allocation", [(6,), (2, 2, 2), (1, 3, 2)], ids=str)
+def test_replayed_rounds_are_the_engines(target, allocation, tree):
+    depth, nodes, top_k = tree
+    plain = [answer.tokens for answer in Autoregressive(target).decode(PROMPTS, LIMIT)]
+    draft = lucky(target, plain, allocation, sum(tree))
+    decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT)
+    cut = [answer[-1] not in target.chat.stops for answer in plain]
+    given = zip(cut, PROMPTS, plain, strict=True)
+    samples = [(ended if own else read)(target, prompt, answer) for own, prompt, answer in given]
+    for rows in (1, 2, 16):  # alone as side by side
+        replayed = replay(draft, target.ends, samples, depth, nodes, top_k, rows)
+        for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
+            if not was_cut:
+                assert rounds == own.accepted
+            else:  # only rounds whose window the answer holds
+                assert rounds == own.accepted[: len(rounds)]
+                left = len(answer) - 1 - sum(a + 1 for a in rounds)
+                assert 0 <= left <= depth
+    assert sum(sum(own.accepted) for own in decoded) > 5  # something was accepted at all
+
+
+def test_an_answer_that_the_target_ends_counts_to_its_end(target):
+    """The stop is accepted as any token, and nothing behind it."""
+    plain = Autoregressive(target).decode(PROMPTS[:1], LIMIT, frozenset())[0].tokens
+    stop = plain[20]
+    answer = plain[: plain.index(stop) + 1]
+    draft = lucky(target, [plain], (2, 2, 2), 0)
+    own = Speculative(target, draft).decode(PROMPTS[:1], LIMIT, frozenset({stop}))[0]
+    assert own.tokens == answer
+    sample = read(target, PROMPTS[0], answer, more=5)
+    assert replay(draft, target.ends, [sample], 6) == [[own.accepted]]
+
+
+def test_several_answers_of_a_conversation_stay_apart(target):
+    sample = read(target, PROMPTS[1], list(range(100, 140)))
+    draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
+    (whole,) = replay(draft, target.ends, [sample._replace(spans=[(5, 20), (25, 45)])], 4)
+    for span, rounds in zip([(5, 20), (25, 45)], whole, strict=True):
+        assert replay(draft, target.ends, [sample._replace(spans=[span])], 4) == [[rounds]]
+
+
+def test_nothing_to_replay(target):
+    sample = read(target, PROMPTS[0], [5, 6, 7])
+    draft = lucky(target, [[5, 6, 7]], (6,), 0)
+    assert replay(draft, target.ends, [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])], 6) == [[], []]
