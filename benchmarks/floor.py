@@ -60,7 +60,7 @@ def draft_bytes(engine: Speculative, depth: int) -> int:
         total += own + drafter.ends.head.nbytes
         total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.top_k)
         if k < depth:
-            readers = draft.config.serving(drafter.depth) - draft.config.serving(k + 1) + 1
+            readers = len({draft.config.projector(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
             total += readers * projected + draft.fc.weight.nbytes
     return total
 

@@ -42,7 +42,7 @@ class SlotBySlot:
 
     def __init__(self, draft):
         self.draft = draft
-        self.slots: list[tuple[Tensor, int]] = []  # z (D,) and position of every slot it may see
+        self.slots: list[tuple[Tensor, int, int]] = []  # z (D,), position and first reader of every slot it may see
 
     def project(self, layer, z: Tensor, position: int):
         return layer.keys_values(z[None, None], self.draft.rotation(torch.tensor([[position]])))
@@ -50,9 +50,12 @@ class SlotBySlot:
     def output(self, k: int) -> Tensor:
         """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
         layer = self.draft.serving(k)
-        z, position = self.slots[-1]
+        z, position, _ = self.slots[-1]
         query = layer.queries(z[None, None], self.draft.rotation(torch.tensor([[position]])))[0, :, 0]
-        pairs = [self.project(layer, *slot) for slot in self.slots]
+        pairs = [
+            self.project(self.draft.serving(first) if self.draft.config.kv == "shared" else layer, z, position)
+            for z, position, first in self.slots
+        ]
         attended = attention(query, [key[0, :, 0] for key, _ in pairs], [value[0, :, 0] for _, value in pairs])
         return layer.finish(z[None, None], attended[None, :, None])[0, 0]
 
@@ -68,14 +71,14 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     """
     drafter = SlotBySlot(draft)
     for slot in range(start + 1):
-        drafter.slots.append((draft.join(embedded[slot][None, None], features[slot][None, None])[0, 0], slot))
+        drafter.slots.append((draft.join(embedded[slot][None, None], features[slot][None, None])[0, 0], slot, 1))
     outputs = []
     for k in range(1, depth + 1):
         outputs.append(drafter.output(k))
         slot = start + k
         if slot == len(embedded):
             break
-        drafter.slots.append((draft.join(embedded[slot][None, None], outputs[-1][None, None])[0, 0], slot))
+        drafter.slots.append((draft.join(embedded[slot][None, None], outputs[-1][None, None])[0, 0], slot, k + 1))
     return outputs
 
 

@@ -24,6 +24,23 @@ def test_who_serves_which_position(target, allocation, expected):
     assert [config.serving(k) for k in range(1, 9)] == expected
 
 
+def test_positions_may_be_served_in_another_order(target):
+    config = tiny_draft(target, [2, 1, 3], order=(2, 0, 2, 1, 0, 2)).config
+    assert [config.serving(k) for k in range(1, 9)] == [2, 0, 2, 1, 0, 2, 2, 2]
+    assert config.unserved(3) == {1} and not config.unserved(4)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 3)], ids=str)
+def test_an_order_of_other_specialists_is_refused(target, order):
+    with pytest.raises(ValueError, match="rearrangement of"):
+        tiny_draft(target, [2, 2, 2], order=order)
+
+
+def test_a_kv_that_cannot_be_is_refused(target):
+    with pytest.raises(ValueError, match="kv is 'half'; it must be separate or shared"):
+        tiny_draft(target, [2, 2, 2], kv="half")
+
+
 @pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
 def test_an_allocation_that_cannot_be_is_refused(target, allocation):
     with pytest.raises(ValueError, match=r"allocation is .* positive integers"):

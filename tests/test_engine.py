@@ -38,6 +38,9 @@ def test_greedy_is_lossless(seed, tree):
     target = tiny_target(seed)
     expected = tokens_of(Generate(target))
     assert tokens_of(Autoregressive(target)) == expected
+    for config in ({}, {"kv": "shared", "order": (0, 1, 1, 0, 2, 2)}):
+        speculative = Speculative(target, tiny_draft(target, [2, 2, 2], seed, **config), *tree)
+        assert tokens_of(speculative) == expected
     for allocation in ([6], [1] * 6, [1, 3, 2]):
         speculative = Speculative(target, tiny_draft(target, allocation, seed), *tree)
         assert tokens_of(speculative) == expected

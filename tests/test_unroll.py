@@ -14,7 +14,12 @@ from poss_lightning.draft import attention
 from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.draft.unroll import unroll
 
-ALLOCATIONS = ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])
+KINDS = [
+    *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
+    pytest.param([2, 2, 2], {"kv": "shared"}, id="one cache for all"),
+    pytest.param([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, id="in turn"),
+    pytest.param([1, 3, 2], {"order": (2, 1, 1, 0, 2, 1), "kv": "shared"}, id="out of order, one cache"),
+]
 
 DRAWINGS = {
     1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
@@ -52,9 +57,9 @@ def inputs(target, count=12, batch=1, seed=1):
     return tokens, target.ends.embed(tokens), features
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
-def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation):
-    draft, depth = tiny_draft(target, allocation), 8  # two past the allocation: the last specialist goes on
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation, config):
+    draft, depth = tiny_draft(target, allocation, **config), 8  # two past the allocation: the last specialist goes on
     _, embedded, features = inputs(target)
     passes = unroll(draft, embedded, features, depth)
     for start in range(embedded.shape[1]):
@@ -62,10 +67,10 @@ def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target
             torch.testing.assert_close(passes[k - 1][0, start + k - 1], output, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
-def test_unroll_is_what_the_cached_drafter_drafts(target, allocation):
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
     """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
-    draft, start, depth = tiny_draft(target, allocation), 7, 6
+    draft, start, depth = tiny_draft(target, allocation, **config), 7, 6
     tokens, _, features = inputs(target, start + 1)
     drafter = Drafter(draft, target.ends, depth, top_k=1)
     drafter.start(1, 64)
@@ -81,10 +86,10 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation):
         assert target.ends.logits(passes[k - 1][0, start + k - 1]).argmax() == chain[0, k - 1]
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
-def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation):
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, config):
     """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
-    draft, depth, counts = tiny_draft(target, allocation), 4, [8, 5]
+    draft, depth, counts = tiny_draft(target, allocation, **config), 4, [8, 5]
     tokens, _, features = inputs(target, 8, batch=2)
     drafter = Drafter(draft, target.ends, depth, top_k=4)
     drafter.start(2, 64)
@@ -176,10 +181,10 @@ def test_flex_attention_sees_the_same(skip):
             torch.testing.assert_close(ours[row, :, :slots], flex[row, :, :slots], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
-def test_packed_is_padded_is_alone(target, allocation):
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_packed_is_padded_is_alone(target, allocation, config):
     """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
-    draft, lengths, depth = tiny_draft(target, allocation), [7, 12, 9], 6
+    draft, lengths, depth = tiny_draft(target, allocation, **config), [7, 12, 9], 6
     texts = [inputs(target, length, seed=length)[1:] for length in lengths]  # embedded and features, (1, T, D) each
 
     def run(embedded, features, packing, places):
@@ -236,15 +241,17 @@ def test_padding_and_neighbours_change_nothing(target):
         torch.testing.assert_close(together[k][1, :9], alone[k][0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS, ids=str)
-def test_a_specialist_learns_from_its_own_positions_only(target, allocation):
-    draft = tiny_draft(target, allocation)
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_a_specialist_learns_from_its_own_positions_only(target, allocation, config):
+    draft = tiny_draft(target, allocation, **config)
     _, embedded, features = inputs(target)
     for k in range(1, 7):
         draft.zero_grad()
         unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
         touched = {i for i, layer in enumerate(draft.layers) if any(p.grad is not None for p in layer.parameters())}
-        assert touched == {draft.config.serving(k)}
+        keys = {draft.config.projector(k, m + 1) for m in range(k)}
+        assert touched == {draft.config.serving(k)} | keys
+        assert config.get("kv") == "shared" or touched == {draft.config.serving(k)}
 
 
 def test_without_detaching_earlier_specialists_learn_too(target):
@@ -269,3 +276,17 @@ def test_keys_are_projected_once_for_every_specialist_that_reads_them(target):
         layer.keys_values = lambda z, turn, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, turn)
     unroll(draft, embedded, features, 6)
     assert [calls.count(layer) for layer in draft.layers] == [2, 4, 6]  # sets 0..1, 0..3, 0..5
+
+
+def test_a_shared_cache_holds_each_slot_once(target):
+    draft = tiny_draft(target, [2, 2, 2], kv="shared")
+    _, embedded, features = inputs(target)
+    calls = []
+    for layer in draft.layers:
+        layer.keys_values = lambda z, turn, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, turn)
+    unroll(draft, embedded, features, 6)
+    assert [calls.count(layer) for layer in draft.layers] == [2, 2, 2]
+    separate, shared = (Drafter(tiny_draft(target, [2, 2, 2], kv=kv), target.ends) for kv in ("separate", "shared"))
+    for drafter in (separate, shared):
+        drafter.start(1, 64)
+    assert 3 * shared.store.keys.numel() == separate.store.keys.numel()

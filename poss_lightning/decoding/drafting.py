@@ -61,7 +61,8 @@ class Drafter:
         if self.slots is not None and self.slots.fits(batch, room):
             self.slots.clear()
             return self.store.clear()
-        shape = (len(self.draft.layers), batch, room, spec.kv_heads, spec.head_dim)
+        caches = 1 if self.draft.config.kv == "shared" else len(self.draft.layers)
+        shape = (caches, batch, room, spec.kv_heads, spec.head_dim)
         self.slots = Slots(batch, room, weight.device)
         self.slots.cover = self.room  # one extent for all steps of a round
         self.store = SlotStore(*shape, weight.dtype, weight.device)
@@ -128,7 +129,8 @@ class Drafter:
     def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """One pass of the frontier through the layer that serves `position`: features (B, M, D), logits (B, M, V)."""
         layer, z = self.draft.serving(position), frontier.z
-        keys, values = self.store.view(self.draft.config.serving(position), self.slots.extent)
+        cache = 0 if self.draft.config.kv == "shared" else self.draft.config.serving(position)
+        keys, values = self.store.view(cache, self.slots.extent)
         attended = torch.nn.functional.scaled_dot_product_attention(
             layer.queries(z, frontier.turn),
             keys,
@@ -158,13 +160,18 @@ class Drafter:
         return Frontier(z, turn, seen)
 
     def _remember(self, z: Tensor, turn: Rotation, first_reader: int) -> None:
-        """Project z (B, n, D) once for every specialist that serves `first_reader` or a later position."""
-        spec, serving = self.draft.config.target, self.draft.config.serving
-        readers = slice(serving(first_reader), serving(self.depth) + 1)
-        weight = self.projection.unflatten(0, (len(self.draft.layers), -1))[readers].flatten(0, 1)
-        both = torch.nn.functional.linear(z, weight).unflatten(-1, (-1, 2, spec.kv_heads, spec.head_dim))
-        keys, values = both.permute(3, 2, 0, 4, 1, 5)  # (readers, B, kv heads, n, d) each
-        self.store.write(readers, self.slots.index, rotate(keys, turn), values)
+        """Project z (B, n, D) once for every specialist that serves `first_reader` or a later position.
+
+        One between them that serves none is not left out. A shared cache takes the first reader's alone.
+        """
+        config = self.draft.config
+        makers = [config.projector(k, first_reader) for k in range(first_reader, self.depth + 1)]
+        run = slice(min(makers), max(makers) + 1)
+        weight = self.projection.unflatten(0, (len(self.draft.layers), -1))[run].flatten(0, 1)
+        shape = (-1, 2, config.target.kv_heads, config.target.head_dim)
+        keys, values = torch.nn.functional.linear(z, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
+        caches = slice(0, 1) if config.kv == "shared" else run  # keys, values: (caches, B, kv heads, n, d)
+        self.store.write(caches, self.slots.index, rotate(keys, turn), values)
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,10 @@ class DraftConfig:
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
         vocabulary_size: rows of the target's head the draft may propose; None for all.
+        order: the specialist, from 0, of each position, where they do not serve runs, e.g. [0, 1, 2, 0, 1, 2]; the
+            allocation counts the same positions.
+        kv: "separate", each specialist reads keys and values of its own making; or "shared", all read those that the
+            specialist made which served a slot first (SPEED): one cache instead of one a specialist.
     """
 
     target: TargetSpec
@@ -39,9 +43,12 @@ class DraftConfig:
     detach: bool = True
     intermediate_size: int | None = None
     vocabulary_size: int | None = None
+    order: tuple[int, ...] | None = None
+    kv: str = "separate"
 
     def __post_init__(self):
         object.__setattr__(self, "allocation", tuple(self.allocation))
+        object.__setattr__(self, "order", None if self.order is None else tuple(self.order))
         if not self.allocation or any(not isinstance(a, int) or a < 1 for a in self.allocation):
             raise ValueError(
                 f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
@@ -49,11 +56,33 @@ class DraftConfig:
         for name in ("depth", "intermediate_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.kv not in ("separate", "shared"):
+            raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
+        runs = [index for index, run in enumerate(self.allocation) for _ in range(run)]
+        if self.order is not None and sorted(self.order) != runs:
+            raise ValueError(
+                f"order is {list(self.order)}; for the allocation {list(self.allocation)} it must be a rearrangement "
+                f"of {runs}"
+            )
 
     def serving(self, position: int) -> int:
-        """Which specialist (from 0) serves draft position `position` (from 1)."""
+        """Which specialist (from 0) serves draft position `position` (from 1); past the end the last one goes on."""
+        if self.order is not None:
+            return self.order[min(position, len(self.order)) - 1]
         within = (index for index, last in enumerate(accumulate(self.allocation)) if position <= last)
         return next(within, len(self.allocation) - 1)
+
+    def projector(self, position: int, first: int) -> int:
+        """Whose keys and values position `position` reads of a slot that position `first` was the first to read."""
+        return self.serving(first if self.kv == "shared" else position)
+
+    def projections(self, depth: int) -> set[tuple[int, int]]:
+        """All (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
+        return {(self.projector(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
+
+    def unserved(self, depth: int) -> set[int]:
+        """Specialists that `depth` positions never come to."""
+        return set(range(len(self.allocation))) - {self.serving(k) for k in range(1, depth + 1)}
 
     def to_json(self) -> str:
         """What config.json holds."""
@@ -128,12 +157,12 @@ class Specialists(nn.Module):
         """
         if difference := self.config.target.difference(other.config.target):
             raise ValueError(f"the draft to start from has another target: {difference}")
-        first = 1
+        positions = range(1, sum(self.config.allocation) + 1)
         try:
             self.fc.load_state_dict(other.fc.state_dict())
-            for layer, run in zip(self.layers, self.config.allocation, strict=True):
+            for index, layer in enumerate(self.layers):
+                first = next(k for k in positions if self.config.serving(k) == index)
                 layer.load_state_dict(other.serving(first).state_dict())
-                first += run
         except RuntimeError as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
 

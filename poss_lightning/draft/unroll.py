@@ -48,13 +48,14 @@ def unroll(
     projected: dict[tuple[int, int], KeysValues] = {}  # (specialist, set) -> keys and values: each is made once
     outputs = []
     for k in range(1, depth + 1):
-        index = draft.config.serving(k)
-        layer = draft.layers[index]
-        for m in range(k):
-            if (index, m) not in projected:
-                projected[index, m] = layer.keys_values(joined[m], turn)
-        diagonals = [projected[index, k - 1 - i] for i in range(k - 1)]  # i slots to the left: set k-1-i
-        attended = attend(layer.queries(joined[k - 1], turn), projected[index, 0], diagonals, packing)
+        layer = draft.serving(k)
+        makers = [draft.config.projector(k, m + 1) for m in range(k)]
+        for m, maker in enumerate(makers):
+            if (maker, m) not in projected:
+                projected[maker, m] = draft.layers[maker].keys_values(joined[m], turn)
+        context, *drafted = (projected[maker, m] for m, maker in enumerate(makers))
+        # i slots to the left stands set k-1-i
+        attended = attend(layer.queries(joined[k - 1], turn), context, drafted[::-1], packing)
         outputs.append(layer.finish(joined[k - 1], attended))
         if k < depth:
             own = outputs[-1].detach() if draft.config.detach else outputs[-1]

@@ -1,7 +1,6 @@
 """What a draft costs from its sizes alone: trained parameters, and the matmul FLOPs of a training step."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from math import prod
 
 from poss_lightning.draft.specialists import DraftConfig
@@ -27,12 +26,6 @@ def specialist_parameters(config: DraftConfig) -> int:
     return width * (2 * attended + 2 * shared + 3 * inner + 1)
 
 
-def projected(config: DraftConfig) -> list[int]:
-    """Sets of keys and values that each specialist makes which serves in training: as many as its last pass reads."""
-    served = [config.serving(k) for k in range(1, config.depth + 1)]
-    return [k for k, (own, following) in enumerate(pairwise([*served, None]), 1) if own != following]
-
-
 def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, context: float) -> float:
     """FLOPs of the matrix products of one training step, forward and backward; what is made twice counts once.
 
@@ -47,7 +40,7 @@ def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, co
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     joins = (2 * depth + inputs) * 2 * width * width
     layers = 3 * depth * width * (2 * attended + 3 * inner)  # queries, output, and the gated MLP
-    pairs = 3 * sum(projected(config)) * width * 2 * shared
+    pairs = 3 * len(config.projections(depth)) * width * 2 * shared
     attention = 3 * depth * 2 * attended * context  # scores and values
     head = (1 + 2 * depth) * width * vocabulary  # the target's logits; a pass's, and its gradient
     return 2 * tokens * (joins + layers + pairs + attention) + 2 * slots * head

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from poss_lightning.draft.attention import ROWS
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.training.costs import parameters, projected, shapes, widths
+from poss_lightning.training.costs import parameters, shapes, widths
 
 STRATEGIES = ("one", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 PRECISIONS = ("bf16-mixed", "32-true")
@@ -145,7 +145,8 @@ def kept(setup: Setup) -> float:
     spec, item = setup.config.target, setup.item
     width, inner, attended, shared = widths(setup.config)
     total = 2 * 4 * spec.head_dim  # cosines and sines
-    total += len(projected(setup.config)) * 2 * shared * item  # of z^0, which the block reads
+    contexts = {maker for maker, m in setup.config.projections(setup.config.depth) if m == 0}
+    total += len(contexts) * 2 * shared * item  # of z^0, which the block reads
     for k in range(1, setup.config.depth + 1):
         total += 3 * width * item  # what `fc` read, and z
         total += 2 * attended * item + 4 * spec.heads  # queries, the block's output and norm

@@ -1,5 +1,6 @@
 """The LightningModule: a shell around unroll, loss and metrics."""
 
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,8 @@ class SpecialistTraining(lightning.LightningModule):
         depth: passes of the unroll in training; None for the sum of the allocation.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
+        order: the specialist, from 0, of each position, where they do not serve runs.
+        kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all.
         start_from: draft folder or hub id whose layers to start from; None starts from random weights.
         w_feature: weight of the smooth-L1 term.
@@ -53,6 +56,8 @@ class SpecialistTraining(lightning.LightningModule):
         depth: int | None = None,
         detach: bool = True,
         intermediate_size: int | None = None,
+        order: list[int] | None = None,
+        kv: Literal["separate", "shared"] = "separate",
         vocabulary_size: int | None = None,
         start_from: str | None = None,
         w_feature: float = 1.0,
@@ -82,11 +87,13 @@ class SpecialistTraining(lightning.LightningModule):
             detach,
             intermediate_size,
             vocabulary_size,
+            None if order is None else tuple(order),
+            kv,
         )
-        if config.serving(config.depth) < len(allocation) - 1:
-            least = sum(allocation[:-1]) + 1
+        if config.unserved(config.depth):
+            least = next(depth for depth in count(1) if not config.unserved(depth))
             raise ValueError(
-                f"depth is {config.depth}, which never reaches the last specialist of {list(allocation)}: "
+                f"depth is {config.depth}, which never reaches every specialist of {list(allocation)}: "
                 f"give at least {least}"
             )
         self.draft = Specialists(config, vocabulary)
@@ -125,11 +132,11 @@ class SpecialistTraining(lightning.LightningModule):
         self._step.append((batch, losses.weighted.detach()))
         if logs:
             self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
-            self._log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
+            self.log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
             for name in ("feature", "token", "topk"):
-                self._log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
+                self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
             reached, passed = self._acceptance(batch, losses)
-            self._log_by_depth("train_pos_acc_unroll", passed / reached)
+            self.log_by_depth("train_pos_acc_unroll", passed / reached)
         return loss
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure) -> None:
@@ -168,22 +175,24 @@ class SpecialistTraining(lightning.LightningModule):
             torch.distributed.all_gather_object(everyone, words)
         return everyone
 
-    def validation_step(self, batch: Batch) -> None:
+    def validation_step(self, batch: Batch) -> dict[str, list[Tensor]]:
         losses, predictions = self._losses(batch, self.looks)
         for name, mean in self.val_losses.items():
             mean.update(getattr(losses, name).detach(), losses.slots)
         self.val_acceptance.update(*self._acceptance(batch, losses))
         self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
+        return {"predictions": predictions}  # for callbacks to look at
 
     def on_validation_epoch_end(self) -> None:
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
         self.log("val/loss", self._over_passes(means[: self.draft.config.depth]), prog_bar=True)
-        self._log_by_depth("val_loss", means)
+        self.log_by_depth("val_loss", means)
         for name in ("feature", "token", "topk"):
-            self._log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
-        self._log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
-        for name, values in self.val_drift.compute().items():
-            self._log_by_depth(f"val_drift_{name}", values)
+            self.log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
+        self.log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
+        drift = self.val_drift.compute()
+        for name in ("cosine", "l2", "norm_ratio"):
+            self.log_by_depth(f"val_drift_{name}", drift[name])
         for metric in (*self.val_losses.values(), self.val_acceptance, self.val_drift):
             metric.reset()
 
@@ -247,7 +256,7 @@ class SpecialistTraining(lightning.LightningModule):
         guesses = self.ends.token_ids(losses.guesses.clamp(min=0))[:, :, :-1]  # at slot t: a guess of x_{t+2}
         return unrolled(guesses, batch.greedy[:, 1:-1], batch.tokens[:, 2:], batch.counts[:, :-2])
 
-    def _log_by_depth(self, name: str, values: Tensor) -> None:
+    def log_by_depth(self, name: str, values: Tensor) -> None:
         """`name/depth_k`, which TensorBoard groups under `name`; positions that nothing reached are left out."""
         self.log_dict(
             {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}

@@ -9,7 +9,7 @@ import torch
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.target.spec import TargetSpec
-from poss_lightning.training.costs import parameters, projected, specialist_parameters, step_flops
+from poss_lightning.training.costs import parameters, specialist_parameters, step_flops
 from poss_lightning.training.memory import Setup, memory, most_tokens
 
 GIB, GB = 2**30, 10**9
@@ -174,7 +174,7 @@ def epoch_flops(setup: Setup, corpus_tokens: float) -> float:
 
 def _config(spec: TargetSpec, allocation: list[int], depth: int | None, *options) -> DraftConfig:
     config = DraftConfig(spec, tuple(allocation), depth or sum(allocation), *options)
-    if len(projected(config)) < len(allocation):
+    if config.unserved(config.depth):
         least = sum(allocation[:-1]) + 1
         raise ValueError(f"depth is {depth}, which never reaches the last of {list(allocation)}: give at least {least}")
     if config.vocabulary_size is not None and not 1 <= config.vocabulary_size <= spec.vocab_size:
