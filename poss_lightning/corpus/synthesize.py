@@ -3,17 +3,14 @@
 A draft learns the target's own answers, so this is the data it should see; nothing is downloaded.
 """
 
-import gzip
-import json
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, islice
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from poss_lightning.files import atomic
+from poss_lightning.corpus.parts import Parts
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
@@ -60,18 +57,15 @@ def synthesize(
             raise ValueError(f"{name} is {given[name]}; it must be at least 1")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
-    parts = Path(f"{out}.parts")
-    if Path(out).exists() and not parts.exists():  # with both, an earlier run was killed at its very end
-        raise FileExistsError(f"{out} is there already: choose another name or remove it")
+    parts = Parts(out)
     writer = _Writer(Target.load(target, dtype, device), turns, temperature, top_p, user_tokens, answer_tokens)
     settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
-    _claim(parts, settings | {"fingerprint": writer.target.spec.fingerprint})
+    parts.claim(settings | {"fingerprint": writer.target.spec.fingerprint})
     records = islice(_records(parts, writer, batch_size, seed), conversations)
-    _save(Path(out), list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
-    shutil.rmtree(parts)
+    parts.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
 
-def _records(parts: Path, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
+def _records(parts: Parts, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
     """Conversations without end, each with a first message of its own.
 
     Raises:
@@ -81,7 +75,7 @@ def _records(parts: Path, writer: "_Writer", batch_size: int, seed: int) -> Iter
     barren = 0
     for number in count():
         before = len(seen)
-        for messages in _batch(parts / f"{number:06d}.jsonl", writer, batch_size, seed * 1_000_003 + number):
+        for messages in parts.batch(number, partial(writer.write, batch_size, seed * 1_000_003 + number)):
             if messages[0]["content"] not in seen:
                 yield {"id": f"{seed}-{len(seen):06d}", "messages": messages}
                 seen.add(messages[0]["content"])
@@ -90,32 +84,6 @@ def _records(parts: Path, writer: "_Writer", batch_size: int, seed: int) -> Iter
             raise ValueError(
                 f"the target wrote no new conversation in {_PATIENCE} batches, after {len(seen)} of them: ask for fewer"
             )
-
-
-def _batch(part: Path, writer: "_Writer", size: int, seed: int) -> list[list[dict]]:
-    """The conversations of a batch: read where they are there, else written."""
-    if not part.exists():
-        texts = writer.write(size, seed)
-        with atomic(part) as path:
-            lines = [json.dumps(messages, ensure_ascii=False) + "\n" for messages in texts]
-            path.write_text("".join(lines), encoding="utf-8")
-    return [json.loads(line) for line in part.read_text(encoding="utf-8").split("\n") if line]
-
-
-def _claim(parts: Path, settings: dict) -> None:
-    """Note the settings beside the parts; refuse to go on with parts made under others."""
-    note = parts / "settings.json"
-    if note.exists() and (earlier := json.loads(note.read_text())) != settings:
-        changed = sorted(k for k in settings if settings[k] != earlier.get(k))
-        raise ValueError(f"{parts} was begun with other settings ({', '.join(changed)}): go on with those or remove it")
-    with atomic(note) as path:
-        path.write_text(json.dumps(settings, indent=1))
-
-
-def _save(out: Path, records: list[dict]) -> None:
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-    with atomic(out) as path:
-        path.write_bytes(gzip.compress(text, 9, mtime=0) if out.suffix == ".gz" else text)
 
 
 class _Writer:
