@@ -158,7 +158,7 @@ BAD = [
     (("generate", "word " * 600, *FLOAT), "tokens; {inputs}/target reads 512, the answer included"),
     ((*BENCHMARK[:4], *FLOAT, "--suites", "[{inputs}/long.jsonl]"), "question 1 of long, turn 0: a prompt has"),
     (("benchmark", "out", *FLOAT, "--suites", "[nowhere]"), "suite 'nowhere' is no .jsonl file"),
-    (("benchmark", "out", *FLOAT, "--suites", "[{inputs}/malformed.jsonl]"), "malformed.jsonl:1 has no `turns`"),
+    (("benchmark", "out", *FLOAT, "--suites", "[{inputs}/malformed.jsonl]"), "malformed.jsonl:2: not JSON"),
     # the line itself
     (
         (*EXTRACT, "out", "--tarrget", "x"),

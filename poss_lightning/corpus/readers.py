@@ -34,7 +34,7 @@ class CorpusError(ValueError):
     """A corpus that cannot be read as conversations; says which and why."""
 
 
-class _Malformed(ValueError):
+class Malformed(ValueError):
     """What is wrong with one record."""
 
 
@@ -62,7 +62,7 @@ def read_conversations(source: str, split: str = "train", limit: int | None = No
     for number, raw in _records(source, split):
         try:
             conversation = _conversation(raw, f"{_stem(source)}:{number}")
-        except _Malformed as error:
+        except Malformed as error:
             faults.append(f"{unit} {number}: {error}")
             continue
         if conversation is None:
@@ -104,14 +104,19 @@ def _records(source: str, split: str) -> Iterator[tuple[int, object]]:
     """Number, from 1, and content of every record: bytes still to be parsed, or the parsed object."""
     path = Path(source)
     if path.is_file() and path.name.endswith(_FILES):
-        return _array(path) if path.suffix == ".json" else _lines(path)
+        return _array(path) if path.suffix == ".json" else json_lines(path)
     if path.is_file() or path.name.endswith(_FILES):
         fault = f"is not one of {', '.join(_FILES)}" if path.is_file() else "is missing: there is no such file"
         raise CorpusError(f"{source} {fault}")
     return _rows(source, split)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and bytes of every line of a file, unpacked where it is compressed; blank ones are passed over.
+
+    Raises:
+        CorpusError: it cannot be read to its end.
+    """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -144,52 +149,62 @@ def _conversation(raw: object, name: str) -> Conversation | None:
     """One record made regular; None where nothing is answered in it.
 
     Raises:
-        _Malformed: it is no conversation.
+        Malformed: it is no conversation.
     """
-    record = _json(raw) if isinstance(raw, bytes) else raw
+    record = parsed(raw) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
-        raise _Malformed(f"a record must be an object, it is a {type(record).__name__}")
-    messages = _regular(_messages(record))
+        raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
+    messages = regular(messages_of(record))
     if not any(message["role"] == "assistant" for message in messages):
         return None
     names = [record[field] for field in _IDS if record.get(field) not in (None, "")]
     return Conversation(str(names[0]) if names else name, messages)
 
 
-def _json(line: bytes) -> object:
+def parsed(line: bytes) -> object:
+    """What a line of JSON says.
+
+    Raises:
+        Malformed: it is none.
+    """
     try:
         return json.loads(line)
     except ValueError as error:  # bytes that are not UTF-8 too
-        raise _Malformed(f"not JSON ({error})") from error
+        raise Malformed(f"not JSON ({error})") from error
 
 
-def _messages(record: dict) -> list[dict[str, str]]:
+def messages_of(record: dict) -> list[dict[str, str]]:
+    """The messages of a record of either form, as role and content, with the roles of chat templates.
+
+    Raises:
+        Malformed: it has neither form.
+    """
     for field, role, content in _FORMS:
         if record.get(field) is not None:
             if not isinstance(record[field], list):
-                raise _Malformed(f"{field!r} must be a list, it is a {type(record[field]).__name__}")
+                raise Malformed(f"{field!r} must be a list, it is a {type(record[field]).__name__}")
             return [_message(turn, f"{field}[{i}]", role, content) for i, turn in enumerate(record[field])]
-    raise _Malformed("neither 'messages' nor 'conversations'")
+    raise Malformed("neither 'messages' nor 'conversations'")
 
 
 def _message(turn: object, where: str, role: str, content: str) -> dict[str, str]:
     if not isinstance(turn, dict):
-        raise _Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
+        raise Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
     for field in (role, content):
         if turn.get(field) is None:
-            raise _Malformed(f"{where} has no {field!r}")
+            raise Malformed(f"{where} has no {field!r}")
         if not isinstance(turn[field], str):
-            raise _Malformed(f"{where}: {field!r} must be a string, it is a {type(turn[field]).__name__}")
+            raise Malformed(f"{where}: {field!r} must be a string, it is a {type(turn[field]).__name__}")
     if turn[role] not in _ROLES:
-        raise _Malformed(f"{where}: unknown role {turn[role]!r}, known are {', '.join(_ROLES)}")
+        raise Malformed(f"{where}: unknown role {turn[role]!r}, known are {', '.join(_ROLES)}")
     try:
         turn[content].encode()
     except UnicodeEncodeError as error:
-        raise _Malformed(f"{where}: {content!r} holds half a surrogate pair, which is no text") from error
+        raise Malformed(f"{where}: {content!r} holds half a surrogate pair, which is no text") from error
     return {"role": _ROLES[turn[role]], "content": turn[content]}
 
 
-def _regular(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def regular(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """Without empty turns, unasked answers and unanswered ends; neighbours of one role joined."""
     spoken = [message for message in messages if message["content"].strip()]
     asked = next((i for i, message in enumerate(spoken) if message["role"] == "user"), len(spoken))

@@ -1,11 +1,18 @@
-"""Suites of prompts: JSON lines with question_id, category and turns, the form of MT-Bench and Spec-Bench."""
+"""Suites of questions: the project's own, JSON lines of many forms, the papers' six, and any data set of the hub."""
 
-import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
+from poss_lightning.corpus import readers
+from poss_lightning.evaluation import forms
+from poss_lightning.evaluation.hub import SIX, HubSuite, stream
+
 OWN = Path(__file__).parent / "prompts"
+HUB = "hub:"
+PUBLISHED = 80  # questions of a published suite, and so of one from the hub
 
 
 @dataclass(frozen=True)
@@ -18,30 +25,98 @@ class Question:
     turns: list[str]
 
 
+@dataclass(frozen=True)
+class Suite:
+    """Questions that are measured together, and the file or the data set (with its commit) that they come from."""
+
+    name: str
+    source: str
+    questions: list[Question]
+
+
 def own_suites() -> list[str]:
     """Names of the project's own suites."""
     return sorted(path.stem for path in OWN.glob("*.jsonl"))
 
 
 def read_suites(sources: list[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Questions of several suites, in order.
+    """Questions of several suites, in order; see `load_suites`."""
+    return [question for suite in load_suites(sources, limit) for question in suite.questions]
+
+
+def load_suites(sources: list[str] | None = None, limit: int | None = None) -> list[Suite]:
+    """Suites in order, each named by its file or data set without the path.
 
     Args:
-        sources: files (`.jsonl`), folders of such, or names of the project's own suites; None for all of these.
-        limit: the first so many questions of each suite.
+        sources: each one of these; None for all of the project's own suites.
+            `chat`, ...: a suite of the project's own.
+            `FILE`, `FOLDER`: JSON lines (`.jsonl`, `.jsonl.gz`), or a folder of `.jsonl` files; the forms of a record
+            are those of `forms.turns`. `FILE?field=NAME` reads another field.
+            `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
+            questions of its split. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
+            `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's. Options: `?field=NAME`,
+            `config`, `split`, `revision`, joined by `&`.
+        limit: the first so many questions of each suite; by default all of a file, and 80 of the hub.
 
     Raises:
         FileNotFoundError: a source is none of them.
-        ValueError: a malformed line; the message names file, line and field.
+        ConnectionError: the hub cannot be reached.
+        ValueError: a malformed record (the message names file, line and field), an unknown option, an empty suite,
+            two suites of one name, or two questions of one id.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
-    files = [path for source in sources or own_suites() for path in _files(source)]
-    questions = [question for path in files for question in _read(path)[:limit]]
-    for name, times in Counter((question.suite, question.id) for question in questions).items():
-        if times > 1:
-            raise ValueError(f"suite {name[0]} has {times} questions with question_id {name[1]!r}; records go by it")
-    return questions
+    suites = [suite for source in sources or own_suites() for suite in _load(source, limit)]
+    for name in Counter(suite.name for suite in suites):
+        sources = [suite.source for suite in suites if suite.name == name]
+        if len(sources) > 1:
+            raise ValueError(f"{len(sources)} suites are named {name!r}, by which records go: {', '.join(sources)}")
+    return suites
+
+
+def _load(source: str, limit: int | None) -> Iterator[Suite]:
+    if source.startswith(HUB):
+        yield _from_hub(source, limit or PUBLISHED)
+        return
+    place, options = (source, {}) if Path(source).exists() else _options(source, "field")
+    for path in _files(place):
+        rows = ((f"{path}:{number}", number, line) for number, line in readers.json_lines(path))
+        yield _suite(Path(path.name.removesuffix(".gz")).stem, str(path), rows, limit, options.get("field"))
+
+
+def _from_hub(source: str, limit: int) -> Suite:
+    name = source.removeprefix(HUB).partition("?")[0]
+    field = None
+    if name in SIX:
+        _, options = _options(source, "repo", "config", "split", "revision")
+        copy = {"revision": None} if "repo" in options else {}  # the pinned commit is of the original
+        suite = replace(SIX[name], **{**copy, **options})
+    elif "/" in name:
+        _, options = _options(source, "field", "config", "split", "revision")
+        field = options.pop("field", None)
+        suite = HubSuite(name, **options)
+    else:
+        raise FileNotFoundError(
+            f"suite {source!r} is none of {', '.join(HUB + known for known in SIX)}, and no hub:OWNER/NAME"
+        )
+    try:
+        origin, records = stream(source, suite)
+        rows = ((f"{source} row {number}", number, record) for number, record in records)
+        return _suite(Path(name).name, origin, rows, limit, field)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"{error}; the project's own suites need no network: {', '.join(own_suites())}"
+        ) from error
+
+
+def _options(source: str, *known: str) -> tuple[str, dict[str, str]]:
+    """A source without its options, and these: `place?name=value&name=value`."""
+    place, mark, query = source.partition("?")
+    options = dict(option.partition("=")[::2] for option in query.split("&")) if mark else {}
+    for name, value in options.items():
+        if name not in known or not value:
+            raise ValueError(f"suite {source!r}: {name!r} is no option; there are {', '.join(known)}, each NAME=VALUE")
+    return place, options
 
 
 def _files(source: str) -> list[Path]:
@@ -52,31 +127,30 @@ def _files(source: str) -> list[Path]:
         return inside
     if source in own_suites():
         return [OWN / f"{source}.jsonl"]
-    own = ", ".join(own_suites())
+    own, six = ", ".join(own_suites()), ", ".join(HUB + name for name in SIX)
     raise FileNotFoundError(
-        f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {own}"
+        f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {own}; "
+        f"the hub has {six}, and hub:OWNER/NAME"
     )
 
 
-def _read(path: Path) -> list[Question]:
-    questions = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if line.strip():
-            questions.append(_question(path, number, line))
+def _suite(
+    name: str, source: str, rows: Iterator[tuple[str, int, bytes | dict]], limit: int | None, field: str | None
+) -> Suite:
+    """Rows (where each is, its number, its content) as a suite."""
+    questions = [_question(name, *row, field) for row in islice(rows, limit)]
     if not questions:
-        raise ValueError(f"{path} has no questions")
-    return questions
+        raise ValueError(f"{source} has no questions")
+    for id, times in Counter(question.id for question in questions).items():
+        if times > 1:
+            raise ValueError(f"suite {name} has {times} questions with question_id {id!r}; records go by it")
+    return Suite(name, source, questions)
 
 
-def _question(path: Path, number: int, line: bytes) -> Question:
+def _question(suite: str, place: str, number: int, raw: bytes | dict, field: str | None) -> Question:
     try:
-        record = json.loads(line)
-    except ValueError as error:  # bytes that are not UTF-8 too
-        raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-    turns = record.get("turns") if isinstance(record, dict) else None
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{path}:{number} has no `turns`, a list of one or more texts")
-    name = record.get("question_id", number)
-    if isinstance(name, bool) or not isinstance(name, int | str):
-        raise ValueError(f"{path}:{number}: question_id is {name!r}; it must be a number or a name")
-    return Question(path.stem, name, str(record.get("category", "")), turns)
+        record = readers.parsed(raw) if isinstance(raw, bytes) else raw
+        turns = forms.turns(record, field)
+        return Question(suite, forms.name(record, number), str(record.get("category") or ""), turns)
+    except readers.Malformed as error:
+        raise ValueError(f"{place}: {error}") from error

@@ -1,0 +1,74 @@
+"""What a record asks of a model: the turns of a question, whichever form its suite comes in."""
+
+from itertools import groupby
+
+from poss_lightning.corpus import readers
+
+_NAMES = ("question_id", "id", "conversation_id")
+_CHATS = ("messages", "conversations")
+_FIELDS = ("turns", *_CHATS, "prompt")
+_SHOWN = 60  # letters of a wrong value shown in an error
+
+
+def turns(record: object, field: str | None = None) -> list[str]:
+    """What the user of a record says, turn by turn.
+
+    Args:
+        record: its first field of these counts: `turns` (texts), `messages` (role, content), ShareGPT's `conversations`
+            (from, value), `prompt` (a text, texts, or messages).
+        field: the one that counts instead; it holds what `prompt` may.
+
+    Of a conversation the answers are left out, for a model gives its own. What stands between two answers is one turn,
+    its messages (a system's too) joined by a blank line.
+
+    Raises:
+        Malformed: there is no such field, or it asks nothing.
+    """
+    if not isinstance(record, dict):
+        raise readers.Malformed(f"a record must be an object, it is a {type(record).__name__}")
+    known = (field,) if field else _FIELDS
+    found = next((name for name in known if record.get(name) is not None), None)
+    if found is None:
+        wanted = (
+            f"`{field}`" if field else "`turns`, `messages`, `conversations` or `prompt` (?field=NAME names another)"
+        )
+        raise readers.Malformed(f"has no {wanted}; it has {', '.join(map(str, record)) or 'no field'}")
+    value = record[found]
+    if found in _CHATS:
+        return _asked(record, found)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return _asked({"messages": value}, found)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
+        shown = repr(value)[:_SHOWN]
+        raise readers.Malformed(f"`{found}` is {shown}; it must be a text, or a list of one or more texts")
+    return texts
+
+
+def name(record: dict, number: int) -> int | str:
+    """The id of a record: `question_id`, `id` or `conversation_id`, else its number.
+
+    Raises:
+        Malformed: it is neither a number nor a name.
+    """
+    field = next((field for field in _NAMES if record.get(field) not in (None, "")), None)
+    if field is None:
+        return number
+    if isinstance(record[field], bool) or not isinstance(record[field], int | str):
+        raise readers.Malformed(f"{field} is {record[field]!r}; it must be a number or a name")
+    return record[field]
+
+
+def _asked(conversation: dict, field: str) -> list[str]:
+    """What a conversation says between its answers; the answer to come closes the last turn."""
+    messages = readers.regular([*readers.messages_of(conversation), {"role": "assistant", "content": "…"}])
+    turns = groupby(messages, key=lambda message: message["role"] == "assistant")
+    asked = ["\n\n".join(message["content"] for message in turn) for answers, turn in turns if not answers]
+    if not asked:
+        raise readers.Malformed(f"`{field}` has no message of a user")
+    return asked
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that says something; half a surrogate pair, which JSON allows, is no text."""
+    return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="ignore").decode()

@@ -1,0 +1,289 @@
+"""Suites: every form of a record, local and from the hub (local copies with the real columns), and what is refused."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+
+from poss_lightning.evaluation import hub
+from poss_lightning.evaluation.suites import OWN, load_suites, own_suites, read_suites
+
+
+def lines(*records: dict) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def chat(*turns: tuple[str, str]) -> list[dict]:
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+# --- local ---
+
+
+def test_our_own_suites_are_six_of_ten():
+    assert own_suites() == ["chat", "code", "instructions", "maths", "questions", "summaries"]
+    questions = read_suites()
+    assert Counter(question.suite for question in questions) == dict.fromkeys(own_suites(), 10)
+    assert read_suites(limit=2) == [question for name in own_suites() for question in read_suites([name])[:2]]
+    assert read_suites([str(OWN)]) == questions
+
+
+FORMS = [
+    ({"turns": ["a", "b"]}, ["a", "b"]),
+    ({"prompt": "a"}, ["a"]),
+    ({"prompt": ["a", "b"]}, ["a", "b"]),
+    ({"prompt": chat(("user", "a"))}, ["a"]),
+    ({"messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
+    ({"messages": chat(("user", "a"), ("assistant", "x"))}, ["a"]),
+    ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["s\n\na\n\nb"]),
+    ({"messages": chat(("assistant", "unasked"), ("user", "a"))}, ["a"]),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
+    ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
+    ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
+]
+
+
+@pytest.mark.parametrize("name", ["suite.jsonl", "suite.jsonl.gz"])
+def test_every_form_of_a_record(tmp_path, name):
+    data = lines(*(record for record, _ in FORMS)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    questions = read_suites([str(tmp_path / name)])
+    assert [question.turns for question in questions] == [turns for _, turns in FORMS]
+    assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
+
+
+def test_a_named_field_counts_before_all(tmp_path):
+    file = tmp_path / "suite.jsonl"
+    file.write_text(lines({"turns": ["a"], "instruction": "b"}, {"instruction": chat(("user", "c"))}))
+    assert [question.turns for question in read_suites([f"{file}?field=instruction"])] == [["b"], ["c"]]
+
+
+def test_ids_and_categories(tmp_path):
+    records = [{"question_id": 7, "id": "x"}, {"id": "y", "category": "z"}, {"conversation_id": "c"}, {"id": None}]
+    (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a"} | record for record in records)))
+    questions = read_suites([str(tmp_path)])
+    assert [(question.id, question.category) for question in questions] == [(7, ""), ("y", "z"), ("c", ""), (4, "")]
+
+
+def test_what_was_read_can_be_written_and_read_again(tmp_path):
+    """So that a suite of the hub can be carried to a machine without network."""
+    questions = read_suites(["chat"])
+    (tmp_path / "chat.jsonl").write_text(lines(*map(vars, questions)))
+    assert read_suites([str(tmp_path)]) == questions
+
+
+def test_a_limit_looks_no_further(tmp_path):
+    (tmp_path / "suite.jsonl").write_text(lines({"prompt": "a"}) + "{oops")
+    assert len(read_suites([str(tmp_path)], limit=1)) == 1
+    with pytest.raises(ValueError, match="limit is 0"):
+        read_suites(limit=0)
+
+
+def test_line_separators_inside_a_turn_break_no_question(tmp_path):
+    turns = ["a\u2028b", "c\u0085d"]
+    (tmp_path / "suite.jsonl").write_text(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
+    assert [question.turns for question in read_suites([str(tmp_path)])] == [turns]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"turns": ["a"]}\n{oops\n', r"suite\.jsonl:2: not JSON"),
+        (b'{"turns": ["a"]}\n\n\xff\n', r"suite\.jsonl:3: not JSON"),
+        (b"[1]\n", r"suite\.jsonl:1: a record must be an object, it is a list"),
+        (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `prompt` \(.*\); it has text, n"),
+        (b'{"turns": []}\n', r"suite\.jsonl:1: `turns` is \[\]; it must be a text, or a list"),
+        (b'{"turns": ["a", ""]}\n', r"suite\.jsonl:1: `turns` is \['a', ''\]"),
+        (b'{"prompt": 3}\n', r"suite\.jsonl:1: `prompt` is 3"),
+        (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` is '\\ud83d'"),
+        (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: messages\[0\]: unknown role 'tool'"),
+        (b'{"conversations": [{"from": "gpt", "value": "a"}]}\n', r":1: `conversations` has no message of a user"),
+        (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
+        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
+        (b"\n", "has no questions"),
+    ],
+)
+def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
+    (tmp_path / "suite.jsonl").write_bytes(data)
+    with pytest.raises(ValueError, match=words):
+        read_suites([str(tmp_path / "suite.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nowhere", "suite 'nowhere' is no .jsonl file, .* chat, code, .*hub:mt_bench"),
+        ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
+        ("chat?feild=a", "'feild' is no option; there are field"),
+        ("chat?field", "'field' is no option; .* each NAME=VALUE"),
+        ("chat?", "'' is no option; there are field"),
+        ("hub:gsm8k?field=a", "'field' is no option; there are repo, config, split, revision"),
+        ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
+    ],
+)
+def test_sources_that_are_none(source, words):
+    with pytest.raises((FileNotFoundError, ValueError), match=words):
+        read_suites([source])
+
+
+def test_two_suites_of_one_name_are_refused(tmp_path):
+    (tmp_path / "chat.jsonl").write_text(lines({"prompt": "a"}))
+    with pytest.raises(ValueError, match=r"2 suites are named 'chat', .*prompts/chat.jsonl, .*"):
+        load_suites(["chat", str(tmp_path)])
+
+
+# --- the hub ---
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def data_set(folder: Path, rows: list[dict], config: str = "default", split: str = "train") -> str:
+    """A copy of a data set as the hub lays it out: parquet, and a card that names configs and splits."""
+    (folder / config).mkdir(parents=True)
+    datasets.Dataset.from_list(rows).to_parquet(folder / config / f"{split}-0.parquet")
+    card = [{"config_name": config, "data_files": [{"split": split, "path": f"{config}/{split}-*"}]}]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(card)}\n---\n")
+    return str(folder)
+
+
+# Of each of the six its columns, as on the hub, in one row; and the question that is made of it: id, category, turns.
+COLUMNS = {
+    "mt_bench": (
+        {"prompt": ["Write.", "Again."], "reference": [], "category": "writing", "prompt_id": 52640831},
+        (52640831, "writing", ["Write.", "Again."]),
+    ),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/7",
+            "prompt": "\ndef f():\n",
+            "canonical_solution": "",
+            "test": "",
+            "entry_point": "f",
+        },
+        ("HumanEval/7", "code", ["Complete the code I provided.\ndef f():\n"]),
+    ),
+    "gsm8k": ({"question": "How many?", "answer": "#### 2"}, (1, "math", ["How many?"])),
+    "alpaca": ({"instruction": "Rhyme.", "input": "", "output": "", "text": ""}, (1, "", ["Rhyme."])),
+    "qa": ({"question": "who wrote it", "answer": ["me"]}, (1, "qa", ["Who wrote it?"])),
+    "sum": (
+        {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
+        ("f001", "summarization", ["Summarize: It rained."]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", hub.SIX)
+def test_the_six_of_the_papers(tmp_path, name):
+    row, (id, category, turns) = COLUMNS[name]
+    config, split = hub.SIX[name].config or "default", hub.SIX[name].split
+    copy = data_set(tmp_path / "copy", [row], config, split)
+    [suite] = load_suites([f"hub:{name}?repo={copy}"])
+    [question] = suite.questions
+    assert (question.suite, question.id, question.category, question.turns) == (name, id, category, turns)
+    assert (suite.name, suite.source) == (name, f"{copy} {config} {split}")
+
+
+def test_each_of_the_six_is_pinned():
+    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.SIX.values())
+
+
+def test_the_pinned_commit_is_asked_for_and_the_one_that_came_is_told(tmp_path, monkeypatch):
+    load, asked = datasets.load_dataset_builder, []
+    copy = data_set(tmp_path / "copy", [{"question": "How many?"}], "main", "test")
+
+    def reach(repo, config, revision):
+        asked.append((repo, config, revision))
+        builder = load(copy, config)
+        builder.repo_id, builder.hash = repo, revision or "newest"  # as the hub's builders have them
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", reach)
+    pinned = hub.SIX["gsm8k"].revision
+    assert load_suites(["hub:gsm8k"])[0].source == f"openai/gsm8k@{pinned} main test"
+    assert load_suites(["hub:gsm8k?revision=abc"])[0].source == "openai/gsm8k@abc main test"
+    assert load_suites(["hub:gsm8k?repo=my/copy"])[0].source == "my/copy@newest main test"  # it has other commits
+    assert asked == [("openai/gsm8k", "main", pinned), ("openai/gsm8k", "main", "abc"), ("my/copy", "main", None)]
+
+
+def test_the_first_eighty_questions_unless_a_limit_says_else(tmp_path):
+    rows = [{"instruction": f"Say {n}.", "input": "x" * (n % 3 == 0)} for n in range(200)]
+    source = "hub:alpaca?repo=" + data_set(tmp_path / "copy", rows)
+    questions = read_suites([source], limit=100)
+    assert [question.turns[0] for question in questions] == [f"Say {n}." for n in range(150) if n % 3]
+    assert len({question.id for question in questions}) == 100
+    assert read_suites([source]) == questions[:80] and read_suites([source], limit=3) == questions[:3]
+
+
+def test_rows_behind_the_limit_are_not_fetched(tmp_path, monkeypatch):
+    def three(self):
+        yield from ({"question": f"{n}?"} for n in range(3))
+        raise AssertionError("a fourth row was fetched")
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", three)
+    copy = data_set(tmp_path / "copy", [{"question": "a"}], "main", "test")
+    assert len(read_suites([f"hub:gsm8k?repo={copy}"], limit=3)) == 3
+
+
+def test_any_data_set_whose_rows_have_a_form(tmp_path):
+    rows = [{"id": "c", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}], "text": "b"}]
+    source = "hub:" + data_set(tmp_path / "talks", rows, "english", "validation")
+    [question] = read_suites([source])  # the only config; validation where there is no test
+    assert (question.suite, question.id, question.turns) == ("talks", "c", ["a"])
+    options = "?config=english&split=validation&field=text"
+    assert [question.turns for question in read_suites([source + options])] == [["b"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
+        ("?config=nosuch", "cannot be read by datasets: .*nosuch.* Available"),
+        ("?field=text", "talks.field=text row 1: has no `text`; it has question"),
+        ("", "talks row 1: has no `turns`"),
+    ],
+)
+def test_data_sets_without_what_is_asked_for(tmp_path, options, words):
+    source = "hub:" + data_set(tmp_path / "talks", [{"question": "a"}])
+    with pytest.raises(ValueError, match=words):
+        read_suites([source + options])
+
+
+def test_a_column_that_is_not_there(tmp_path):
+    copy = data_set(tmp_path / "copy", [{"problem": "a"}], "main", "test")
+    with pytest.raises(ValueError, match=r"row 1 has no 'question'; it has problem$"):
+        read_suites([f"hub:gsm8k?repo={copy}"])
+
+
+def test_several_splits_and_none_named(tmp_path):
+    (tmp_path / "talks").mkdir()
+    for split in ("train_a", "train_b"):
+        (tmp_path / "talks" / f"{split}.jsonl").write_text(lines({"prompt": split}))
+    card = "configs:\n- config_name: default\n  data_files:\n" + "".join(
+        f"  - {{split: {split}, path: {split}.jsonl}}\n" for split in ("train_a", "train_b")
+    )
+    (tmp_path / "talks" / "README.md").write_text(f"---\n{card}---\n")
+    with pytest.raises(ValueError, match=r"choose .split= of train_a, train_b"):
+        read_suites([f"hub:{tmp_path / 'talks'}"])
+    assert read_suites([f"hub:{tmp_path / 'talks'}?split=train_b"])[0].turns == ["train_b"]
+
+
+@pytest.mark.parametrize("when", ["asked", "streamed"])
+def test_a_hub_out_of_reach_is_told_in_one_line_that_names_our_own(tmp_path, monkeypatch, when):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\n(LocalEntryNotFoundError)")
+
+    copy = data_set(tmp_path / "copy", [{"question": "a"}], "main", "test")
+    if when == "asked":
+        monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
+    else:
+        monkeypatch.setattr(datasets.IterableDataset, "__iter__", unreachable)
+    with pytest.raises(ConnectionError) as caught:
+        read_suites([f"hub:gsm8k?repo={copy}"])
+    assert "the hub cannot be reached (Couldn't reach" in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("need no network: " + ", ".join(own_suites()))
