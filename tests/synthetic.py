@@ -1,6 +1,7 @@
-"""Made-up benchmark records with known acceptance, for the tests of statistics and report."""
+"""Made-up benchmark records, and rounds drawn with known acceptance, for the tests of statistics and report."""
 
 import numpy as np
+from scipy.special import expit
 
 from poss_lightning.evaluation.records import BASELINES, Record
 
@@ -51,3 +52,23 @@ def _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness) ->
 def _accepted(draw, shares, hardness) -> int:
     held = [draw.random() < share + hardness for share in shares]
     return (held + [False]).index(False)
+
+
+# --- rounds alone, many experiments at once ---
+
+LOGITS = {"eagle": np.array([2.2, 1.4, 1.1, 1.0]), "poss-1": np.array([2.2, 1.5, 1.3, 1.2])}  # pos-acc by position
+
+
+def draw_reach(draw: np.random.Generator, method: str, ease: np.ndarray, rounds: int = 40) -> np.ndarray:
+    """Rounds that accept at least k tokens: (..., K+1) from what is added to the logits (...)."""
+    reach = [np.full(ease.shape, rounds)]
+    for logit in LOGITS[method]:
+        reach.append(draw.binomial(reach[-1], expit(logit + ease)))
+    return np.stack(reach, -1).astype(float)
+
+
+def true_tau(method: str, deviation: float) -> float:
+    """Its τ over all prompts, where the ease is normal around 0."""
+    points, weights = np.polynomial.hermite_e.hermegauss(60)
+    shares = expit(LOGITS[method][:, None] + deviation * points)  # (K, points)
+    return 1 + (np.cumprod(shares, 0).sum(0) @ weights) / weights.sum()

@@ -1,12 +1,13 @@
 """Records: reading what was written, and refusing what cannot be."""
 
+import gzip
 import json
 import re
 from dataclasses import asdict
 
 import pytest
 
-from poss_lightning.evaluation.records import Record, depths, read_records, read_runs, to_line
+from poss_lightning.evaluation.records import Record, depths, read_cells, read_records, read_runs, to_line
 
 RECORD = {
     "suite": "chat", "id": 1, "turn": 0, "method": "poss-2", "repeat": 0, "seed": 0, "prompt_tokens": 41,
@@ -73,6 +74,57 @@ def test_lines_that_are_no_records(tmp_path, content, said):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "records.jsonl"))):
         read_records(tmp_path)
+
+
+def write(folder, packed=False, **change):
+    folder.mkdir(parents=True, exist_ok=True)
+    line = to_line(Record(**{**RECORD, **change})).encode()
+    name = "records.jsonl.gz" if packed else "records.jsonl"
+    (folder / name).write_bytes(gzip.compress(line) if packed else line)
+
+
+def test_packed_records_are_the_same_and_folders_below_are_found(tmp_path):
+    write(tmp_path / "plain")
+    write(tmp_path / "packed", packed=True)
+    assert read_records(tmp_path / "packed" / "records.jsonl.gz") == read_records(tmp_path / "plain")
+    assert read_records(tmp_path) == read_records([tmp_path / "packed", tmp_path / "plain"])
+
+
+def test_a_folder_holds_one_or_the_other(tmp_path):
+    for packed in (False, True):
+        write(tmp_path, packed)
+    with pytest.raises(ValueError, match=r"holds records\.jsonl and records\.jsonl\.gz; remove one"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{}", gzip.compress(b"{}" * 99)[:-9], b""])
+def test_a_torn_gzip_file_is_named(tmp_path, content):
+    (tmp_path / "records.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"records.jsonl.gz (is no whole gzip file|holds no records)"):
+        read_records(tmp_path)
+
+
+def test_cells_are_named_by_their_folders(tmp_path, monkeypatch):
+    for place in ("a/seed-0", "a/seed-10", "b/seed-0"):
+        write(tmp_path / place, text=place)
+    cells = read_cells(tmp_path)
+    assert {cell: records[0].text for cell, records in cells.items()} == {
+        ("a", 0): "a/seed-0", ("a", 10): "a/seed-10", ("b", 0): "b/seed-0",
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path / "b" / "seed-0")
+    assert read_cells(".") == {("b", 0): cells["b", 0]}  # wherever one stands
+    write(tmp_path / "plain")
+    assert read_cells(tmp_path / "plain") == {}
+
+
+@pytest.mark.parametrize(
+    "place, said", [("plain", "is in no folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")]
+)
+def test_cells_that_are_none_or_the_same_are_named(tmp_path, place, said):
+    write(tmp_path / "a" / "seed-0")
+    write(tmp_path / place)
+    with pytest.raises(ValueError, match=said):
+        read_cells([tmp_path / "a", tmp_path / place])
 
 
 def test_run_facts_tolerate_gaps(tmp_path):

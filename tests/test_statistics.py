@@ -1,13 +1,24 @@
 """Measures and intervals: against loops from the definitions, and against truths that are known."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import SHARES, make_records
+from scipy import stats
+from synthetic import draw_reach, make_records, true_tau
 
 from poss_lightning.evaluation import statistics
-from poss_lightning.evaluation.statistics import draw_counts, estimate
+from poss_lightning.evaluation.statistics import (
+    Sums,
+    detectable,
+    difference,
+    draw_counts,
+    estimate,
+    holm,
+    quotient,
+    standard_error,
+)
 from poss_lightning.evaluation.summary import ALL, group, sum_by_prompt, summarise
 
 # --- naive twins: a resample is a list of prompts, some of them several times ---
@@ -64,13 +75,14 @@ def test_one_bootstrap_draw_equals_a_loop_over_drawn_prompts(rounds):
         assert speed["poss-1"][row] / speed["autoregressive"][row] == pytest.approx(ratio)
 
 
-def test_summaries_are_the_values_and_percentiles_of_those_draws():
+def test_summaries_are_the_values_and_spread_of_those_draws():
     records = make_records(prompts=4)
     (row,) = [row for row in summarise(records, resamples=50, seed=3) if (row.suite, row.method) == (ALL, "eagle")]
     order = sorted({(record.suite, record.id) for record in records})
     draws = [naive_tau_micro(naive_bags(records, "eagle", order, times)) for times in draw_counts(8, 50, 3)]
+    half = stats.t.ppf(0.975, 7) * np.std(draws[1:], ddof=1) * math.sqrt(8 / 7)
     assert row.tau_micro.value == pytest.approx(draws[0])
-    assert (row.tau_micro.low, row.tau_micro.high) == pytest.approx(tuple(np.percentile(draws[1:], [2.5, 97.5])))
+    assert (row.tau_micro.low, row.tau_micro.high) == pytest.approx((draws[0] - half, draws[0] + half))
 
 
 # --- laws ---
@@ -116,19 +128,6 @@ def test_pairing_makes_a_constant_ratio_exact():
     assert fast.tokens_per_second.high > 1.01 * fast.tokens_per_second.low
 
 
-def test_intervals_cover_the_truth_about_as_often_as_they_say():
-    """Every prompt alike, so the truth is known: tau = 1 + .6 + .6*.4 + .6*.4*.2."""
-    draw, truth, hits = np.random.default_rng(0), 1 + np.cumprod(SHARES["eagle"]).sum(), 0
-    for seed in range(200):
-        held = draw.random((40, 10, 3)) < SHARES["eagle"]  # (prompts, rounds, positions)
-        accepted = held.cumprod(-1).sum(-1)
-        reach = (accepted[..., None] >= np.arange(4)).sum(1).astype(float)
-        sums = statistics.Sums(reach, np.ones(40), np.ones(40))
-        interval = estimate(statistics.tau_micro(draw_counts(40, 400, seed), sums))
-        hits += interval.low <= truth <= interval.high
-    assert 0.89 <= hits / 200 <= 0.99
-
-
 def test_a_drafter_that_is_never_wrong_has_tau_of_one_more_than_its_depth():
     """Depth 6, 48 new tokens: the prefill's, 6 rounds of 7, and 5 of a round that the limit cut."""
     plain = make_records(methods=("autoregressive",), prompts=3, rounds=47)
@@ -146,6 +145,96 @@ def test_speed_against_the_reference_is_paired():
     assert rows[ALL, "eagle"].speed_gain is None
     for method in ("autoregressive", "generate", "poss-1"):
         assert rows[ALL, method].speed_gain == held[method].speed_up["eagle"]
+
+
+def test_gains_are_corrected_for_the_methods_held_against_the_reference():
+    rows = [row for row in summarise(make_records(), reference="generate", resamples=50) if row.suite == ALL]
+    gains = [row.speed_gain for row in rows if row.speed_gain]
+    assert [gain.holm for gain in gains] == pytest.approx(holm([gain.p for gain in gains])) and len(gains) == 3
+
+
+def test_gains_by_position_are_differences_of_positions():
+    rows = {row.method: row for row in summarise(make_records(), reference="eagle", depths={"poss-1": 6}, resamples=9)}
+    eagle, poss = rows["eagle"], rows["poss-1"]
+    differences = [one.value - other.value for one, other in zip(poss.pos_acc[:3], eagle.pos_acc, strict=True)]
+    assert [gain.value for gain in poss.pos_acc_gain] == pytest.approx(differences)
+    assert eagle.pos_acc_gain == rows["generate"].pos_acc_gain == ()
+
+
+def test_shares_stay_shares():
+    for row in summarise(make_records(), resamples=50):
+        assert all(0 <= share.low <= share.high <= 1 for share in (*row.pos_acc, row.identical))
+
+
+# --- what is known about drawn experiments ---
+
+
+def experiments(count, prompts, methods, seed=0):
+    """Two methods on the same prompts of unlike ease, 300 draws of the bootstrap each: (τ macro, τ micro) by method."""
+    draw, counts = np.random.default_rng(seed), draw_counts(prompts, 300, seed)
+    for _ in range(count):
+        ease = draw.normal(0, 0.6, prompts)  # shared, and a little of it each method's own
+        reach = [draw_reach(draw, method, ease + draw.normal(0, 0.2, prompts)) for method in methods]
+        sums = [Sums(own, np.ones(prompts), np.ones(prompts)) for own in reach]
+        yield [[measure(counts, own) for own in sums] for measure in (statistics.tau_macro, statistics.tau_micro)]
+
+
+@pytest.mark.parametrize("prompts", [4, 12, 60])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(prompts):
+    truth = [true_tau(method, math.hypot(0.6, 0.2)) for method in ("eagle", "poss-1")]
+    hits = []
+    for measures in experiments(500, prompts, ("eagle", "poss-1")):
+        found = [estimate(own, prompts) for own, _ in measures] + [estimate(b - a, prompts) for a, b in measures]
+        found += [quotient(math.log(b[0] / a[0]), standard_error(np.log(b / a), prompts), prompts - 1)
+                  for a, b in measures]  # fmt: skip
+        true = [truth[0]] * 2 + [truth[1] - truth[0]] * 2 + [truth[1] / truth[0]] * 2
+        hits.append([own.low <= value <= own.high for own, value in zip(found, true, strict=True)])
+    assert all(0.92 <= share <= 0.98 for share in np.mean(hits, 0)), np.mean(hits, 0)
+
+
+def test_without_an_effect_few_are_found_and_at_the_detectable_effect_four_in_five():
+    prompts = 20
+    drawn = [b - a for (a, b), _ in experiments(1000, prompts, ("eagle", "eagle"))]
+    effect = detectable(np.std([gain[0] for gain in drawn]), prompts - 1)
+    held = [difference(gain[0], standard_error(gain, prompts), prompts - 1) for gain in drawn]
+    assert np.mean([gain.p < 0.05 for gain in held]) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 1000)
+    shifted = [difference(gain[0] + effect, standard_error(gain, prompts), prompts - 1) for gain in drawn]
+    assert np.mean([gain.p < 0.05 for gain in shifted]) == pytest.approx(0.8, abs=0.04)
+
+
+def test_p_is_below_5_percent_exactly_where_the_interval_leaves_no_effect_out():
+    draw = np.random.default_rng(0)
+    for value, error in zip(draw.normal(0, 2, 200), draw.uniform(0.5, 1.5, 200), strict=True):
+        apart, times = difference(value, error, 7), quotient(value, error, 7)
+        assert (apart.p < 0.05) == (not apart.low <= 0 <= apart.high) == (not times.low <= 1 <= times.high)
+        assert times.p == apart.p
+
+
+def test_the_detectable_effect_of_many_prompts_is_2_80_standard_errors():
+    assert detectable(1.0, 1e6) == pytest.approx(stats.norm.ppf(0.975) + stats.norm.ppf(0.8), abs=1e-4)
+    assert detectable(2.0, 4) == 2 * detectable(1.0, 4) > 2 * detectable(1.0, 5)
+
+
+def test_without_any_spread_what_differs_differs():
+    assert (difference(0.0, 0.0, 5).p, difference(0.1, 0.0, 5).p) == (1, 0)
+
+
+def naive_holm(p):
+    """Reject the smallest while it is below level / left; the corrected p is the least level that rejects it."""
+    levels = np.linspace(0, 1, 10001)
+    corrected = np.ones(len(p))
+    for level in levels[::-1]:
+        for passed, place in enumerate(np.argsort(p)):
+            if p[place] > level / (len(p) - passed):
+                break
+            corrected[place] = level
+    return corrected
+
+
+@pytest.mark.parametrize("p", [[0.01, 0.04, 0.03], [0.5, 0.5], [0.2], [0.001, 0.9, 0.012, 0.013, 0.3]])
+def test_holm_equals_its_definition(p):
+    assert holm(p) == pytest.approx(naive_holm(p), abs=2e-4)
+    assert holm([*p, math.nan])[:-1] == holm(p) and math.isnan(holm([*p, math.nan])[-1])
 
 
 # --- edges ---

@@ -1,16 +1,21 @@
 """Benchmark records: one line of JSON per prompt, turn, method and repeat. Every table and plot is computed from them.
 
-Beside a `records.jsonl` lies `run.json`: the resolved config, versions, git SHA, device and depth of each method.
+Beside a `records.jsonl` (or `records.jsonl.gz`) lies `run.json`: the resolved config, versions, git SHA, device and
+depth of each method. The records of a draft trained with several seeds lie in CHOICE/seed-N, a folder a training.
 """
 
+import gzip
 import json
 import math
+import re
 import reprlib
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+NAMES = ("records.jsonl", "records.jsonl.gz")
 BASELINES = ("autoregressive", "generate", "lookup")  # methods without rounds: our own loop, and transformers'
 
 
@@ -68,13 +73,38 @@ def read_records(paths: Iterable[str | Path] | str | Path) -> list[Record]:
     """The records of all `paths`, in their order; fields unknown here are passed over.
 
     Args:
-        paths: files of records, or folders that hold a `records.jsonl`; a single one may stand alone.
+        paths: files of records, or folders that hold a `records.jsonl` or `records.jsonl.gz`, or have folders below
+            that do; a single one may stand alone.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a file without records, or a line that is none: named by file, line, field and value.
     """
     return [record for path in _files(paths) for record in _read_file(path)]
+
+
+def read_cells(paths: Iterable[str | Path] | str | Path) -> dict[tuple[str, int], list[Record]]:
+    """The records of each choice and training seed, from folders called CHOICE/seed-N; nothing where none is so called.
+
+    Args:
+        paths: as for `read_records`, so the folder above all choices will do.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_records`; only some folders are so called, or two for the same.
+    """
+    files = _files(paths)
+    seeds = [re.fullmatch(r"seed-(\d+)", file.absolute().parent.name) for file in files]
+    if not any(seeds):
+        return {}
+    cells: dict[tuple[str, int], list[Record]] = {}
+    for file, seed in zip(files, seeds, strict=True):
+        if seed is None:
+            raise ValueError(f"{file} is in no folder CHOICE/seed-N, as others are; compare it by itself")
+        cell = (file.absolute().parents[1].name, int(seed[1]))
+        if cell in cells:
+            raise ValueError(f"{file} is a second {cell[0]}/seed-{cell[1]}; name the choices of several sweeps apart")
+        cells[cell] = _read_file(file)
+    return cells
 
 
 def read_runs(paths: Iterable[str | Path] | str | Path) -> dict[str, dict[str, Any]]:
@@ -95,21 +125,40 @@ def depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def _files(paths: Iterable[str | Path] | str | Path) -> list[Path]:
-    """Each path, or the `records.jsonl` in it."""
+    """Each path, or the records in it, or those below it in order of their names."""
     listed = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    files = [path / "records.jsonl" if path.is_dir() else path for path in listed]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file; give a records.jsonl, or a folder that holds one")
+    files = [file for path in listed for file in _below(path)]
+    if twice := next((file for file in files if file.with_name(f"{file.name}.gz") in files), None):
+        raise ValueError(f"{twice.parent} holds {NAMES[0]} and {NAMES[1]}; remove one")
     return files
 
 
+def _below(path: Path) -> list[Path]:
+    """The path itself, the records in it, or those below."""
+    found = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
+    found = found or sorted(file for name in NAMES for file in path.rglob(name))
+    if not found:
+        file = path / NAMES[0] if path.is_dir() else path
+        raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
+    return found
+
+
 def _read_file(file: Path) -> list[Record]:
-    numbered = enumerate(file.read_bytes().split(b"\n"), start=1)
+    numbered = enumerate(_bytes(file).split(b"\n"), start=1)
     records = [_read_line(f"{file}, line {number}", line) for number, line in numbered if line.strip()]
     if not records:
         raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
     return records
+
+
+def _bytes(file: Path) -> bytes:
+    """What the file says, unpacked."""
+    if file.suffix != ".gz":
+        return file.read_bytes()
+    try:
+        return gzip.decompress(file.read_bytes())
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{file} is no whole gzip file ({error})") from None
 
 
 def _read_line(place: str, line: bytes) -> Record:

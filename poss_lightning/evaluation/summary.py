@@ -1,4 +1,8 @@
-"""Records summed up by method and suite: what the tables of `poss compare` and `poss report` show."""
+"""Records summed up by method and suite: what the tables of `poss compare` and `poss report` show.
+
+The drafts are taken as they are, one training each, and the prompts as drawn: what is said holds for other prompts, not
+for another training seed. Of several trainings `seeds.py` tells.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +10,7 @@ import numpy as np
 
 from poss_lightning.evaluation import statistics
 from poss_lightning.evaluation.records import BASELINES, Record
-from poss_lightning.evaluation.statistics import Estimate, Floats, Sums, draw_counts, estimate
+from poss_lightning.evaluation.statistics import Comparison, Estimate, Floats, Sums, draw_counts, estimate
 
 ALL = "all"  # the name given to all suites together
 Answers = dict[tuple, Record]  # one method's records, by suite, id, turn and repeat
@@ -27,7 +31,10 @@ class MethodSummary:
         identical: share of prompts whose tokens, in all turns and repeats, are the first baseline's.
         tau_micro_gain: difference to the reference method; None for itself, or if none was named.
         tau_macro_gain: the same for `tau_macro`.
+        pos_acc_gain: the same by position, as far as both draft; empty where the others are None.
         speed_gain: ratio of tokens per second to the reference method; None likewise.
+
+    All that is held against one method is Holm-corrected over the methods held against it.
     """
 
     suite: str
@@ -38,11 +45,12 @@ class MethodSummary:
     tau_macro: Estimate
     pos_acc: tuple[Estimate, ...]
     tokens_per_second: Estimate
-    speed_up: dict[str, Estimate]
+    speed_up: dict[str, Comparison]
     identical: Estimate
-    tau_micro_gain: Estimate | None
-    tau_macro_gain: Estimate | None
-    speed_gain: Estimate | None
+    tau_micro_gain: Comparison | None
+    tau_macro_gain: Comparison | None
+    pos_acc_gain: tuple[Comparison, ...]
+    speed_gain: Comparison | None
 
 
 def summarise(
@@ -58,7 +66,7 @@ def summarise(
     Args:
         baseline: the method that `speed_up` and `identical` hold the others against; `BASELINES` that are present
             count for `speed_up` as well.
-        reference: the method that `tau_micro_gain` and `tau_macro_gain` are differences to, and `speed_gain` a ratio.
+        reference: the method that the gains are differences to, and `speed_gain` a ratio.
         depths: K by method; the most ever accepted for one that is not named.
 
     Raises:
@@ -71,12 +79,12 @@ def summarise(
     for role, name in (("baseline", baseline), ("reference", reference)):
         if name is not None and name not in methods:
             raise ValueError(f"{role} is {name!r}; these records have the methods {', '.join(methods)}")
-    most = {name: _depth(name, answers, (depths or {}).get(name)) for name, answers in methods.items()}
+    most = {name: depth_of(name, answers, (depths or {}).get(name)) for name, answers in methods.items()}
     suites = sorted({record.suite for record in records})
     return [
         summary
         for suite in ([ALL, *suites] if len(suites) > 1 else [ALL])
-        for summary in _summarise_suite(suite, _within(suite, methods), most, baseline, reference, resamples, seed)
+        for summary in _summarise_suite(suite, within(suite, methods), most, baseline, reference, resamples, seed)
     ]
 
 
@@ -90,11 +98,11 @@ def group(records: list[Record]) -> dict[str, Answers]:
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
         key = (record.suite, record.id, record.turn, record.repeat)
         if key in methods.setdefault(record.method, {}):
-            raise ValueError(f"{record.method!r} answers {_say(key)} twice; name the methods of several runs apart")
+            raise ValueError(f"{record.method!r} answers {say(key)} twice; name the methods of several runs apart")
         methods[record.method][key] = record
     every = sorted(set().union(*methods.values()), key=lambda key: (key[0], str(key[1]), *key[2:]))
     for name, answers in methods.items():
-        if missing := [_say(key) for key in every if key not in answers]:
+        if missing := [say(key) for key in every if key not in answers]:
             shown = "; ".join(missing[:5]) + ("; …" if len(missing) > 5 else "")
             raise ValueError(
                 f"{name!r} lacks {len(missing)} of {len(every)} answers that other methods have: {shown}. "
@@ -135,32 +143,63 @@ def _summarise_suite(
     seed: int,
 ) -> list[MethodSummary]:
     sums = {name: sum_by_prompt(answers, depths[name]) for name, answers in methods.items()}
-    counts = draw_counts(len(sums[baseline].tokens), resamples, seed)  # (1+R, Q), the same for every method
+    prompts = len(sums[baseline].tokens)
+    counts = draw_counts(prompts, resamples, seed)  # (1+R, Q), the same for every method
     micro = {name: statistics.tau_micro(counts, own) for name, own in sums.items()}
     macro = {name: statistics.tau_macro(counts, own) for name, own in sums.items()}
     speed = {name: statistics.tokens_per_second(counts, own) for name, own in sums.items()}
+    shares = {name: statistics.pos_acc(counts, own).T for name, own in sums.items()}  # (K, 1+R)
     baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
+    speed_ups = {other: _hold(speed, other, prompts, ratios=True) for other in baselines}
+    micro_gains = _hold(micro, reference, prompts)
+    macro_gains = _hold(macro, reference, prompts)
+    speed_gains = _hold(speed, reference, prompts, ratios=True)
+    share_gains = [
+        _hold({name: own[k] for name, own in shares.items() if k < len(own)}, reference, prompts)
+        for k in range(depths[reference] if reference else 0)
+    ]
     return [
         MethodSummary(
             suite=suite,
             method=name,
-            prompts=counts.shape[1],
+            prompts=prompts,
             rounds=int(own.reach[:, 0].sum()),
-            tau_micro=estimate(micro[name]),
-            tau_macro=estimate(macro[name]),
-            pos_acc=tuple(map(estimate, statistics.pos_acc(counts, own).T)),
-            tokens_per_second=estimate(speed[name]),
-            speed_up={other: estimate(speed[name] / speed[other]) for other in baselines if other != name},
-            identical=estimate(statistics.share(counts, same_tokens(methods[name], methods[baseline]))),
-            tau_micro_gain=estimate(micro[name] - micro[reference]) if reference not in (None, name) else None,
-            tau_macro_gain=estimate(macro[name] - macro[reference]) if reference not in (None, name) else None,
-            speed_gain=estimate(speed[name] / speed[reference]) if reference not in (None, name) else None,
+            tau_micro=estimate(micro[name], prompts),
+            tau_macro=estimate(macro[name], prompts),
+            pos_acc=tuple(statistics.estimate_share(values, prompts) for values in shares[name]),
+            tokens_per_second=estimate(speed[name], prompts),
+            speed_up={other: held[name] for other, held in speed_ups.items() if other != name},
+            identical=statistics.estimate_share(
+                statistics.share(counts, same_tokens(methods[name], methods[baseline])), prompts
+            ),
+            tau_micro_gain=micro_gains.get(name),
+            tau_macro_gain=macro_gains.get(name),
+            pos_acc_gain=tuple(gains[name] for gains in share_gains if name in gains),
+            speed_gain=speed_gains.get(name),
         )
         for name, own in sums.items()
     ]
 
 
-def _within(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
+def _hold(
+    values: dict[str, Floats], reference: str | None, prompts: int, ratios: bool = False
+) -> dict[str, Comparison]:
+    """Every other method against the reference: differences of (1+R,) values, or ratios; corrected for each other."""
+    if reference is None:
+        return {}
+    held = {name: np.log(own) if ratios else own for name, own in values.items()}
+    gains = {name: own - held[reference] for name, own in held.items() if name != reference}
+    compare = statistics.quotient if ratios else statistics.difference
+    return statistics.correct(
+        {
+            name: compare(float(gain[0]), statistics.standard_error(gain, prompts), prompts - 1)
+            for name, gain in gains.items()
+        }
+    )
+
+
+def within(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
+    """The answers of one suite, or of `ALL`."""
     return {
         name: {key: record for key, record in answers.items() if suite in (ALL, record.suite)}
         for name, answers in methods.items()
@@ -173,13 +212,19 @@ def _rows(answers: Answers) -> list[int]:
     return [order[key[:2]] for key in answers]
 
 
-def _depth(name: str, answers: Answers, given: int | None) -> int:
+def depth_of(name: str, answers: Answers, given: int | None) -> int:
+    """K: as given, or the most ever accepted.
+
+    Raises:
+        ValueError: more was accepted than the given depth allows.
+    """
     most = max((accepted for record in answers.values() for accepted in record.accepted), default=0)
     if given is not None and most > given:
         raise ValueError(f"{name!r} accepted {most} tokens in a round; its run.json gives it the depth {given}")
     return most if given is None else given
 
 
-def _say(key: tuple) -> str:
+def say(key: tuple) -> str:
+    """An answer's key in words."""
     suite, prompt, turn, repeat = key
     return f"{suite}/{prompt} turn {turn} repeat {repeat}"
