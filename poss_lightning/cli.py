@@ -29,6 +29,8 @@ TOOLS = {
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
+    "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),
+    "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "compare": ("poss_lightning.evaluation.compare", "tables of records, with intervals"),
     "report": ("poss_lightning.evaluation.report", "one HTML page of records and runs"),
     "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),

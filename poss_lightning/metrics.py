@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+BINS = 100  # of cosines from -1 to 1
+
 
 def rounds(accepted: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """Reached and passed, (K,) each, of decoding rounds: accepted (R,) drafted tokens a round.
@@ -100,7 +102,11 @@ class PassMeans(Metric):
 
 
 class FeatureDrift(Metric):
-    """How far the draft's features are from the target's at each depth: cosine, relative L2, norm ratio, (K,) each."""
+    """How far the draft's features are from the target's at each depth.
+
+    compute() gives mean `cosine`, relative `l2` and `norm_ratio`, (K,) each; and `histogram`, (K, BINS): the slots by
+    their cosine, in bins of equal width from -1 to 1.
+    """
 
     full_state_update = False
 
@@ -108,6 +114,7 @@ class FeatureDrift(Metric):
         super().__init__(**kwargs)
         for name in ("cosine", "l2", "norm_ratio", "slots"):
             self.add_state(name, torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("histogram", torch.zeros(depth, BINS, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, predictions: list[Tensor], features: Tensor, counts: Tensor) -> None:
         """Add the slots that count.
@@ -121,10 +128,13 @@ class FeatureDrift(Metric):
             live = counts > k
             ours, theirs = prediction[live].float(), features[live].float()  # (S, D)
             norm = theirs.norm(dim=-1)
-            self.cosine[k] += torch.cosine_similarity(ours, theirs, dim=-1).sum()
+            cosine = torch.cosine_similarity(ours, theirs, dim=-1)  # (S,)
+            self.cosine[k] += cosine.sum()
+            self.histogram[k] += torch.bincount(((cosine + 1) / 2 * BINS).long().clamp(0, BINS - 1), minlength=BINS)
             self.l2[k] += ((ours - theirs).norm(dim=-1) / norm).sum()
             self.norm_ratio[k] += (ours.norm(dim=-1) / norm).sum()
             self.slots[k] += live.sum()
 
     def compute(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) / self.slots for name in ("cosine", "l2", "norm_ratio")}
+        means = {name: getattr(self, name) / self.slots for name in ("cosine", "l2", "norm_ratio")}
+        return means | {"histogram": self.histogram}

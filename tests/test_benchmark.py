@@ -1,4 +1,4 @@
-"""`poss benchmark`: lawful records, the same answers by all methods, kill and resume; and the suites it reads."""
+"""`poss benchmark`: lawful records, the same answers by all methods, kill and resume."""
 
 import json
 from collections import Counter
@@ -11,7 +11,8 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.evaluation.suites import OWN, Question, own_suites, read_suites
+from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.evaluation.suites import Question
 
 QUESTIONS = [
     {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
@@ -19,6 +20,7 @@ QUESTIONS = [
     {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
 ]
 METHODS = ("autoregressive", "generate", "chain", "poss")
+FILES = ["records.jsonl", "rounds.jsonl", "run.json"]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_every_method_answers_every_turn_and_repeat_once(whole):
         for method in METHODS
     ]
     assert found == Counter(expected)
-    assert sorted(path.name for path in whole.iterdir()) == ["records.jsonl", "run.json"]
+    assert sorted(path.name for path in whole.iterdir()) == FILES
 
 
 def test_in_float32_all_methods_say_the_same(whole):
@@ -84,6 +86,22 @@ def test_in_float32_all_methods_say_the_same(whole):
 def test_pieces_make_the_text(whole):
     for record in read_records(whole):
         assert "".join(record.pieces) == record.text and len(record.pieces) == record.new_tokens
+
+
+def test_rounds_of_the_first_question_are_those_of_its_records(whole):
+    rounds = read_rounds([whole])
+    records = [r for r in read_records(whole) if r.id == 7 and r.repeat == 0 and r.method in ("chain", "poss")]
+    assert {(r.suite, r.id, r.turn, r.method) for r in records} == set(rounds)  # both turns
+    for record in records:
+        own = rounds[record.suite, record.id, record.turn, record.method]
+        assert [len(one.guesses.path) - 1 for one in own] == record.accepted
+        assert [one.number for one in own] == list(range(len(own)))
+        assert all(2 <= len(one.guesses.tokens) <= 9 for one in own)
+
+
+def test_without_rounds_to_show_there_is_no_file(run, tmp_path):
+    run(tmp_path, limit=1, show=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "run.json"]
 
 
 def test_later_turns_follow_the_targets_own_answers(whole, target):
@@ -130,7 +148,8 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     run(tmp_path)
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
 
 
 def test_a_finished_run_is_left_alone(whole, run):
@@ -161,6 +180,7 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
     [
         ({"new_tokens": 0}, "new_tokens is 0"),
         ({"repeats": 0}, "repeats 0"),
+        ({"show": -1}, "show is -1"),
         ({"limit": 0}, "limit is 0"),
         ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
         ({"depth": -1}, "depth is -1"),
@@ -280,39 +300,3 @@ def test_bytes_that_are_no_text_and_a_stop_token(target):
     tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
     pieces = module._pieces(target, tokens)
     assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""
-
-
-# --- suites ---
-
-
-def test_our_own_suites_are_six_of_ten():
-    assert own_suites() == ["chat", "code", "instructions", "maths", "questions", "summaries"]
-    questions = read_suites()
-    assert Counter(question.suite for question in questions) == dict.fromkeys(own_suites(), 10)
-    assert read_suites(limit=2) == [question for name in own_suites() for question in read_suites([name])[:2]]
-    assert read_suites([str(OWN)]) == questions
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (b'{"turns": ["a"]}\n{oops\n', r"suite\.jsonl:2 is not JSON"),
-        (b'{"turns": ["a"]}\n\n\xff\n', r"suite\.jsonl:3 is not JSON"),
-        (b"[1]\n", "suite.jsonl:1 has no `turns`"),
-        (b'{"turns": []}\n', "suite.jsonl:1 has no `turns`"),
-        (b'{"turns": ["a", ""]}\n', "suite.jsonl:1 has no `turns`"),
-        (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
-        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
-        (b"\n", "has no questions"),
-    ],
-)
-def test_malformed_suites_are_named_by_file_and_line(tmp_path, lines, words):
-    (tmp_path / "suite.jsonl").write_bytes(lines)
-    with pytest.raises(ValueError, match=words):
-        read_suites([str(tmp_path / "suite.jsonl")])
-
-
-def test_line_separators_inside_a_turn_break_no_question(tmp_path):
-    turns = ["a\u2028b", "c\u0085d"]
-    (tmp_path / "suite.jsonl").write_text(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
-    assert [question.turns for question in read_suites([str(tmp_path)])] == [turns]

@@ -285,7 +285,7 @@ def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, tra
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["validation"] == 0.05
     assert config["trainer"]["gradient_clip_val"] == 0.5 and config["trainer"]["precision"] == "bf16-mixed"
     callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
-    assert {"Probe", "DraftFolders"} <= set(callbacks)
+    assert {"Replay", "DraftFolders", "Dashboard"} <= set(callbacks)
 
 
 def test_an_interpolation_follows_the_command_line(poss, tmp_path):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from poss_lightning.metrics import AcceptanceLength, FeatureDrift, PassMeans, PositionAcceptance, rounds, unrolled
+from poss_lightning.metrics import BINS, AcceptanceLength, FeatureDrift, PassMeans, PositionAcceptance, rounds, unrolled
 
 
 def test_rounds_against_a_loop():
@@ -82,6 +82,16 @@ def test_drift_against_a_loop():
         }
         for name, values in expected.items():
             assert float(drift.compute()[name][k]) == pytest.approx(sum(values) / len(values), rel=1e-5)
+        bins = [sum(int((c + 1) / 2 * BINS) == b for c in expected["cosine"]) for b in range(BINS)]
+        assert drift.compute()["histogram"][k].tolist() == bins
+
+
+def test_every_cosine_is_in_some_bin():
+    same = torch.ones(1, 3, 8)
+    drift = FeatureDrift(2)
+    drift.update([same, -same], same, torch.full((1, 3), 2))
+    histogram = drift.compute()["histogram"]
+    assert histogram[0, -1] == histogram[1, 0] == 3 and histogram.sum() == 6
 
 
 def _rank(rank: int, folder: str) -> None:

@@ -9,7 +9,7 @@ from conftest import tiny_target
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.replay import replay
+from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -57,7 +57,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, tree):
     given = zip(cut, PROMPTS, plain, strict=True)
     samples = [(ended if own else read)(target, prompt, answer) for own, prompt, answer in given]
     for rows in (1, 2, 16):  # alone as side by side
-        replayed = replay(draft, target.ends, samples, depth, nodes, top_k, rows)
+        replayed = replay_rounds(draft, target.ends, samples, depth, nodes, top_k, rows)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
                 assert rounds == own.accepted
@@ -77,18 +77,21 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target):
     own = Speculative(target, draft).decode(PROMPTS[:1], LIMIT, frozenset({stop}))[0]
     assert own.tokens == answer
     sample = read(target, PROMPTS[0], answer, more=5)
-    assert replay(draft, target.ends, [sample], 6) == [[own.accepted]]
+    assert replay_rounds(draft, target.ends, [sample], 6) == [[own.accepted]]
 
 
 def test_several_answers_of_a_conversation_stay_apart(target):
     sample = read(target, PROMPTS[1], list(range(100, 140)))
     draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
-    (whole,) = replay(draft, target.ends, [sample._replace(spans=[(5, 20), (25, 45)])], 4)
+    (whole,) = replay_rounds(draft, target.ends, [sample._replace(spans=[(5, 20), (25, 45)])], 4)
     for span, rounds in zip([(5, 20), (25, 45)], whole, strict=True):
-        assert replay(draft, target.ends, [sample._replace(spans=[span])], 4) == [[rounds]]
+        assert replay_rounds(draft, target.ends, [sample._replace(spans=[span])], 4) == [[rounds]]
 
 
 def test_nothing_to_replay(target):
     sample = read(target, PROMPTS[0], [5, 6, 7])
     draft = lucky(target, [[5, 6, 7]], (6,), 0)
-    assert replay(draft, target.ends, [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])], 6) == [[], []]
+    assert replay_rounds(draft, target.ends, [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])], 6) == [
+        [],
+        [],
+    ]

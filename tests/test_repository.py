@@ -20,7 +20,7 @@ LEVELS = {
     3: {"draft", "features"},
     4: {"training", "decoding", "interop"},
     5: {"evaluation"},
-    6: {"cli", "sweep", "demo"},
+    6: {"cli", "fitting", "sweep", "demo"},
 }
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 SIDE_BY_SIDE = {6}  # only here may the rooms of one level import each other

@@ -208,8 +208,9 @@ def test_two_processes_train_one_draft(store, tiny_folder, tmp_path):
         "trainer.logger.version": "",
         "trainer.callbacks": json.dumps(
             [
-                {"class_path": "poss_lightning.evaluation.probe.Probe", "init_args": {"prompts": 2, "new_tokens": 6}},
+                {"class_path": "poss_lightning.evaluation.probe.Replay"},
                 {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+                {"class_path": "poss_lightning.training.dashboard.Dashboard"},
             ]
         ),
     }

@@ -126,6 +126,7 @@ class Specialists(nn.Module):
         self.fc = nn.Linear(2 * width, width)
         self.layers = nn.ModuleList(Specialist(*sizes) for _ in config.allocation)
         self.register_buffer("vocabulary", vocabulary)
+        self.register_buffer("scale", torch.ones(2 * width))  # of what `fc` reads; not learnt
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -137,7 +138,7 @@ class Specialists(nn.Module):
 
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, D)."""
-        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1))
+        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1) * self.scale)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotary angles of slots at positions (B or 1, T)."""
@@ -147,8 +148,15 @@ class Specialists(nn.Module):
         """The layer that serves draft position `position` (from 1)."""
         return self.layers[self.config.serving(position)]
 
+    def normalise(self, embedded: Tensor, features: Tensor) -> None:
+        """Let `fc` read both halves with a mean square of 1: (D,) root mean squares of each.
+
+        A few dimensions of a target's features are many times larger than the rest, and would rule its gradient.
+        """
+        self.scale.copy_(1 / torch.cat([embedded, features]).clamp(min=1e-6))
+
     def start_from(self, other: "Specialists") -> None:
-        """Take `fc`, and for every specialist the layer of `other` that serves its first position.
+        """Take `fc` and its scale, and for every specialist the layer of `other` that serves its first position.
 
         The published start of PosS is a single layer, copied into every specialist.
 
@@ -160,6 +168,7 @@ class Specialists(nn.Module):
         positions = range(1, sum(self.config.allocation) + 1)
         try:
             self.fc.load_state_dict(other.fc.state_dict())
+            self.scale.copy_(other.scale)
             for index, layer in enumerate(self.layers):
                 first = next(k for k in positions if self.config.serving(k) == index)
                 layer.load_state_dict(other.serving(first).state_dict())

@@ -15,9 +15,10 @@ from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, Record, to_line
+from poss_lightning.evaluation.rounds import RoundLog
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.evaluation.suites import Question, read_suites
-from poss_lightning.evaluation.surroundings import surroundings
+from poss_lightning.evaluation.suites import Question, load_suites
+from poss_lightning.evaluation.surroundings import describe, surroundings
 from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
@@ -40,10 +41,11 @@ def benchmark(
     seed: int = 0,
     baselines: list[str] | None = None,
     repeats: int = 1,
+    show: int = 1,
     dtype: str = "bfloat16",
     device: str = "cpu",
 ) -> None:
-    """Decode suites of prompts with every method and write records.jsonl and run.json.
+    """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
 
     Methods take turns prompt by prompt, in an order that rotates, after a warm-up of their own. Later turns of a
     conversation are asked after the target's own answer to the earlier ones, the same for all methods. A killed run
@@ -53,8 +55,9 @@ def benchmark(
         out: folder to write.
         drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
         target: "embedded", a local folder or a hub id.
-        suites: `.jsonl` files, folders of them, or names of the project's own suites; all of these by default.
-        limit: the first so many questions of each suite.
+        suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
+            `hub:OWNER/NAME`; all of the project's own by default.
+        limit: the first so many questions of each suite; all of a file, and 80 of the hub, by default.
         new_tokens: at most that many a turn.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
@@ -67,6 +70,7 @@ def benchmark(
         baselines: of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup); the
             first two by default. The first is also the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
+        show: questions of each suite whose rounds are written too, tree by tree, for the report to show.
         dtype: bfloat16, float16 or float32; only float32 is exact to the last token against the baselines.
         device: cpu or cuda.
     """
@@ -79,8 +83,11 @@ def benchmark(
         raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
     if new_tokens < 1 or repeats < 1:
         raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
+    if show < 0:
+        raise ValueError(f"show is {show}; it must be 0 (no rounds are written) or a number of questions a suite")
     sampling = Sampling(temperature, sample_top_k, top_p)
-    questions = read_suites(suites, limit)
+    found = load_suites(suites, limit)
+    questions = [question for suite in found for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
     for question in questions:  # what cannot be asked at all is refused before anything is written
@@ -92,8 +99,9 @@ def benchmark(
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
         "methods": {name: _facts(method) for name, method in methods.items()},
+        "suites": {suite.name: suite.source for suite in found},
     }
-    Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats)
+    Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats, show)
 
 
 class Run:
@@ -116,21 +124,24 @@ class Run:
         self.sampling, self.seed = sampling, seed
         self.file = folder / "records.jsonl"
         self.lines = self._go_on(facts)
+        self.rounds = RoundLog(folder, self._done())
 
-    def decode(self, questions: list[Question], new_tokens: int, repeats: int) -> None:
-        """Every question not yet recorded, all methods and repeats of it at once."""
-        done = {(line["suite"], line["id"]) for line in map(json.loads, self.lines)}
+    def decode(self, questions: list[Question], new_tokens: int, repeats: int, show: int = 0) -> None:
+        """Every question not yet recorded, all methods and repeats of it at once; rounds of `show` of each suite."""
+        done = self._done()
         left = [question for question in questions if (question.suite, question.id) not in done]
         if left:
             self._warm_up(left[0], new_tokens)
         bar = tqdm(left, desc="benchmark", unit="question", initial=len(questions) - len(left), total=len(questions))
         for question in bar:
-            records = self._question(question, new_tokens, repeats, place=questions.index(question))
+            shown = question in [other for other in questions if other.suite == question.suite][:show]
+            records = self._question(question, new_tokens, repeats, questions.index(question), shown)
             self.lines += map(to_line, records)
+            self.rounds.write()  # before the records, which say that the question is done
             with atomic(self.file) as path:  # a question is there with all its records, or not at all
                 path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
-    def _question(self, question: Question, new_tokens: int, repeats: int, place: int) -> list[Record]:
+    def _question(self, question: Question, new_tokens: int, repeats: int, place: int, shown: bool) -> list[Record]:
         records, messages = [], []
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
@@ -140,7 +151,9 @@ class Run:
                 first = (place + turn + repeat) % len(names)
                 for name in names[first:] + names[:first]:
                     drawn = torch.Generator().manual_seed(self._draws(question, turn, repeat))
-                    decoded = self.methods[name].decode([prompt], new_tokens, None, self.sampling, drawn)[0]
+                    answer = (question.suite, question.id, turn, name)
+                    watch = self.rounds.watch(answer, self.target) if shown and repeat == 0 else None
+                    decoded = self.methods[name].decode([prompt], new_tokens, None, self.sampling, drawn, watch)[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
             own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
             messages.append({"role": "assistant", "content": own.text})
@@ -164,6 +177,10 @@ class Run:
             text=self.target.chat.text(decoded.tokens),
             pieces=_pieces(self.target, decoded.tokens),
         )
+
+    def _done(self) -> set[tuple[str, int | str]]:
+        """Suite and id of every question that has its records."""
+        return {(line["suite"], line["id"]) for line in map(json.loads, self.lines)}
 
     def _draws(self, question: Question, turn: int, repeat: int) -> int:
         """The seed of an answer's draws, the same for all methods."""
@@ -197,22 +214,12 @@ def _facts(method: Decoder) -> dict:
         "nodes": method.nodes,
         "tree": method.tree,
         "top_k": drafter.top_k,
-        "allocation": list(drafter.draft.config.allocation),
-        "training_depth": drafter.draft.config.depth,
-        "parameters": sum(parameter.numel() for parameter in drafter.draft.parameters()),
-        "weights": _digest_weights(drafter.draft),
+        **describe(drafter.draft),
     }
 
 
 def _digest_questions(questions: list[Question]) -> str:
     return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
-
-
-def _digest_weights(draft: Specialists) -> str:
-    digest = hashlib.sha256()
-    for _, tensor in sorted(draft.state_dict().items()):
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
 
 
 def _prompt(target: Target, question: Question, messages: list[dict]) -> list[int]:

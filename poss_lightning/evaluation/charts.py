@@ -1,7 +1,7 @@
 """Charts as inline SVG: no ids, no outside references, colours left to the page's style sheet.
 
-Series i wears the class `s{i}`, which the page gives a colour for light and for dark. A chart is 360 units wide, about
-the width of a phone, so its letters stay readable there.
+Colour i is the class `s{i}`, which the page fills for light and for dark; from the ninth on they come again, dashed. A
+chart is 360 units wide, about the width of a phone, so its letters stay readable there.
 """
 
 import math
@@ -12,14 +12,16 @@ from markupsafe import Markup
 
 WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 38, 8, 8, 36  # margins for the labels
-COLOURS = 8  # classes s0..s7; later series begin anew
+COLOURS = 8  # classes s0..s7
+MARKED = 12  # points of a curve that has its points marked; more would hide the line
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart; `low` and `high`, where given, are the ends of an interval at each point."""
+    """One line of a chart; `low` and `high`, where given, are the ends of an interval at each point, or nan."""
 
     name: str
+    colour: int
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] = ()
@@ -44,7 +46,10 @@ class Axis:
 
 
 def line_chart(curves: Sequence[Curve], x_label: str, y_label: str, whole: bool = False) -> Markup:
-    """Curves with interval bars; values that are nan are left out. `whole`: one tick for each whole x."""
+    """Curves with bars for intervals, or bands where there are many points; values that are nan are left out.
+
+    `whole`: one tick for each whole x.
+    """
     xs = [x for curve in curves for x in curve.x]
     ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high) if math.isfinite(y)]
     across = [float(x) for x in range(int(min(xs)), max(int(max(xs)), int(min(xs)) + 1) + 1)] if whole else _ticks(xs)
@@ -62,38 +67,41 @@ def stacked_chart(rows: dict[str, Sequence[float]], parts: Sequence[str], unit: 
     return _svg(40 * len(rows), f"{unit} by part: {', '.join(parts)}", Markup("").join(drawn))
 
 
+def wears(colour: int) -> str:
+    """The classes of a colour."""
+    return f"s{colour % COLOURS}" + (" dashed" if colour >= COLOURS else "")
+
+
 def _curve(curve: Curve, place: int, of: int, x_axis: Axis, y_axis: Axis) -> Markup:
-    """Line, points and intervals; curves with intervals stand a little beside each other."""
-    aside = 4 * (place - (of - 1) / 2) if curve.low else 0
+    """Line, points and intervals; curves with interval bars stand a little beside each other."""
     bounds = zip(curve.low, curve.high, strict=True) if curve.low else [(math.nan, math.nan)] * len(curve.y)
-    points = [
-        (x, round(x_axis.at(x) + aside, 1), y, low, high)
-        for x, y, (low, high) in zip(curve.x, curve.y, bounds, strict=True)
-        if math.isfinite(y)
+    points = [(x, y, low, high) for x, y, (low, high) in zip(curve.x, curve.y, bounds, strict=True) if math.isfinite(y)]
+    marked = len(points) <= MARKED
+    aside = min(4, 24 / of) * (place - (of - 1) / 2) if curve.low and marked else 0.0
+    known = [
+        (x_axis.at(x) + aside, y_axis.at(low), y_axis.at(high)) for x, _, low, high in points if math.isfinite(low)
     ]
-    line = " ".join(f"{across},{y_axis.at(y)}" for _, across, y, _, _ in points)
-    marks = [
-        Markup('<line x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>').format(across, y_axis.at(low), y_axis.at(high))
-        for _, across, _, low, high in points
-        if math.isfinite(low)
-    ]
-    if len(points) <= 12:  # more would hide the line
-        marks += [
-            Markup('<circle cx="{}" cy="{}" r="3"><title>{}, {} {:g}: {:.3g}</title></circle>').format(
-                across, y_axis.at(y), curve.name, x_axis.label, x, y
-            )
-            for x, across, y, _, _ in points
-        ]
-    inside = Markup("").join(marks)
-    return Markup('<g class="s{}"><polyline points="{}"/>{}</g>').format(place % COLOURS, line, inside)
+    line = " ".join(f"{x_axis.at(x) + aside:g},{y_axis.at(y)}" for x, y, _, _ in points)
+    inside = Markup('<polyline points="{}"/>').format(line)
+    if marked:
+        bar = Markup('<line x1="{0:g}" x2="{0:g}" y1="{1}" y2="{2}"/>')
+        inside += Markup("").join(bar.format(*interval) for interval in known)
+        dot = Markup('<circle cx="{:g}" cy="{}" r="3"><title>{}, {} {:g}: {:.3g}</title></circle>')
+        inside += Markup("").join(
+            dot.format(x_axis.at(x) + aside, y_axis.at(y), curve.name, x_axis.label, x, y) for x, y, _, _ in points
+        )
+    elif known:
+        around = [f"{x:g},{low}" for x, low, _ in known] + [f"{x:g},{high}" for x, _, high in reversed(known)]
+        inside += Markup('<polygon points="{}"/>').format(" ".join(around))
+    return Markup('<g class="{}"><title>{}</title>{}</g>').format(wears(curve.colour), curve.name, inside)
 
 
 def _bar(name: str, values: Sequence[float], parts: Sequence[str], unit: str, top: int, scale: float) -> Markup:
     segments, start = Markup(""), 0.0
     for place, (part, value) in enumerate(zip(parts, values, strict=True)):
         segments += Markup(
-            '<rect class="s{}" x="{:.1f}" y="{}" width="{:.1f}" height="16"><title>{}: {:.2f} {}</title></rect>'
-        ).format(place % COLOURS, start * scale, top + 16, value * scale, part, value, unit)
+            '<rect class="{}" x="{:.1f}" y="{}" width="{:.1f}" height="16"><title>{}: {:.2f} {}</title></rect>'
+        ).format(wears(place), start * scale, top + 16, value * scale, part, value, unit)
         start += value
     labels = Markup('<text x="0" y="{}">{}</text><text x="{:.1f}" y="{}">{:.1f} {}</text>')
     return segments + labels.format(top + 12, name, start * scale + 5, top + 28, start, unit)

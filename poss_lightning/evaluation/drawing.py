@@ -12,23 +12,25 @@ the
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 GREEN, BOLD, DIM, PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 LINES = 24  # of one drawing, so that a round fits a terminal
 
+Token = TypeVar("Token", int, str)  # its id, or how it reads
 
-class Guesses(NamedTuple):
+
+class Guesses(NamedTuple, Generic[Token]):
     """One round of one text: N nodes, the root first and every parent before its children."""
 
-    tokens: list[int]  # (N,)
+    tokens: list[Token]  # (N,)
     parents: list[int]  # (N,)
     scores: list[float]  # (N,) log-probability of the path from the root, by the draft
     path: list[int]  # nodes accepted, from the root on
-    bonus: int | None  # the target's own token behind them; None where the text ended with them
+    bonus: Token | None  # the target's own token behind them; None where the text ended with them
 
 
-def draw(guesses: Guesses, text: Callable[[int], str], colour: bool = False, lines: int = LINES) -> str:
+def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = False, lines: int = LINES) -> str:
     """The tree, likelier children first, with the probability of each path.
 
     Args:
@@ -38,10 +40,8 @@ def draw(guesses: Guesses, text: Callable[[int], str], colour: bool = False, lin
         lines: at most so many, unless what was accepted needs more; the least probable nodes are left out.
     """
     tokens, parents, scores, path, bonus = guesses
-    shown = _shown(guesses, lines - (bonus is not None))
-    below: dict[int, list[tuple[str, int | None]]] = defaultdict(
-        list
-    )  # of each node: labels, and nodes where it is one
+    shown = likeliest(guesses, lines - (bonus is not None))
+    below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # of each node: labels, and nodes if it is one
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
         words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
         label = _mark("✓ ", GREEN, words, colour) if node in path else _mark("", DIM, words, colour)
@@ -53,10 +53,10 @@ def draw(guesses: Guesses, text: Callable[[int], str], colour: bool = False, lin
     return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
 
 
-def _shown(guesses: Guesses, lines: int) -> set[int]:
+def likeliest(guesses: Guesses, lines: int) -> set[int]:
     """The path, and as many of the likeliest nodes as `lines` leaves room for; with every node its parent."""
     if len(guesses.tokens) > lines:
-        lines -= 1  # says how many are left out
+        lines -= 1  # to say how many are left out
     shown = set(guesses.path)
     for node in sorted(range(len(guesses.tokens)), key=lambda node: (-guesses.scores[node], node)):
         if len(shown) < lines:

@@ -33,7 +33,8 @@ class Record:
         accepted: drafted tokens that the target took, a number a round, up to and with a stop token; empty for the
             methods in `BASELINES`. The prefill gives one token and a round accepted + 1, so without its last round
             a record has fewer than `new_tokens`, and with it as many, or more where a stop token or the limit cut it.
-        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured.
+        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured; nothing
+            where rounds were replayed, which takes the target no time.
         tokens: the new token ids, up to and with the stop token.
         text: the new tokens decoded together.
         pieces: the text of each new token, where recorded.
@@ -213,10 +214,12 @@ def _naturals(value: Any) -> bool:
 
 
 def _times(value: Any) -> bool:
-    """Finite seconds by part, with a total above 0."""
+    """Finite seconds by part, with a total above 0; or none."""
     if not isinstance(value, dict) or not all(isinstance(part, int | float) for part in value.values()):
         return False
-    return all(math.isfinite(part) and part >= 0 for part in value.values()) and value.get("total", 0) > 0
+    return not value or (
+        all(math.isfinite(part) and part >= 0 for part in value.values()) and value.get("total", 0) > 0
+    )
 
 
 def _texts(value: Any) -> bool:
@@ -234,7 +237,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_tokens": _NATURAL,
     "new_tokens": (lambda value: _natural(value) and value > 0, "an integer of at least 1"),
     "accepted": (_naturals, "a list of integers of at least 0, one a round"),
-    "seconds": (_times, 'numbers of at least 0 by part, with a "total" above 0'),
+    "seconds": (_times, 'numbers of at least 0 by part, with a "total" above 0, or empty'),
     "tokens": (_naturals, "a list of token ids"),
     "text": (lambda value: isinstance(value, str), "a string"),
     "pieces": (_texts, "a list of strings, one a token"),

@@ -7,19 +7,27 @@ A greedy round takes the longest path of its tree along the answer, whose featur
 there is to do, for many answers at once: some ten times less than decoding (tests/test_replay.py holds both together).
 """
 
+import gzip
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.features.store import Sample
+from poss_lightning.evaluation.records import Record, to_line
+from poss_lightning.evaluation.surroundings import describe, surroundings
+from poss_lightning.features.store import FeatureStore, Sample
+from poss_lightning.files import atomic
 from poss_lightning.target.spec import Ends
 
 UNKNOWN = -2  # what the target says behind the end of an answer: no draft's token
@@ -35,6 +43,50 @@ class Answer(NamedTuple):
 
 
 def replay(
+    out: str,
+    drafts: dict[str, str],
+    store: str,
+    depth: int | None = None,
+    nodes: int = 60,
+    top_k: int = 10,
+) -> None:
+    """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
+
+    The answers must be the target's own greedy ones, of conversations named SUITE/ID (`poss answer`, then
+    `poss extract`). Records say what each round accepts, and nothing of time.
+
+    Args:
+        out: folder to write.
+        drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
+        store: features of the answers.
+        depth: draft positions K; each draft's own (the sum of its allocation) by default.
+        nodes: of a tree, root included.
+        top_k: children tried a node; 1 drafts chains.
+    """
+    config = dict(locals())
+    if not drafts:
+        raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
+    features = FeatureStore(store)
+    ends, samples = features.ends(), [features[i] for i in range(len(features))]
+    records, methods = [], {}
+    for name, source in drafts.items():
+        draft = Specialists.from_pretrained(source).to(ends.embedding.dtype).eval()
+        if difference := draft.config.target.difference(features.target):
+            raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+        deep = sum(draft.config.allocation) if depth is None else depth
+        methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
+        replayed = replay_rounds(draft, ends, tqdm(samples, desc=f"replay {name}", unit="answer"), deep, nodes, top_k)
+        for sample, rounds in zip(samples, replayed, strict=True):
+            records += _records(name, sample, rounds)
+    folder = Path(out)
+    facts = {"command": sys.argv, "config": config, "methods": methods, **surroundings(ends.embedding.device)}
+    with atomic(folder / "records.jsonl.gz") as path:
+        path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
+    with atomic(folder / "run.json") as path:
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def replay_rounds(
     draft: Specialists,
     ends: Ends,
     samples: Sequence[Sample],
@@ -126,3 +178,24 @@ def _laid(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
     padded = pad_sequence(list(parts), batch_first=True, padding_value=fill)  # (B, longest, …)
     more = padded.new_full((len(padded), length - padded.shape[1], *padded.shape[2:]), fill)
     return torch.cat([padded, more], dim=1)
+
+
+def _records(method: str, sample: Sample, rounds: list[list[int]]) -> Iterator[Record]:
+    """A record an answer, of as much of it as its rounds hold."""
+    suite, _, name = sample.id.rpartition("/")
+    for turn, (answer, accepted) in enumerate(zip(answers(sample), rounds, strict=True)):
+        tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
+        yield Record(
+            suite=suite or "store",
+            id=name,
+            turn=turn,
+            method=method,
+            repeat=0,
+            seed=0,
+            prompt_tokens=answer.start,
+            new_tokens=len(tokens),
+            accepted=accepted,
+            seconds={},
+            tokens=tokens,
+            text="",
+        )

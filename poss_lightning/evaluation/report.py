@@ -1,28 +1,24 @@
 """`poss report`: one HTML page over benchmark records and training runs, complete in itself."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from poss_lightning import __version__
-from poss_lightning.evaluation.charts import COLOURS, Curve, line_chart, stacked_chart
-from poss_lightning.evaluation.records import BASELINES, Record, depths, read_records, read_runs
-from poss_lightning.evaluation.scalars import Series, by_depth, read_scalars
-from poss_lightning.evaluation.summary import ALL, Answers, MethodSummary, group, summarise
+from poss_lightning.evaluation.charts import COLOURS
+from poss_lightning.evaluation.explorer import decoded_texts
+from poss_lightning.evaluation.figures import palette, position_figure, seconds_figure, training
+from poss_lightning.evaluation.records import BASELINES, Record, depths, read_cells, read_records, read_runs
+from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.evaluation.scalars import by_choice, read_scalars
+from poss_lightning.evaluation.seeds import Cells, over_seeds
+from poss_lightning.evaluation.statistics import Estimate
+from poss_lightning.evaluation.summary import ALL, MethodSummary, group, summarise
+from poss_lightning.evaluation.tables import LEVEL, Measured, Table, method_tables, of_choices, positions, seed_tables
 from poss_lightning.files import atomic
-
-PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is a round as a whole
-DRIFT = {  # tag -> label of its axis
-    "val_drift_cosine": "cosine to the target's feature (1 is best)",
-    "val_drift_l2": "relative L2 distance (0 is best)",
-    "val_drift_norm_ratio": "norm over the target's (1 is best)",
-}
 
 
 def report(
@@ -35,11 +31,14 @@ def report(
     resamples: int = 2000,
     seed: int = 0,
 ) -> None:
-    """Write one self-contained HTML page: tables, curves and decoded text of benchmark records and training runs.
+    """Write one self-contained HTML page: tables, curves, rounds and decoded text of benchmarks and training runs.
+
+    Where the records are of several training seeds, in folders CHOICE/seed-N, tables and curves are over seeds, and
+    text and seconds are of the first seed that all choices have.
 
     Args:
-        records: Files of records, or folders that hold a records.jsonl; several as [a,b].
-        runs: Folders of training runs, whose TensorBoard files give the feature drift and loss by depth.
+        records: Files of records, folders that hold a records.jsonl, or a sweep's; several as [a,b].
+        runs: Folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
         out: The page to write.
         baseline: The method whose speed is 1 and whose tokens the others should give.
         reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
@@ -47,29 +46,70 @@ def report(
         resamples: Draws of the bootstrap behind the 95 % intervals.
         seed: Of the bootstrap.
     """
-    facts = read_runs(records)
-    answers = read_records(records)
+    cells, facts = read_cells(records), read_runs(records)
+    if cells:
+        found = across_seeds(cells, baseline, reference, depths(facts))
+        runs, chosen = runs or list(facts), one_seed(cells)
+        answers = own_records(cells, chosen)
+        facts = {folder: own for folder, own in facts.items() if _cell(folder) in chosen}
+    else:
+        answers = read_records(records)
+        found = across_prompts(answers, baseline, reference, depths(facts), resamples, seed)
     methods = group(answers)
-    summaries = summarise(answers, baseline, reference, depths(facts), resamples, seed)
-    overall = [summary for summary in summaries if summary.suite == ALL]
+    trained = by_choice(read_scalars(runs or []))
+    colours = palette([*found.shares, *trained])
+    most = {name: len(found.shares.get(name, ())) for name in methods}
     page = _template().render(
-        headline=headline(overall, baseline),
-        overall=overall,
-        by_suite=[summary for summary in summaries if summary.suite != ALL and summary.method not in BASELINES],
-        baseline=baseline,
-        baselines=[name for name in dict.fromkeys((baseline, *BASELINES)) if name in {row.method for row in overall}],
+        found=found,
         reference=reference,
-        positions=position_figure(overall),
-        deepest=max(len(row.pos_acc) for row in overall),
-        seconds=seconds_figure(methods),
-        training=training_figures(read_scalars(runs or [])),
-        texts=decoded_texts(methods, {row.method: len(row.pos_acc) for row in overall}, prompts),
+        positions=position_figure(found.shares, colours),
+        seconds=seconds_figure(methods) if methods.keys() & set(BASELINES) else None,  # replayed rounds take none
+        training=training(trained, colours),
+        texts=decoded_texts(methods, read_rounds(facts), most, prompts),
         facts={folder: list(readable(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {resamples} draws of the bootstrap, seed {seed}",
     )
     with atomic(out) as path:
         path.write_text(page, encoding="utf-8")
-    print(f"{out}: {len(answers)} records of {len(overall)} methods")
+    print(f"{out}: {len(answers)} records of {len(methods)} methods")
+
+
+# --- what the records say ---
+
+
+class Findings(NamedTuple):
+    """What the top of the page says, over prompts or over seeds."""
+
+    headline: str
+    note: str  # how to read the tables
+    shares: dict[str, Sequence[Estimate]]  # pos-acc of every method that drafts
+    tables: list[Table]
+
+
+def across_prompts(
+    answers: list[Record], baseline: str, reference: str | None, known: dict[str, int], resamples: int, seed: int
+) -> Findings:
+    """One training of each method: other prompts might come."""
+    summaries = summarise(answers, baseline, reference, known, resamples, seed)
+    overall = [row for row in summaries if row.suite == ALL]
+    note = (
+        f"{overall[0].prompts} prompts. Under each value stands its 95 % interval for other prompts; each method was "
+        "trained once, and of another training it says nothing."
+    )
+    shares = {row.method: row.pos_acc for row in overall if row.rounds}
+    return Findings(headline(overall, baseline), note, shares, method_tables(summaries, baseline, reference))
+
+
+def across_seeds(cells: Cells, baseline: str, reference: str | None, known: dict[str, int]) -> Findings:
+    """Several trainings of each choice."""
+    summaries = over_seeds(cells, reference, baseline, known)
+    overall = of_choices(summaries)
+    note = (
+        f"{len(overall)} choices, {len(cells)} trainings. Under each mean over seeds stand its 95 % interval for other "
+        "seeds, and the standard deviation of one training. Text, rounds and seconds are of one training of each."
+    )
+    shares = {choice: [one.mean for one in positions(own)] for choice, own in overall.items()}
+    return Findings(headline_over_seeds(overall, baseline, reference), note, shares, seed_tables(summaries, reference))
 
 
 def headline(overall: list[MethodSummary], baseline: str) -> str:
@@ -82,125 +122,45 @@ def headline(overall: list[MethodSummary], baseline: str) -> str:
     gain = best.speed_up[baseline]
     verdict = "faster" if gain.low > 1 else "slower" if gain.high < 1 else "no difference shown"
     return (
-        f"{best.method} decodes at {gain.text()} times the speed of {baseline}{_within(gain.interval())}: {verdict}. "
-        f"It emits {best.tau_micro.text()} tokens a round{_within(best.tau_micro.interval())}, "
+        f"{best.method} decodes at {gain.text()} times the speed of {baseline}{_within(gain)}: {verdict}. "
+        f"It emits {best.tau_micro.text()} tokens a round{_within(best.tau_micro)}, "
         f"and {best.identical.text('.0%')} of its {best.prompts} prompts have exactly {baseline}'s tokens."
     )
 
 
-# --- figures ---
+def headline_over_seeds(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
+    """The choice with the largest τ, its speed, and what is certain of it against the reference."""
+    best, own = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
+    tau = own["tau_macro"]
+    words = f"{best} has the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
+    if "speed_up" in own:
+        words += f", at {own['speed_up'].mean.text()} times the speed of {baseline}{_within(own['speed_up'].mean)}"
+    if tau.gain is None or not tau.gain.significance():
+        return f"{words}."
+    verdict = "larger" if tau.gain.holm < LEVEL else "no difference shown"
+    return (
+        f"{words}. Against {reference} it is {tau.gain.text('+.2f')}{_within(tau.gain, '+.2f')}, "
+        f"{tau.gain.significance()} after Holm's correction: {verdict}."
+    )
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A chart and the names of its series, in the order of their colours."""
-
-    title: str
-    chart: Markup
-    names: list[str]
-
-
-def position_figure(overall: list[MethodSummary]) -> Figure | None:
-    """pos-acc by position, a curve a method; None where nothing was accepted."""
-    curves = [
-        Curve(
-            name=row.method,
-            x=range(1, len(row.pos_acc) + 1),
-            y=[share.value for share in row.pos_acc],
-            low=[share.low for share in row.pos_acc],
-            high=[share.high for share in row.pos_acc],
-        )
-        for row in overall
-        if row.pos_acc
-    ]
-    return _lines("", curves, "position", "pos-acc", whole=True) if curves else None
+def one_seed(cells: Cells) -> list[tuple[str, int]]:
+    """One cell of each choice: the first seed that all choices have, or else each one's first."""
+    seeds: dict[str, set[int]] = {}
+    for choice, seed in cells:
+        seeds.setdefault(choice, set()).add(seed)
+    shared = set.intersection(*seeds.values())
+    return [(choice, min(shared or own)) for choice, own in seeds.items()]
 
 
-def seconds_figure(methods: dict[str, Answers]) -> Figure:
-    """Milliseconds per new token by method, stacked by part; `rest` is what the total has beyond the named parts."""
-    rows: dict[str, list[float]] = {}
-    seen = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
-    measured = [part for part in PARTS if part in seen]
-    for name, own in ((name, list(answers.values())) for name, answers in methods.items()):
-        per_token = 1000 / sum(record.new_tokens for record in own)
-        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in own) for part in measured]
-        total = per_token * sum(record.seconds["total"] for record in own)
-        rows[name] = [*parts, max(total - sum(parts), 0.0)]
-    return Figure("", stacked_chart(rows, [*measured, "rest"], "ms"), [*measured, "rest"])
-
-
-def training_figures(scalars: dict[str, dict[str, Series]]) -> list[Figure]:
-    """Feature drift by depth, a curve a run; then each run's validation loss by step, a curve a depth."""
-    figures = []
-    for tag, label in DRIFT.items():
-        ends = {run: {k: series[-1][1] for k, series in by_depth(own, tag).items()} for run, own in scalars.items()}
-        curves = [Curve(run, list(end), list(end.values())) for run, end in ends.items() if end]
-        if curves:
-            figures.append(_lines(f"Feature drift: {label}", curves, "depth", label, whole=True))
-    for run, own in scalars.items():
-        losses = by_depth(own, "val_loss").items()
-        curves = [Curve(f"depth {k}", *zip(*series, strict=True)) for k, series in losses if len(series) > 1]
-        if curves:
-            figures.append(_lines(f"Validation loss of {run}", curves, "step", "loss"))
-    return figures
-
-
-def _lines(title: str, curves: list[Curve], x_label: str, y_label: str, whole: bool = False) -> Figure:
-    return Figure(title, line_chart(curves, x_label, y_label, whole), [curve.name for curve in curves])
-
-
-# --- decoded text ---
-
-
-@dataclass(frozen=True)
-class Span:
-    """A run of text: `kind` is "plain", "accepted" or "bonus"; `strength` is accepted / K of its round."""
-
-    kind: str
-    text: str
-    strength: float = 0.0
-
-
-@dataclass(frozen=True)
-class Text:
-    """One prompt's answers, by method: the record, and its text in spans."""
-
-    title: str
-    answers: list[tuple[Record, list[Span]]]
-
-
-def decoded_texts(methods: dict[str, Answers], most: dict[str, int], prompts: int) -> list[Text]:
-    """First turn and repeat of some prompts: the first of each suite, then the second of each, and so on."""
-    by_suite: dict[str, list[tuple]] = {}
-    for key in next(iter(methods.values())):
-        if key[2:] == (0, 0):
-            by_suite.setdefault(key[0], []).append(key)
-    chosen = [key for level in zip_longest(*by_suite.values()) for key in level if key is not None][:prompts]
+def own_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:
+    """Of the chosen cells each choice's own records, and those of the baselines from the first cell."""
     return [
-        Text(f"{key[0]}, prompt {key[1]}", [(own[key], spans(own[key], most[name])) for name, own in methods.items()])
-        for key in chosen
+        record
+        for place, cell in enumerate(chosen)
+        for record in cells[cell]
+        if record.method == cell[0] or (place == 0 and record.method in BASELINES)
     ]
-
-
-def spans(record: Record, depth: int) -> list[Span]:
-    """The text cut at rounds: the prefill's token, then each round's accepted run and its bonus token.
-
-    A last round that a stop token or the limit cut ends within its accepted run.
-    """
-    if record.pieces is None or not record.accepted:
-        return [Span("plain", record.text)]
-    cut, start = [Span("plain", record.pieces[0])], 1
-    for accepted in record.accepted:
-        end, strength = start + accepted, min(accepted / depth, 1.0) if depth else 0.0
-        cut += [Span("accepted", _seen(record.pieces[start:end]), strength)] if accepted else []
-        cut += [Span("bonus", _seen(piece)) for piece in record.pieces[end : end + 1]]  # none after a cut round
-        start = end + 1
-    return cut
-
-
-def _seen(pieces: list[str]) -> str:
-    """Joined, with a sign where a line ends: a coloured run of blanks shows nothing."""
-    return "".join(pieces).replace("\n", "↵\n")
 
 
 # --- the page ---
@@ -219,8 +179,14 @@ def readable(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "–" if value is None else str(value)
 
 
-def _within(interval: str) -> str:
-    return f" (95 % interval {interval})" if interval else ""
+def _cell(folder: str) -> tuple[str, int]:
+    """The choice and seed of a folder CHOICE/seed-N."""
+    *_, choice, seed = Path(folder).absolute().parts
+    return choice, int(seed.removeprefix("seed-"))
+
+
+def _within(value: Estimate, form: str = ".2f") -> str:
+    return f" (95 % interval {value.interval(form)})" if value.interval(form) else ""
 
 
 def _template() -> Any:

@@ -1,35 +1,89 @@
-"""Scalars of training runs, read back from their TensorBoard event files."""
+"""Scalars of training runs, read back from their TensorBoard event files; the seeds of a choice taken together.
 
+A run in `CHOICE/seed-N` is one of its choice's seeds; any other run is a choice of its own.
+"""
+
+import json
+import math
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
+
+from poss_lightning.evaluation.statistics import Estimate, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
+Scalars = dict[str, Series]  # of one run, by tag
+EVENTS, LAST = "events.out.tfevents.*", "scalars.json"
+SEED = re.compile(r"seed-\d+")
 
 
-def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, dict[str, Series]]:
+def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
     """The scalars of every folder that holds event files, at any depth: by folder, then by tag.
+
+    A folder that has none but a `scalars.json`, as sweeps keep, gives the last value of each.
 
     Raises:
         FileNotFoundError: no such folder.
+        ValueError: a `scalars.json` that does not hold a step and a value by tag.
     """
-    found: dict[str, dict[str, Series]] = {}
+    found: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder; give the folder of a training run")
-        for place in sorted({file.parent for file in folder.rglob("events.out.tfevents.*")}):
-            found[str(place)] = _read_folder(place)
+        for place in sorted({file.parent for name in (EVENTS, LAST) for file in folder.rglob(name)}):
+            found[str(place)] = _read_events(place) if any(place.glob(EVENTS)) else _read_last(place / LAST)
     return {name: scalars for name, scalars in found.items() if scalars}
 
 
-def by_depth(scalars: dict[str, Series], name: str) -> dict[int, Series]:
+def by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
     """The series `name/depth_1`, `name/depth_2` and so on, by depth."""
     tags = {tag: re.fullmatch(rf"{re.escape(name)}/depth_(\d+)", tag) for tag in scalars}
     depths = {int(match[1]): tag for tag, match in tags.items() if match}
     return {depth: scalars[depths[depth]] for depth in sorted(depths)}
 
 
-def _read_folder(folder: Path) -> dict[str, Series]:
+def by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
+    """The runs of each choice, by what its folder shares with no other: `runs/hass`, `runs/eagle` -> hass, eagle."""
+    folders: dict[Path, dict[str, Scalars]] = {}
+    for folder, scalars in runs.items():
+        parts = Path(folder).absolute().parts
+        seeds = [place for place, part in enumerate(parts) if SEED.fullmatch(part)]
+        of, run = (parts[: seeds[-1]], parts[seeds[-1]]) if seeds else (parts, "")
+        own = folders.setdefault(Path(*of), {}).setdefault(run, {})
+        for tag, series in scalars.items():  # several folders of one seed are one run
+            own[tag] = sorted(own.get(tag, []) + series, key=lambda point: point[0])
+    if len(folders) < 2:
+        return {folder.name: list(own.values()) for folder, own in folders.items()}
+    shared = os.path.commonpath(folders)
+    names = {folder: str(folder.relative_to(shared)) for folder in folders}
+    return {
+        folder.name if names[folder] == "." else names[folder]: list(own.values()) for folder, own in folders.items()
+    }
+
+
+def over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
+    """The mean over runs at every step that all of them have; a step logged twice counts as it was last logged."""
+    runs = [dict(own) for own in series]
+    steps = sorted(set.intersection(*map(set, runs))) if runs else []
+    return {step: mean([run[step] for run in runs]) for step in steps}
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean of independent runs and its t-interval; nothing is known of its spread where there is one."""
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return interval(fmean(values), error, len(values) - 1)
+
+
+def _read_last(file: Path) -> Scalars:
+    try:
+        return {tag: [(int(step), float(value))] for tag, (step, value) in json.loads(file.read_bytes()).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} does not hold a step and a value by tag ({error})") from None
+
+
+def _read_events(folder: Path) -> Scalars:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all

@@ -158,12 +158,12 @@ def _measure(methods: dict[str, Answers], choice: str, baseline: str | None, dep
     """Every measure of one cell: (1+Q,) values, of all prompts and without each in turn."""
     sums = sum_by_prompt(methods[choice], depth)
     counts = leave_one_out(len(sums.tokens))
-    speed = statistics.tokens_per_second(counts, sums)
     measures = {"tau_macro": statistics.tau_macro(counts, sums), "tau_micro": statistics.tau_micro(counts, sums)}
     measures |= {f"pos_acc_{k}": share for k, share in enumerate(statistics.pos_acc(counts, sums).T, start=1)}
-    measures["tokens_per_second"] = speed
-    if baseline is not None:
-        measures["speed_up"] = speed / statistics.tokens_per_second(counts, sum_by_prompt(methods[baseline], 0))
+    if np.isfinite(sums.seconds).all():
+        measures["tokens_per_second"] = speed = statistics.tokens_per_second(counts, sums)
+        if baseline is not None:
+            measures["speed_up"] = speed / statistics.tokens_per_second(counts, sum_by_prompt(methods[baseline], 0))
     return measures
 
 

@@ -120,7 +120,7 @@ def sum_by_prompt(answers: Answers, depth: int) -> Sums:
         accepted = np.array(record.accepted, dtype=int)
         sums.reach[row] += (accepted[:, None] >= np.arange(depth + 1)).sum(0)
         sums.tokens[row] += record.new_tokens
-        sums.seconds[row] += record.seconds["total"]
+        sums.seconds[row] += record.seconds.get("total", np.nan)
     return sums
 
 

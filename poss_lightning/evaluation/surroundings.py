@@ -1,5 +1,6 @@
-"""When, where and with what a run was made, for the file beside its records."""
+"""When, where and with what a run was made, and of which draft, for the file beside its records."""
 
+import hashlib
 import os
 import platform
 import shutil
@@ -9,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from poss_lightning.draft.specialists import Specialists
 
 
 def surroundings(device: torch.device) -> dict:
@@ -21,6 +24,22 @@ def surroundings(device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "git": _git(),
+    }
+
+
+def describe(draft: Specialists) -> dict:
+    """What a draft is: what it was trained for, its size, and a digest of its weights."""
+    config, digest = draft.config, hashlib.sha256()
+    for _, tensor in sorted(draft.state_dict().items()):
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    order = {} if config.order is None else {"order": list(config.order)}
+    return {
+        "allocation": list(config.allocation),
+        **order,
+        "kv": config.kv,
+        "training_depth": config.depth,
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "weights": digest.hexdigest()[:16],
     }
 
 

@@ -8,7 +8,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import read_texts
 from poss_lightning.features.schedule import buckets
 from poss_lightning.features.shards import Text
-from poss_lightning.features.store import Sample, commonest
+from poss_lightning.features.store import SOME, Sample, commonest
 from poss_lightning.features.stream import Batch
 from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
@@ -56,6 +56,13 @@ class OnlineFeatures:
         """As of a `FeatureStore`."""
         answers = (text.tokens[start:stop] for text in self.texts for start, stop in text.spans)
         return commonest(answers, self.target.vocab_size, size)
+
+    @torch.inference_mode()
+    def root_mean_square(self) -> Tensor:
+        """As of a `FeatureStore`."""
+        some = self.texts[:: max(1, len(self.texts) // SOME)]
+        read = [self.model.read(torch.tensor([text.tokens], device=self.model.device))[0] for text in some]
+        return torch.cat(read).float().square().mean(0).sqrt()
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:

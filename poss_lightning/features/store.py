@@ -27,6 +27,8 @@ from poss_lightning.features.manifest import ENDS, Manifest, StoreError, check
 from poss_lightning.features.remote import local
 from poss_lightning.target.spec import Ends, TargetSpec
 
+SOME = 64  # samples that stand for all
+
 
 def schema(layers: tuple[int, ...]) -> pa.Schema:
     """Columns of a shard. Features are the encoded vectors of a sample, one token after another; see `encoding`."""
@@ -120,6 +122,11 @@ class FeatureStore:
         texts = (_values(batch, row, "tokens") for batch, row in rows)
         answers = (text[start:stop] for text, spans in zip(texts, self.spans, strict=True) for start, stop in spans)
         return commonest(answers, self.target.vocab_size, size)
+
+    def root_mean_square(self) -> Tensor:
+        """Of every dimension of the features, over some samples: (D,) float32."""
+        some = range(0, len(self), max(1, len(self) // SOME))
+        return torch.cat([self[i].features for i in some]).float().square().mean(0).sqrt()
 
     def _vectors(self, columns: pa.RecordBatch, row: int, name: str, count: int) -> Tensor:
         """(T, count, D); copied out of the map once, since a tensor may be written to and the files may not."""

@@ -21,11 +21,11 @@ class DraftFolders(lightning.Callback):
     Both stand in the run's own folder.
 
     Args:
-        monitor: logged value that tells the best draft; the probe's τ by default.
+        monitor: logged value that tells the best draft; τ of trees on held-out answers by default (`Replay`).
         mode: "max" or "min".
     """
 
-    def __init__(self, monitor: str = "probe/tau", mode: str = "max"):
+    def __init__(self, monitor: str = "val/tau_tree", mode: str = "max"):
         if mode not in ("max", "min"):
             raise ValueError(f"mode is {mode!r}; it must be max or min")
         self.monitor, self.sign = monitor, 1 if mode == "max" else -1
@@ -111,7 +111,8 @@ class Throughput(lightning.Callback):
     def _log(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         slots, tokens, flops = trainer.strategy.reduce(self.done, reduce_op="sum").tolist()  # waits for the device
         elapsed = time.monotonic() - self.begun
-        pl_module.log("slots/s", slots / elapsed, prog_bar=True)
+        pl_module.log("slots/s", slots / elapsed, prog_bar=True, logger=False)  # a short name, for the bar
+        pl_module.log("throughput/slots_per_second", slots / elapsed)
         pl_module.log("throughput/tokens_per_second", tokens / elapsed)
         pl_module.log("throughput/teraflops", flops / elapsed / 1e12)
         pl_module.log("throughput/waiting", self.waited / elapsed, prog_bar=True)

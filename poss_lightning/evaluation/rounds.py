@@ -1,0 +1,148 @@
+"""Rounds of a few answers, as `poss benchmark` records them: what was drafted, what the target took, what it added.
+
+They lie in `rounds.jsonl` beside `records.jsonl`, a line a round, and belong to the first repeat of their answer.
+"""
+
+import gzip
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+from poss_lightning.decoding.decoder import Progress
+from poss_lightning.evaluation.drawing import Guesses
+from poss_lightning.evaluation.generate import guesses_of
+from poss_lightning.files import atomic
+from poss_lightning.target.model import Target
+
+NAME = "rounds.jsonl"
+PLACES = 4  # decimals of a log-probability
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one answer; one that exists is lawful.
+
+    Attributes:
+        suite: of the answer's question, as in its record; `id`, `turn` and `method` likewise.
+        number: which round of the answer, from 0.
+        guesses: the tree and what came of it, its tokens as they read.
+
+    Raises:
+        ValueError: the guesses are no tree, or their path is none of it.
+    """
+
+    suite: str
+    id: int | str
+    turn: int
+    method: str
+    number: int
+    guesses: Guesses[str]
+
+    def __post_init__(self) -> None:
+        tokens, parents, scores, path, bonus = self.guesses
+        _expect(_all(str, tokens) and tokens, "tokens", tokens, "a list of texts, the root's first")
+        rising = _all(int, parents) and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
+        _expect(rising and len(parents) == len(tokens), "parents", parents, "an earlier node for every token")
+        numbers = _all((int, float), scores) and all(-math.inf < score <= 0 for score in scores)
+        _expect(numbers and len(scores) == len(tokens), "scores", scores, "a log-probability for every token")
+        inside = _all(int, path) and path[:1] == [0] and all(0 <= node < len(parents) for node in path)
+        linked = inside and all(parents[node] == above for above, node in pairwise(path))
+        _expect(linked and len(set(path)) == len(path), "path", path, "nodes from the root 0 on, each below the last")
+        _expect(bonus is None or isinstance(bonus, str), "bonus", bonus, "a text, or null")
+
+    @property
+    def answer(self) -> tuple:
+        """Suite, id, turn and method: what all rounds of an answer share."""
+        return self.suite, self.id, self.turn, self.method
+
+
+def read_out(guesses: Guesses[int], text: Callable[[int], str]) -> Guesses[str]:
+    """The same guesses with the text of each token for its id."""
+    bonus = None if guesses.bonus is None else text(guesses.bonus)
+    scores = [min(round(score, PLACES), 0.0) for score in guesses.scores]
+    return guesses._replace(tokens=[text(token) for token in guesses.tokens], scores=scores, bonus=bonus)
+
+
+def to_line(one: Round) -> str:
+    """The round as one line of JSON, without the line's end."""
+    values = asdict(one)
+    del values["guesses"]
+    return json.dumps(values | one.guesses._asdict(), ensure_ascii=False, separators=(",", ":"))
+
+
+def read_rounds(folders: Iterable[str | Path]) -> dict[tuple, list[Round]]:
+    """The rounds that lie in `folders`, by answer and in their order; a folder without any adds none.
+
+    Raises:
+        ValueError: a line that is no round: named by file, line, field and value.
+    """
+    found: dict[tuple, list[Round]] = {}
+    for folder in map(Path, folders):
+        for file in (folder / NAME, folder / f"{NAME}.gz"):
+            for one in _read_file(file) if file.is_file() else []:
+                found.setdefault(one.answer, []).append(one)
+    return {answer: sorted(rounds, key=lambda one: one.number) for answer, rounds in found.items()}
+
+
+class RoundLog:
+    """The rounds of one benchmark, noted while its answers are decoded.
+
+    Args:
+        folder: of the benchmark.
+        done: suite and id of the questions whose rounds, if the folder has any, are whole.
+    """
+
+    def __init__(self, folder: Path, done: set[tuple[str, int | str]]):
+        self.file = folder / NAME
+        self.lines = [to_line(one) for own in read_rounds([folder]).values() for one in own if one.answer[:2] in done]
+        self.written = len(self.lines)
+
+    def watch(self, answer: tuple, target: Target) -> Callable[[Progress], None]:
+        """What notes the rounds of one answer: its suite, id, turn and method."""
+        number = count()
+
+        def note(step: Progress) -> None:
+            if step.tree is not None:
+                guesses = guesses_of(step, target.chat.stops)
+                read = read_out(guesses, lambda token: target.tokenizer.decode([token]))
+                self.lines.append(to_line(Round(*answer, next(number), read)))
+
+        return note
+
+    def write(self) -> None:
+        """Put all that was noted into the file."""
+        if len(self.lines) > self.written:
+            with atomic(self.file) as path:
+                path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+            self.written = len(self.lines)
+
+
+def _read_file(file: Path) -> list[Round]:
+    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    numbered = enumerate(data.split(b"\n"), start=1)
+    return [_read_line(f"{file}, line {number}", line) for number, line in numbered if line.strip()]
+
+
+def _read_line(place: str, line: bytes) -> Round:
+    try:
+        values = json.loads(line)
+        guesses = Guesses(*(values[name] for name in Guesses._fields))
+        return Round(*(values[name] for name in ("suite", "id", "turn", "method", "number")), guesses)
+    except KeyError as error:
+        raise ValueError(f"{place}: lacks {error.args[0]}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {reprlib.repr(line)} is no round ({error})") from None
+
+
+def _all(kind: type | tuple[type, ...], values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _expect(right: Any, name: str, value: Any, words: str) -> None:
+    if not right:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words}")

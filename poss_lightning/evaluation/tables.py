@@ -1,0 +1,208 @@
+"""The tables of the page: values with their intervals, comparisons with what they prove and what they could."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from poss_lightning.evaluation.records import BASELINES
+from poss_lightning.evaluation.seeds import SeedSummary
+from poss_lightning.evaluation.statistics import Comparison, Estimate
+from poss_lightning.evaluation.summary import ALL, MethodSummary
+
+LEVEL = 0.05  # of a corrected p that is shown as sure
+Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value with the small lines below it; `sure` where it is a difference that chance would hardly make."""
+
+    text: str
+    notes: tuple[str, ...] = ()
+    sure: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one or more names and their cells; columns are named by lines. `folded`: shown to those who open it."""
+
+    title: str
+    names: Sequence[str]
+    columns: Sequence[Sequence[str]]
+    rows: list[tuple[Sequence[str], list[Cell]]]
+    folded: bool = False
+
+
+def cell(value: Estimate | None, form: str = ".2f") -> Cell:
+    """The value and its interval; of a comparison also the corrected p and the smallest effect it could have found."""
+    if value is None:
+        return Cell("")
+    notes = [value.interval(form)]
+    if isinstance(value, Comparison):
+        notes += [value.significance(), value.smallest(form.replace("+", "")).replace("±", "could see ±")]
+    return Cell(value.text(form), tuple(filter(None, notes)), isinstance(value, Comparison) and value.holm < LEVEL)
+
+
+# --- over prompts: one training of each method ---
+
+
+def method_tables(summaries: list[MethodSummary], baseline: str, reference: str | None) -> list[Table]:
+    """Speed and acceptance, against the reference, by position, by suite; those that have no rows are left out."""
+    overall = [row for row in summaries if row.suite == ALL]
+    drafted = [row for row in overall if row.rounds]
+    tables = [_speed(overall, baseline)]
+    others = [row for row in drafted if row.method != reference]
+    if reference in {row.method for row in drafted} and others:  # of a baseline the table above tells
+        tables.append(_against(others, reference))
+    by_suite = [row for row in summaries if row.suite != ALL and row.method not in BASELINES]
+    if by_suite:
+        tables.append(_by_suite(by_suite, baseline, reference))
+    deepest = max(len(row.pos_acc) for row in overall)
+    positions = [[str(place)] for place in range(1, deepest + 1)]
+    if drafted:
+        shares = [([row.method], [cell(share.percent(), ".0f") for share in row.pos_acc]) for row in drafted]
+        tables.append(Table("pos-acc by position, %", ["method"], positions, shares, folded=True))
+    gains = [([row.method], [cell(gain.percent(), "+.1f") for gain in row.pos_acc_gain]) for row in drafted]
+    if any(cells for _, cells in gains):
+        tables.append(
+            Table(
+                f"pos-acc by position, % − {reference}",
+                ["method"],
+                positions,
+                [row for row in gains if row[1]],
+                folded=True,
+            )
+        )
+    return tables
+
+
+def _speed(rows: list[MethodSummary], baseline: str) -> Table:
+    present = {row.method for row in rows}
+    others = [name for name in dict.fromkeys((baseline, *BASELINES)) if name in present]
+    columns = [("speed-up over", name) for name in others]
+    columns += [("tokens/s",), ("tokens a round", "τ micro"), ("by prompt", "τ macro")]
+    columns += [("same tokens as", f"{baseline}, %"), ("rounds",)]
+    cells = [
+        [_plain(row.speed_up.get(name)) for name in others]
+        + [cell(row.tokens_per_second, ".1f")]
+        + [cell(row.tau_micro if row.rounds else None), cell(row.tau_macro if row.rounds else None)]
+        + [cell(row.identical.percent() if row.method != baseline else None, ".0f"), Cell(str(row.rounds or ""))]
+        for row in rows
+    ]
+    return Table("Speed and acceptance", ["method"], columns, _named(rows, cells))
+
+
+def _against(rows: list[MethodSummary], reference: str) -> Table:
+    columns = [("τ micro −", reference), ("τ macro −", reference), ("speed ×", reference)]
+    cells = [[cell(row.tau_micro_gain, "+.2f"), cell(row.tau_macro_gain, "+.2f"), cell(row.speed_gain)] for row in rows]
+    return Table(f"Against {reference}", ["method"], columns, _named(rows, cells))
+
+
+def _by_suite(rows: list[MethodSummary], baseline: str, reference: str | None) -> Table:
+    columns = [("τ micro",), ("τ macro",), *([("τ macro −", reference)] if reference else [])]
+    columns += [("speed-up over", baseline), ("prompts",)]
+    return Table(
+        "By suite",
+        ["suite", "method"],
+        columns,
+        [
+            (
+                [row.suite, row.method],
+                [cell(row.tau_micro), cell(row.tau_macro)]
+                + ([cell(row.tau_macro_gain, "+.2f")] if reference else [])
+                + [_plain(row.speed_up.get(baseline)), Cell(str(row.prompts))],
+            )
+            for row in rows
+        ],
+        folded=True,
+    )
+
+
+def _plain(value: Comparison | None) -> Cell:
+    """A ratio as a measure: that decoding with a draft is not as fast as without needs no proof."""
+    return cell(value and Estimate(value.value, value.low, value.high))
+
+
+def _named(rows: list[MethodSummary], cells: list[list[Cell]]) -> list[tuple[Sequence[str], list[Cell]]]:
+    return [([row.method], own) for row, own in zip(rows, cells, strict=True)]
+
+
+# --- over seeds: several trainings of each choice ---
+
+
+def of_choices(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[str, Measured]:
+    """The summaries of one suite, by choice and measure."""
+    found: dict[str, Measured] = {}
+    for summary in summaries:
+        if summary.suite == suite:
+            found.setdefault(summary.choice, {})[summary.measure] = summary
+    return found
+
+
+def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Table]:
+    """Acceptance and speed over seeds, against the reference, by position, by suite."""
+    overall = of_choices(summaries)
+    tables = [
+        Table("Over training seeds", ["choice"], _COLUMNS, [([name], _means(own)) for name, own in overall.items()])
+    ]
+    others = {name: own for name, own in overall.items() if name != reference}
+    if reference:
+        tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]
+    suites = dict.fromkeys(summary.suite for summary in summaries if summary.suite != ALL)
+    by_suite = [([suite, name], own) for suite in suites for name, own in of_choices(summaries, suite).items()]
+    if by_suite:
+        rows = [(names, _means(own) + ([_gain(own, "tau_macro")] if reference else [])) for names, own in by_suite]
+        columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
+        tables.append(Table("By suite", ["suite", "choice"], columns, rows, folded=True))
+    shares = {name: positions(own) for name, own in overall.items()}
+    places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
+    rows = [([name], [cell(one.mean.percent(), ".1f") for one in own]) for name, own in shares.items()]
+    tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
+    if reference:
+        rows = [
+            ([name], [cell(one.gain and one.gain.percent(), "+.1f") for one in own])
+            for name, own in shares.items()
+            if name != reference
+        ]
+        tables.append(Table(f"pos-acc by position, % − {reference}", ["choice"], places, rows, folded=True))
+    return tables
+
+
+def positions(own: Measured) -> list[SeedSummary]:
+    """One choice's pos-acc, position by position."""
+    names = (f"pos_acc_{place}" for place in range(1, len(own) + 1))
+    return [own[name] for name in names if name in own]
+
+
+_COLUMNS = [("seeds",), ("by prompt", "τ macro"), ("tokens a round", "τ micro"), ("speed-up",), ("tokens/s",)]
+
+
+def _means(own: Measured) -> list[Cell]:
+    measures = [("tau_macro", ".2f"), ("tau_micro", ".2f"), ("speed_up", ".2f"), ("tokens_per_second", ".1f")]
+    return [Cell(str(len(own["tau_macro"].values)))] + [_mean(own.get(name), form) for name, form in measures]
+
+
+def _mean(one: SeedSummary | None, form: str) -> Cell:
+    """The mean over seeds, its interval, and the standard deviation of a training."""
+    if one is None:
+        return Cell("")
+    shown = cell(one.mean, form)
+    spread = () if one.deviation != one.deviation else (f"sd {one.deviation:{form}}",)  # nan for a single seed
+    return Cell(shown.text, shown.notes + spread)
+
+
+def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> Table:
+    """Against the reference, for other prompts than these as well, or for these alone."""
+    measures = [("tau_macro", "τ macro −", "+.2f"), ("tau_micro", "τ micro −", "+.2f")]
+    measures += [("speed_up", "speed-up ×", ".2f"), ("tokens_per_second", "tokens/s ×", ".2f")]
+    title = f"Against {reference}, other seeds, " + ("these prompts" if these_prompts else "other prompts")
+    columns = [("pairs",), *((words, reference) for _, words, _ in measures)]
+    rows = []
+    for name, own in others.items():
+        held = [(own.get(measure), form) for measure, _, form in measures]
+        gains = [cell(one and (one.gain_these_prompts if these_prompts else one.gain), form) for one, form in held]
+        rows.append(([name], [Cell(str(len(own["tau_macro"].pairs))), *gains]))
+    return Table(title, ["choice"], columns, rows, folded=these_prompts)
+
+
+def _gain(own: Measured, measure: str) -> Cell:
+    return cell(own[measure].gain, "+.2f")

@@ -1,0 +1,47 @@
+"""A training that is done once: begun, gone on with after a kill, and not done again."""
+
+import shutil
+from pathlib import Path
+
+import yaml
+
+from poss_lightning import cli
+from poss_lightning.files import atomic, conf
+
+SETTINGS, FINISHED = "fit.yaml", "finished"
+
+
+def fitted(folder: Path, configs: list[str], options: dict) -> Path:
+    """Train as `poss fit --config ...` does, and return the folder of the draft.
+
+    Beside it lie the TensorBoard file and `fit.yaml`, with which `poss fit --config CONFIGS --config fit.yaml` does the
+    same. Checkpoints, there to go on from, are removed at the end.
+
+    Args:
+        folder: of this training.
+        configs: YAML files, by path or by their name in conf/.
+        options: on top of them, nested as they are.
+
+    Raises:
+        ValueError: the folder holds a training of other settings.
+    """
+    own = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
+    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": own}
+    options = options | {"trainer": options.get("trainer", {}) | {"logger": logger}}
+    settings = f"# after {' '.join(configs)}\n{yaml.safe_dump(options, sort_keys=True)}"
+    note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
+    if note.exists() and note.read_text() != settings:
+        raise ValueError(f"{folder} was trained otherwise: see what {note} has; choose another folder or remove it")
+    if not finished.exists():
+        with atomic(note) as path:
+            path.write_text(settings)
+        named = [argument for name in configs for argument in ("--config", _found(name))]
+        going_on = ["--ckpt_path", str(last)] if last.exists() else []
+        cli.run("fit", [*named, "--config", str(note), *going_on])
+        shutil.rmtree(last.parent, ignore_errors=True)
+        finished.touch()
+    return folder / "draft-last"
+
+
+def _found(name: str) -> str:
+    return name if Path(name).is_file() else str(conf(name))

@@ -1,0 +1,154 @@
+"""`poss sweep`: an experiment as a folder. Choices × seeds are trained and measured, and one table sums them up.
+
+NAME/
+  sweep.yaml                what all trainings have in common, the choices, the seeds, what is measured
+  cells/CHOICE/seed-N/      fit.yaml, scalars.json, records.jsonl.gz, run.json; beside them draft and TensorBoard file
+  summary.json              every choice in every measure, over seeds
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from poss_lightning import cli
+from poss_lightning.evaluation.compare import show_seeds
+from poss_lightning.evaluation.records import depths, read_cells, read_runs
+from poss_lightning.evaluation.scalars import read_scalars
+from poss_lightning.evaluation.seeds import over_seeds
+from poss_lightning.files import atomic
+from poss_lightning.fitting import fitted
+
+SETTINGS = "sweep.yaml"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of one choice."""
+
+    choice: str
+    seed: int
+    folder: Path
+    configs: list[str]
+    fit: dict  # options on top of the configs
+    measure: str  # "replay" or "benchmark"
+    options: dict  # of that command
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What `sweep.yaml` says.
+
+    Attributes:
+        choices: by name, the options that make it, nested as those of `poss fit`; `config` lists YAML files.
+        seeds: of weights, order and noise; `${seed}` stands for it anywhere in fit, choices and measures.
+        fit: what all choices have in common, in the same form.
+        replay: options of `poss replay`, or
+        benchmark: options of `poss benchmark`: one of the two.
+        reference: the choice that the others are held against.
+    """
+
+    choices: DictConfig
+    seeds: list[int]
+    fit: DictConfig
+    replay: DictConfig | None = None
+    benchmark: DictConfig | None = None
+    reference: str | None = None
+
+    @classmethod
+    def read(cls, file: Path) -> "Sweep":
+        """Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no sweep; the message names file and field.
+        """
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
+        try:
+            given = OmegaConf.load(file)
+            own = cls(**{str(name): given[name] for name in given})
+        except (OmegaConfBaseException, TypeError, OSError, ValueError) as error:
+            known = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"{file} is no sweep ({error}); its fields are {known}") from error
+        if not isinstance(own.choices, DictConfig) or not own.choices:
+            raise ValueError(f"{file}: choices is {own.choices!r}; it must name one or more choices")
+        if not own.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in own.seeds):
+            raise ValueError(f"{file}: seeds is {own.seeds!r}; it must list whole numbers of at least 0")
+        if (own.replay is None) == (own.benchmark is None):
+            raise ValueError(f"{file}: give one of replay and benchmark, the options of how choices are measured")
+        if own.reference is not None and own.reference not in own.choices:
+            raise ValueError(f"{file}: reference is {own.reference!r}, which is none of {', '.join(own.choices)}")
+        return own
+
+    def cells(self, folder: Path) -> list[Cell]:
+        """Every choice of the first seed, then of the second, and so on."""
+        return [self._cell(folder, choice, seed) for seed, choice in product(self.seeds, self.choices)]
+
+    def _cell(self, folder: Path, choice: str, seed: int) -> Cell:
+        measure = "replay" if self.benchmark is None else "benchmark"
+        fit = OmegaConf.merge(self.fit, self.choices[choice] or {})
+        configs = [*(self.fit.get("config") or []), *((self.choices[choice] or {}).get("config") or [])]
+        whole = OmegaConf.create({"seed": seed, "fit": fit, "measure": getattr(self, measure)})
+        plain = OmegaConf.to_container(whole, resolve=True)
+        own = {name: value for name, value in plain["fit"].items() if name != "config"}
+        own = {"seed_everything": seed, **own, "data": {"seed": seed, **own.get("data", {})}}
+        return Cell(choice, seed, folder / choice / f"seed-{seed}", configs, own, measure, plain["measure"])
+
+
+def sweep(folder: str, shard: str = "1/1") -> None:
+    """Train and measure every choice with every seed, skip what is done, and sum up what there is.
+
+    Several processes, or the jobs of an array, may share an experiment: each takes its shard.
+
+    Args:
+        folder: of the experiment, with a sweep.yaml.
+        shard: i/n, the i-th of n shares of the trainings.
+    """
+    own = Sweep.read(Path(folder) / SETTINGS)
+    cells = own.cells(Path(folder) / "cells")
+    mine = _share(cells, shard)
+    for number, cell in enumerate(mine, 1):
+        if not _measured(cell):
+            print(f"\n[{number}/{len(mine)}] {cell.choice}, seed {cell.seed}", flush=True)
+            _run(cell)
+    done = [cell for cell in cells if _measured(cell)]
+    print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
+    if done:
+        _sum_up(Path(folder), done, own.reference)
+
+
+def _share(cells: list[Cell], shard: str) -> list[Cell]:
+    try:
+        place, shares = map(int, shard.split("/"))
+    except ValueError:
+        place, shares = 0, 0
+    if not 1 <= place <= shares:
+        raise ValueError(f"shard is {shard!r}; it must be i/n, for example 1/4, with i from 1 to n")
+    return cells[place - 1 :: shares]
+
+
+def _measured(cell: Cell) -> bool:
+    return (cell.folder / "scalars.json").exists()  # written last
+
+
+def _run(cell: Cell) -> None:
+    """Train, measure, and keep the last of every scalar."""
+    draft = fitted(cell.folder, cell.configs, cell.fit)
+    options = [f"--{name}={json.dumps(value)}" for name, value in cell.options.items()]
+    cli.run(cell.measure, [str(cell.folder), f"--drafts.{cell.choice}={draft}", *options])
+    (scalars,) = read_scalars(cell.folder).values()
+    with atomic(cell.folder / "scalars.json") as path:
+        path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")
+
+
+def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
+    folders = [cell.folder for cell in done]
+    if reference not in {cell.choice for cell in done}:
+        reference = None
+    rows = over_seeds(read_cells(folders), reference, depths=depths(read_runs(folders)))
+    with atomic(folder / "summary.json") as path:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    show_seeds(rows, reference, Console())

@@ -1,0 +1,139 @@
+"""The contents of the dashboard, as plain values: no writer and no training is needed to make them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import try_to_load_from_cache
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from poss_lightning.metrics import BINS
+from poss_lightning.target import embedded
+
+KINDS = ("unroll", "chain", "tree")  # of pos-acc
+LABELS = ("label", "token", "kind", "following", "slot", "__seq_next__")  # of a point; the last draws paths
+DECIMALS = 4  # of its coordinates
+
+
+def _lines(*tags: str) -> list:
+    return ["Multiline", list(tags)]
+
+
+# Category, chart, and the tags in it: regular expressions, matched from a tag's beginning.
+LAYOUT = {
+    "Acceptance of each position": {
+        "in trees (replayed)": _lines(r"val_pos_acc_tree/depth_\d+$"),
+        "in chains (replayed)": _lines(r"val_pos_acc_chain/depth_\d+$"),
+        "unrolled (teacher-forced), validation": _lines(r"val_pos_acc_unroll/depth_\d+$"),
+        "unrolled (teacher-forced), training": _lines(r"train_pos_acc_unroll/depth_\d+$"),
+        "τ: tokens a round": _lines(r"val/tau_(tree|chain)$", "probe/tau$"),
+    },
+    "Loss of each depth": {
+        "validation": _lines(r"val_loss/depth_\d+$"),
+        "training": _lines(r"train_loss/depth_\d+$"),
+        "all depths together": _lines("(train|val)/loss$"),
+        "validation, features (smooth L1)": _lines(r"val_feature_loss/depth_\d+$"),
+        "validation, tokens (cross-entropy)": _lines(r"val_token_loss/depth_\d+$"),
+        "validation, likeliest ten": _lines(r"val_topk_loss/depth_\d+$"),
+    },
+    "Feature drift of each depth": {
+        "cosine (1 is none)": _lines(r"val_drift_cosine/depth_\d+$"),
+        "relative L2 (0 is none)": _lines(r"val_drift_l2/depth_\d+$"),
+        "norm ratio (1 is none)": _lines(r"val_drift_norm_ratio/depth_\d+$"),
+    },
+}
+
+
+def histograms(counts: Tensor) -> dict[int, dict]:
+    """Arguments of `add_histogram_raw` by depth, of slots by cosine (K, BINS); a depth that has none is left out.
+
+    All have one range, so that they can be held against each other: that of all depths together.
+    """
+    edges = np.linspace(-1, 1, BINS + 1)
+    filled = counts.sum(0).nonzero()[:, 0].tolist()
+    shown = slice(filled[0], filled[-1] + 1) if filled else slice(0)
+    middles = (edges[:-1] + edges[1:])[shown] / 2
+    return {
+        depth: {
+            "min": edges[shown.start],
+            "max": edges[shown.stop],
+            "num": sum(own),
+            "sum": np.dot(own, middles),
+            "sum_squares": np.dot(own, np.square(middles)),
+            "bucket_limits": edges[1:][shown].tolist(),
+            "bucket_counts": own,
+        }
+        for depth, own in enumerate(counts[:, shown].tolist(), 1)
+        if sum(own)
+    }
+
+
+def acceptance(logged: dict[str, float], depth: int, step: int) -> Figure:
+    """pos-acc by position, a curve a kind, of scalars by name."""
+    figure = Figure(figsize=(4.4, 3.4), layout="constrained")  # small, as TensorBoard makes it smaller still
+    axes = figure.add_subplot()
+    for kind, marker in zip(KINDS, "o^s", strict=True):
+        curve = {k: logged.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
+        shown = {k: 100 * value for k, value in curve.items() if value is not None}
+        tau = logged.get(f"val/tau_{kind}")
+        if shown:
+            axes.plot(shown.keys(), shown.values(), marker=marker, label=kind + (f", τ {tau:.2f}" if tau else ""))
+    axes.set(xlabel="draft position", ylabel="accepted, if reached (%)", title=f"Acceptance after {step} steps")
+    axes.set(xlim=(0.8, depth + 0.2), ylim=(0, 100), xticks=range(1, depth + 1))  # the same at every step
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    return figure
+
+
+def points(
+    target: Tensor, draft: Tensor, read: list[int], following: list[int], spell: Callable[[int], str]
+) -> tuple[np.ndarray, list[tuple]]:
+    """Points of the projector, (S * (K + 1), D), and the `LABELS` of each: the target's features, then each depth's.
+
+    A path leads from each slot's target to its depths in turn.
+
+    Args:
+        target: (S, D)
+        draft: (K, S, D)
+        read: tokens the features stand behind, (S,).
+        following: the text's next tokens, (S,).
+        spell: how a token reads.
+    """
+    words = [(spell(token), spell(later)) for token, later in zip(read, following, strict=True)]
+    labels = []
+    for depth in range(len(draft) + 1):
+        kind = f"depth {depth}" if depth else "target"
+        for slot, (token, later) in enumerate(words):
+            onward = slot + (depth + 1) * len(words) if depth < len(draft) else ""
+            labels.append((f"{token} @{depth or 'target'}", token, kind, later, slot, onward))
+    every = torch.cat([target, draft.flatten(0, 1)])
+    return every.double().numpy().round(DECIMALS), labels
+
+
+def speller(target: str) -> Callable[[int], str]:
+    """How a token reads, by the target's tokenizer; its number where this machine has none. Nothing is downloaded."""
+    file = _tokenizer_file(target)
+    if file is None:
+        return str
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def spell(token: int) -> str:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        return repr(text)[1:-1].replace(" ", "·")  # neither tab nor newline would survive in a table
+
+    return spell
+
+
+def _tokenizer_file(target: str) -> Path | None:
+    name = "tokenizer.json"
+    try:
+        folder = embedded.folder() if target == embedded.NAME else Path(target)
+        cached = None if folder.is_dir() else try_to_load_from_cache(target, name)
+    except (OSError, ValueError):  # no package of the embedded target; no name of a hub's model
+        return None
+    file = Path(cached) if isinstance(cached, str) else folder / name
+    return file if file.is_file() else None

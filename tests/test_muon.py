@@ -1,0 +1,66 @@
+"""Muon: its steps are orthogonal, as long as they should be, torch's own, and kept with a checkpoint."""
+
+import pytest
+import torch
+
+from poss_lightning.training.muon import LENGTH, Muon, orthogonal
+
+SHAPES = [(24, 64), (64, 24), (32, 32)]
+
+
+def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [*SHAPES, (7,)]]
+
+
+def gradients(own: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in own:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_directions_of_a_step_are_as_long(shape):
+    """Twin: U Vᵀ of the singular value decomposition; also where one direction is a hundred times the others."""
+    plain = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    for matrix in (plain, plain + 100 * plain[:, :1] @ plain[:1]):
+        found = orthogonal(matrix).float()
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        assert torch.linalg.svdvals(found).max() < 1.3
+        assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.85
+
+
+def test_matrices_take_torch_s_muon_and_vectors_adamw():
+    ours, theirs = parameters(), parameters()
+    law = {"lr": 0.01, "weight_decay": 0.1}
+    mine = Muon(ours, betas=(0.9, 0.95), **law)
+    others = [
+        torch.optim.Muon(theirs[:3], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
+        torch.optim.AdamW(theirs[3:], betas=(0.9, 0.95), **law),
+    ]
+    for step in range(4):
+        gradients(ours, step)
+        gradients(theirs, step)
+        mine.step()
+        for other in others:
+            other.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(ours[0], parameters()[0], atol=0.1 * LENGTH * 0.01)
+
+
+def test_a_stored_state_goes_on_bitwise():
+    whole, first, second = parameters(), parameters(), parameters()
+    law = {"lr": 0.01, "betas": (0.9, 0.95)}
+    one, two, three = Muon(whole, **law), Muon(first, **law), Muon(second, **law)
+    for step in range(2):
+        for own, optimizer in ((whole, one), (first, two)):
+            gradients(own, step)
+            optimizer.step()
+    three.load_state_dict(two.state_dict())
+    for a, b in zip(second, first, strict=True):
+        a.data.copy_(b.data)
+    for own, optimizer in ((whole, one), (second, three)):
+        gradients(own, 2)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))
