@@ -79,6 +79,8 @@ class Sweep:
             raise ValueError(f"{file}: seeds is {own.seeds!r}; it must list whole numbers of at least 0")
         if (own.replay is None) == (own.benchmark is None):
             raise ValueError(f"{file}: give one of replay and benchmark, the options of how choices are measured")
+        if own.replay is not None and "store" not in own.replay:
+            raise ValueError(f"{file}: replay has no store: name that of the answers to replay")
         if own.reference is not None and own.reference not in own.choices:
             raise ValueError(f"{file}: reference is {own.reference!r}, which is none of {', '.join(own.choices)}")
         return own
@@ -137,8 +139,10 @@ def _measured(cell: Cell) -> bool:
 def _run(cell: Cell) -> None:
     """Train, measure, and keep the last of every scalar."""
     draft = fitted(cell.folder, cell.configs, cell.fit)
-    options = [f"--{name}={json.dumps(value)}" for name, value in cell.options.items()]
-    cli.run(cell.measure, [str(cell.folder), f"--drafts.{cell.choice}={draft}", *options])
+    given = dict(cell.options)
+    places = [str(cell.folder), *([given.pop("store")] if cell.measure == "replay" else [])]
+    options = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
+    cli.run(cell.measure, [*places, f"--drafts.{cell.choice}={draft}", *options])
     (scalars,) = read_scalars(cell.folder).values()
     with atomic(cell.folder / "scalars.json") as path:
         path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")

@@ -266,7 +266,7 @@ def printed(poss: Poss, *arguments: object) -> dict:
 
 
 def test_every_yaml_is_tried_below():
-    others = ("data/padded.yaml", "target/embedded.yaml", "demo.yaml", "trainer/base.yaml")
+    others = ("data/padded.yaml", "target/embedded.yaml", "demo.yaml", "lab.yaml", "trainer/base.yaml")
     assert sorted(CONF.rglob("*.yaml")) == sorted([*TREES, *DRAFTS, *TRAINERS, *(CONF / name for name in others)])
 
 
@@ -277,7 +277,7 @@ def test_drafts_parse(poss, draft):
     assert {name: config[name] for name in given} == given and sum(config["allocation"]) == 6
 
 
-@pytest.mark.parametrize("training", [*TRAINERS, CONF / "demo.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("training", [*TRAINERS, CONF / "demo.yaml", CONF / "lab.yaml"], ids=lambda path: path.stem)
 def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, training):
     config = printed(
         poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", training
@@ -285,7 +285,7 @@ def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, tra
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["validation"] == 0.05
     assert config["trainer"]["gradient_clip_val"] == 0.5 and config["trainer"]["precision"] == "bf16-mixed"
     callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
-    assert {"Replay", "DraftFolders", "Dashboard"} <= set(callbacks)
+    assert {"Replay", "DraftFolders"} <= set(callbacks)
 
 
 def test_an_interpolation_follows_the_command_line(poss, tmp_path):

@@ -44,8 +44,8 @@ class Answer(NamedTuple):
 
 def replay(
     out: str,
-    drafts: dict[str, str],
     store: str,
+    drafts: dict[str, str] | None = None,
     depth: int | None = None,
     nodes: int = 60,
     top_k: int = 10,
@@ -57,8 +57,8 @@ def replay(
 
     Args:
         out: folder to write.
-        drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
         store: features of the answers.
+        drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         top_k: children tried a node; 1 drafts chains.

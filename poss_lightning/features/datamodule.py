@@ -24,7 +24,8 @@ class FeatureData(lightning.LightningDataModule):
         packed: several conversations in one row, seen by themselves alone; else one a row, with others of like length.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
         validation: fraction of conversations held out.
-        seed: of the split, the order and the noise.
+        seed: of the order and the noise.
+        split_seed: of the split, so that trainings with other seeds hold out the same conversations.
         limit: use only that many conversations of the split's training side, drawn by the seed; None for all.
         workers: processes that load; 0 loads in the trainer's own (the store is memory-mapped).
     """
@@ -41,6 +42,7 @@ class FeatureData(lightning.LightningDataModule):
         noise: float = 0.2,
         validation: float = 0.05,
         seed: int = 0,
+        split_seed: int = 0,
         limit: int | None = None,
         workers: int = 0,
     ):
@@ -56,7 +58,7 @@ class FeatureData(lightning.LightningDataModule):
         self.source = FeatureStore(store) if store else OnlineFeatures.read(corpus, target, max_length, dtype)
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
         self.seed, self.workers = seed, workers
-        train, self.held_out = split(self.source.ids, validation, seed)
+        train, self.held_out = split(self.source.ids, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
         self.schedule: Schedule | None = None  # of training
         self.resumed: dict[str, int] | None = None

@@ -1,0 +1,180 @@
+"""A sweep: every choice with every seed, once; killed and gone on with; shared out; summed up."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import tiny_target
+
+from poss_lightning import cli, fitting
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.records import read_cells, read_records
+from poss_lightning.features.extract import write_store
+from poss_lightning.sweep import Sweep, _share, sweep
+
+WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
+TRAINER = {
+    "max_steps": 2,
+    "accelerator": "cpu",
+    "precision": "32-true",
+    "callbacks": [
+        {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
+    ],
+    "val_check_interval": 2,
+    "check_val_every_n_epoch": None,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep") / "store"
+    conversations = [
+        Conversation(
+            f"odd/{i}",
+            [
+                {"role": "user", "content": WORDS[i % 6]},
+                {"role": "assistant", "content": f"{WORDS[(i + 1) % 6]} {i} " * 3},
+            ],
+        )
+        for i in range(40)
+    ]
+    write_store(folder, tiny_target(), conversations, 128, 1024, 2**20)
+    return str(folder)
+
+
+@pytest.fixture
+def experiment(tmp_path, store):
+    """A folder with a sweep.yaml; returns a function that changes it."""
+
+    def write(**changes):
+        fit = {"data": {"store": store, "validation": 0.2}, "trainer": TRAINER, "model": {"vocabulary_size": 50}}
+        given = {
+            "fit": fit,
+            "choices": {"one": {"model": {"allocation": [2]}}, "two": {"model": {"allocation": [1, 1]}}},
+            "seeds": [0, 1],
+            "replay": {"store": store, "nodes": 20},
+            "reference": "one",
+        }
+        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(given | changes))
+        return str(tmp_path)
+
+    return write
+
+
+def test_every_choice_with_every_seed_once_and_one_table(experiment, tmp_path, capsys, monkeypatch):
+    folder = experiment()
+    commands, plain = [], cli.run
+    monkeypatch.setattr(cli, "run", lambda command, arguments: commands.append(command) or plain(command, arguments))
+    sweep(folder)
+    assert commands == ["fit", "replay"] * 4
+    assert set(read_cells(tmp_path / "cells")) == {(choice, seed) for choice in ("one", "two") for seed in (0, 1)}
+    for seed in (0, 1):
+        draft = Specialists.from_pretrained(tmp_path / f"cells/two/seed-{seed}/draft-last")
+        assert draft.config.allocation == (1, 1) and draft.config.vocabulary_size == 50
+        scalars = json.loads((tmp_path / f"cells/two/seed-{seed}/scalars.json").read_text())
+        assert scalars["val/loss"][1] > 0
+        assert not (tmp_path / f"cells/two/seed-{seed}/checkpoints").exists()
+    rows = json.loads((tmp_path / "summary.json").read_text())
+    gains = {row["choice"]: row["gain"] for row in rows if row["measure"] == "tau_macro" and row["suite"] == "all"}
+    assert gains["one"] is None and set(gains["two"]) >= {"value", "low", "high", "p", "holm", "detectable"}
+    assert "4 of 4 trainings are done" in capsys.readouterr().out
+    sweep(folder)  # everything is there: only the table is made anew
+    assert len(commands) == 8 and json.loads((tmp_path / "summary.json").read_text()) == rows
+
+
+def test_seeds_differ_and_the_same_seed_does_not(experiment, tmp_path):
+    sweep(experiment(seeds=[3, 4]))
+    weights = {
+        cell: Specialists.from_pretrained(tmp_path / "cells" / cell / "draft-last").state_dict()["fc.weight"]
+        for cell in ("one/seed-3", "one/seed-4")
+    }
+    assert not weights["one/seed-3"].equal(weights["one/seed-4"])
+    with open(tmp_path / "cells/one/seed-3/fit.yaml") as file:
+        given = yaml.safe_load(file)
+    assert given["seed_everything"] == given["data"]["seed"] == 3
+
+
+def test_shards_share_the_trainings_out(experiment):
+    cells = Sweep.read(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
+    shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
+    assert sorted(str(cell) for share in shares for cell in share) == sorted(map(str, cells)) and len(cells) == 6
+    for wrong in ("0/2", "3/2", "half", "1/0"):
+        with pytest.raises(ValueError, match="it must be i/n"):
+            _share(cells, wrong)
+
+
+def test_a_killed_sweep_goes_on(experiment, tmp_path, monkeypatch):
+    folder, plain, left = experiment(), cli.run, [3]
+
+    def dies(command, arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return plain(command, arguments)
+
+    monkeypatch.setattr(cli, "run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(folder)
+    commands = []
+    monkeypatch.setattr(cli, "run", lambda command, arguments: commands.append(command) or plain(command, arguments))
+    sweep(folder)
+    assert commands == ["replay", "fit", "replay", "fit", "replay"]  # of the second training, only the measure was left
+
+
+def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_path):
+    sweep(experiment(seeds=[0]))
+    (tmp_path / "cells/one/seed-0/scalars.json").unlink()
+    with pytest.raises(ValueError, match=r"seed-0 was trained otherwise: see what .*fit.yaml has"):
+        sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
+
+
+def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path, tiny_folder):
+    suite = tmp_path / "s.jsonl"
+    suite.write_text("".join(json.dumps({"question_id": i, "turns": [f"word {i}"]}) + "\n" for i in range(3)))
+    options = {"target": tiny_folder, "dtype": "float32", "suites": [str(suite)], "new_tokens": 9, "seed": "${seed}"}
+    sweep(
+        experiment(
+            replay=None,
+            benchmark=options,
+            seeds=[7],
+            choices={"two": {"model": {"allocation": [1, 1]}}},
+            reference="two",
+        )
+    )
+    records = read_records(tmp_path / "cells/two/seed-7")
+    assert {record.method for record in records} == {"autoregressive", "generate", "two"}
+    assert {record.seed for record in records} == {7}
+
+
+BAD = [
+    ({"choices": {}}, "choices is"),
+    ({"seeds": []}, "seeds is"),
+    ({"seeds": ["a"]}, "seeds is"),
+    ({"replay": {"nodes": 9}}, "replay has no store"),
+    ({"replay": None}, "give one of replay and benchmark"),
+    ({"reference": "three"}, "reference is 'three', which is none of one, two"),
+    ({"sedes": [1]}, "its fields are choices, seeds"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda x: str(x)[:20])
+def test_what_is_no_sweep_is_refused(experiment, tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words) as error:
+        sweep(experiment(**changes))
+    assert str(tmp_path / "sweep.yaml") in str(error.value)
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_folder_without_one_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"an experiment is a folder with a sweep.yaml"):
+        sweep(str(tmp_path))
+
+
+def test_a_config_is_found_by_path_or_by_its_name_in_conf(tmp_path):
+    (tmp_path / "own.yaml").write_text("{}")
+    assert fitting._found(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
+    assert fitting._found("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
