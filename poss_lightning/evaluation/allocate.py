@@ -1,0 +1,78 @@
+"""`poss allocate`: an allocation read off the drift of a single layer (the paper's third open question).
+
+A specialist serves positions whose features have drifted about as far. So, of all ways to cut K positions into S runs,
+the one is proposed within whose runs the drift varies least: least squares about each run's mean.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from poss_lightning.evaluation.scalars import by_depth, read_scalars
+
+DRIFT = "val_drift_l2"
+
+
+def allocate(run: str, depth: int | None = None) -> None:
+    """Propose an allocation for every number of specialists, from the drift that a single layer's training logged.
+
+    Args:
+        run: folder of the training (its TensorBoard file, or the scalars.json of a sweep).
+        depth: positions to share out; all that were logged by default.
+    """
+    drift = read_drift(run, depth)
+    table = Table(
+        title=f"Drift by depth: {', '.join(f'{value:.3f}' for value in drift)}", title_justify="left", box=SIMPLE_HEAD
+    )
+    for name in ("specialists", "allocation", "drift within runs"):
+        table.add_column(name, justify="right")
+    for specialists in range(1, len(drift) + 1):
+        allocation = propose(drift, specialists)
+        table.add_row(str(specialists), str(allocation), f"{100 * within(drift, allocation):.1f} %")
+    Console().print(table)
+
+
+def read_drift(run: str, depth: int | None = None) -> list[float]:
+    """The last relative L2 distance by depth that a run logged, (K,).
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: it holds no such scalars, those of several runs, or fewer depths than asked for.
+    """
+    runs = {name: by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
+    drifts = {name: [series[-1][1] for series in depths.values()] for name, depths in runs.items() if depths}
+    if len(drifts) != 1:
+        raise ValueError(f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one")
+    (drift,) = drifts.values()
+    if depth is not None and not 1 <= depth <= len(drift):
+        raise ValueError(f"depth is {depth}; {run} logged the drift of {len(drift)} positions")
+    return drift[:depth]
+
+
+def propose(drift: Sequence[float], specialists: int) -> list[int]:
+    """The allocation into so many runs within which the drift varies least.
+
+    Raises:
+        ValueError: specialists below 1 or above the positions.
+    """
+    if not 1 <= specialists <= len(drift):
+        raise ValueError(f"specialists is {specialists}; it must lie between 1 and {len(drift)}, the positions")
+    return min(allocations(len(drift), specialists), key=lambda runs: within(drift, runs))
+
+
+def allocations(positions: int, specialists: int) -> Iterator[list[int]]:
+    """Every way to cut the positions into so many runs."""
+    for cuts in combinations(range(1, positions), specialists - 1):
+        yield [stop - start for start, stop in pairwise((0, *cuts, positions))]
+
+
+def within(drift: Sequence[float], allocation: Sequence[int]) -> float:
+    """Share of the drift's variance over positions that is left within the runs: 1 for one run, 0 for one each."""
+    values = np.asarray(drift, dtype=float)
+    runs = np.split(values, np.cumsum(allocation)[:-1])
+    whole = values.var() * len(values)
+    return float(sum(run.var() * len(run) for run in runs) / whole) if whole else 0.0

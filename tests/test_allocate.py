@@ -1,0 +1,44 @@
+"""Allocations from drift: what lies close is served together."""
+
+import json
+
+import pytest
+
+from poss_lightning.evaluation.allocate import allocate, allocations, propose, read_drift, within
+
+
+def test_what_has_drifted_alike_is_served_together():
+    assert propose([0.1, 0.11, 0.5, 0.52, 0.9, 0.91], 3) == [2, 2, 2]
+    assert propose([0.1, 0.5, 0.52, 0.53, 0.9, 0.91], 3) == [1, 3, 2]
+    assert propose([0.5, 0.7, 0.78, 0.8, 0.81, 0.81], 2) == [1, 5]
+    assert propose([0.3] * 4, 1) == [4] and propose([0.1, 0.3, 0.2], 3) == [1, 1, 1]
+
+
+def test_every_cut_is_tried_once():
+    every = list(allocations(6, 3))
+    assert len(every) == 10 and len(set(map(tuple, every))) == 10  # 5 places, 2 cuts
+    assert all(sum(runs) == 6 and len(runs) == 3 and min(runs) >= 1 for runs in every)
+
+
+def test_more_specialists_leave_less():
+    drift = [0.2, 0.45, 0.5, 0.7, 0.72, 0.9]
+    left = [within(drift, propose(drift, count)) for count in range(1, 7)]
+    assert left == sorted(left, reverse=True) and left[0] == pytest.approx(1) and left[-1] == 0
+
+
+def test_the_drift_of_a_run_is_read_and_shown(tmp_path, capsys):
+    scalars = {f"val_drift_l2/depth_{k}": [9, 0.1 * k] for k in range(1, 5)} | {"val/loss": [9, 3.0]}
+    (tmp_path / "scalars.json").write_text(json.dumps(scalars))
+    assert read_drift(str(tmp_path)) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    allocate(str(tmp_path), 4)
+    assert "[2, 2]" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"depth is 5; .* logged the drift of 4 positions"):
+        read_drift(str(tmp_path), 5)
+    with pytest.raises(ValueError, match="specialists is 5; it must lie between 1 and 4"):
+        propose([1, 2, 3, 4], 5)
+
+
+def test_a_run_without_drift_is_refused(tmp_path):
+    (tmp_path / "scalars.json").write_text(json.dumps({"val/loss": [9, 3.0]}))
+    with pytest.raises(ValueError, match="holds 0 runs that logged val_drift_l2"):
+        read_drift(str(tmp_path))
