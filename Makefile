@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check look-report bench bench-decode soak bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow check look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ check: setup  ## lint, and check the formatting
 
 look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
 	$(BIN)/python tests/look.py $(ARGS)
+
+notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks/quickstart.ipynb'
+	$(BIN)/python notebooks/execute.py $(ARGS)
 
 bench: setup  ## time extraction against its bare forward
 	$(BIN)/python benchmarks/core.py

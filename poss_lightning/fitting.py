@@ -25,23 +25,27 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     Raises:
         ValueError: the folder holds a training of other settings.
     """
-    own = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
-    logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": own}
-    options = options | {"trainer": options.get("trainer", {}) | {"logger": logger}}
     settings = f"# after {' '.join(configs)}\n{yaml.safe_dump(options, sort_keys=True)}"
     note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
+    draft = folder / "draft-last"
     if note.exists() and note.read_text() != settings:
         raise ValueError(f"{folder} was trained otherwise: see what {note} has; choose another folder or remove it")
     if not finished.exists():
         with atomic(note) as path:
             path.write_text(settings)
-        named = [argument for name in configs for argument in ("--config", _found(name))]
+        files = [argument for name in configs for argument in ("--config", named(name))]
         going_on = ["--ckpt_path", str(last)] if last.exists() else []
-        cli.run("fit", [*named, "--config", str(note), *going_on])
-        shutil.rmtree(last.parent, ignore_errors=True)
+        place = {"save_dir": folder.parent, "name": folder.name, "version": ""}
+        logger = [f"--trainer.logger.{name}={value}" for name, value in place.items()]
+        logger = ["--trainer.logger=TensorBoardLogger", *logger]
+        cli.run("fit", [*files, "--config", str(note), *logger, *going_on])
+        if not draft.is_dir():
+            raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
         finished.touch()
-    return folder / "draft-last"
+        shutil.rmtree(last.parent, ignore_errors=True)
+    return draft
 
 
-def _found(name: str) -> str:
+def named(name: str) -> str:
+    """The YAML file of that path, or else of that name in conf/."""
     return name if Path(name).is_file() else str(conf(name))

@@ -2,26 +2,29 @@
 
 NAME/
   sweep.yaml                what all trainings have in common, the choices, the seeds, what is measured
-  cells/CHOICE/seed-N/      fit.yaml, scalars.json, records.jsonl.gz, run.json; beside them draft and TensorBoard file
+  cells/CHOICE/seed-N/      cell.json and fit.yaml (settings), scalars.json, records.jsonl.gz and run.json; beside them
+                            the draft and the TensorBoard file
   summary.json              every choice in every measure, over seeds
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from filelock import FileLock
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from poss_lightning import cli
 from poss_lightning.evaluation.compare import show_seeds
-from poss_lightning.evaluation.records import depths, read_cells, read_runs
+from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_runs
 from poss_lightning.evaluation.scalars import read_scalars
 from poss_lightning.evaluation.seeds import over_seeds
-from poss_lightning.files import atomic
-from poss_lightning.fitting import fitted
+from poss_lightning.files import atomic, sha256
+from poss_lightning.fitting import fitted, named
 
 SETTINGS = "sweep.yaml"
 
@@ -37,6 +40,28 @@ class Cell:
     fit: dict  # options on top of the configs
     measure: str  # "replay" or "benchmark"
     options: dict  # of that command
+
+    def settings(self) -> dict:
+        """All that its results depend on."""
+        configs = {name: sha256(named(name)) for name in self.configs}
+        return {"configs": configs, "fit": self.fit, self.measure: self.options}
+
+    def claim(self) -> None:
+        """Note the settings; refuse a folder of others.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        note = self.folder / "cell.json"
+        if note.exists() and (earlier := json.loads(note.read_text())) != (now := self.settings()):
+            changed = sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
+            raise ValueError(
+                f"{self.folder} was made with other settings ({', '.join(changed)}): name the experiment or the choice "
+                "otherwise, or remove it"
+            )
+        if not note.exists():
+            with atomic(note) as path:
+                path.write_text(json.dumps(self.settings(), indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -54,7 +79,7 @@ class Sweep:
 
     choices: DictConfig
     seeds: list[int]
-    fit: DictConfig
+    fit: DictConfig | None = None
     replay: DictConfig | None = None
     benchmark: DictConfig | None = None
     reference: str | None = None
@@ -75,8 +100,23 @@ class Sweep:
             raise ValueError(f"{file} is no sweep ({error}); its fields are {known}") from error
         if not isinstance(own.choices, DictConfig) or not own.choices:
             raise ValueError(f"{file}: choices is {own.choices!r}; it must name one or more choices")
-        if not own.seeds or not all(isinstance(seed, int) and seed >= 0 for seed in own.seeds):
-            raise ValueError(f"{file}: seeds is {own.seeds!r}; it must list whole numbers of at least 0")
+        for name in own.choices:
+            if not re.fullmatch(r"[\w.+-]+", str(name)) or name in BASELINES:
+                raise ValueError(
+                    f"{file}: a choice is named {name!r}; it names a folder and a method: letters, digits and -_.+, "
+                    f"but none of {', '.join(BASELINES)}"
+                )
+        for name, options in (("fit", own.fit), *((f"choices.{name}", own.choices[name]) for name in own.choices)):
+            if not isinstance(options, DictConfig | None):
+                raise ValueError(f"{file}: {name} is {options!r}; it must hold options of `poss fit`, or nothing")
+            if not isinstance(files := (options or {}).get("config", ListConfig([])), ListConfig):
+                raise ValueError(f"{file}: {name}.config is {files!r}; it must be a list of YAML files")
+        seeds = list(own.seeds) if isinstance(own.seeds, ListConfig) else []
+        if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+            raise ValueError(f"{file}: seeds is {own.seeds!r}; it must list different whole numbers of at least 0")
+        for name in ("replay", "benchmark"):
+            if not isinstance(options := getattr(own, name), DictConfig | None):
+                raise ValueError(f"{file}: {name} is {options!r}; it must hold options of `poss {name}`")
         if (own.replay is None) == (own.benchmark is None):
             raise ValueError(f"{file}: give one of replay and benchmark, the options of how choices are measured")
         if own.replay is not None and "store" not in own.replay:
@@ -91,8 +131,9 @@ class Sweep:
 
     def _cell(self, folder: Path, choice: str, seed: int) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
-        fit = OmegaConf.merge(self.fit, self.choices[choice] or {})
-        configs = [*(self.fit.get("config") or []), *((self.choices[choice] or {}).get("config") or [])]
+        common, special = self.fit or OmegaConf.create(), self.choices[choice] or OmegaConf.create()
+        fit = OmegaConf.merge(common, special)
+        configs = [*common.get("config", []), *special.get("config", [])]
         whole = OmegaConf.create({"seed": seed, "fit": fit, "measure": getattr(self, measure)})
         plain = OmegaConf.to_container(whole, resolve=True)
         own = {name: value for name, value in plain["fit"].items() if name != "config"}
@@ -112,6 +153,8 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     own = Sweep.read(Path(folder) / SETTINGS)
     cells = own.cells(Path(folder) / "cells")
     mine = _share(cells, shard)
+    for cell in cells:
+        cell.claim()
     for number, cell in enumerate(mine, 1):
         if not _measured(cell):
             print(f"\n[{number}/{len(mine)}] {cell.choice}, seed {cell.seed}", flush=True)
@@ -119,7 +162,8 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     done = [cell for cell in cells if _measured(cell)]
     print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
     if done:
-        _sum_up(Path(folder), done, own.reference)
+        with FileLock(Path(folder) / ".summary.lock"):
+            _sum_up(Path(folder), done, own.reference)
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
@@ -143,7 +187,7 @@ def _run(cell: Cell) -> None:
     places = [str(cell.folder), *([given.pop("store")] if cell.measure == "replay" else [])]
     options = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
     cli.run(cell.measure, [*places, f"--drafts.{cell.choice}={draft}", *options])
-    (scalars,) = read_scalars(cell.folder).values()
+    scalars = read_scalars(cell.folder)[str(cell.folder)]
     with atomic(cell.folder / "scalars.json") as path:
         path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")
 

@@ -15,7 +15,7 @@ from tensorboard.plugins.hparams import metadata
 from test_training import store  # noqa: F401  (a fixture)
 
 from poss_lightning.evaluation.probe import Replay, answered
-from poss_lightning.evaluation.replay import replay
+from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate, passes_that_count
@@ -155,7 +155,7 @@ def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):  
     training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=vocabulary)
     held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
     for kind, nodes, top_k in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
-        found = replay(draft, data.source.ends(), held, DEPTH, nodes, top_k)
+        found = replay_rounds(draft, data.source.ends(), held, DEPTH, nodes, top_k)
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
         assert float(trainer.callback_metrics[f"val/tau_{kind}"]) == pytest.approx(tau)

@@ -64,6 +64,28 @@ def test_save_then_load_is_identity(target, tmp_path, vocabulary):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_it_reads_the_same(target):
+    draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [4], seed=1)
+    features = torch.randn(500, 32) * torch.logspace(-1, 1, 32)
+    features[:, 3] = 0  # dead: must not be blown up
+    embedded = torch.randn(500, 32) / 8
+    draft.normalise(embedded.square().mean(0).sqrt(), features.square().mean(0).sqrt())
+    read = torch.cat([embedded, features], -1) * draft.scale
+    assert torch.allclose(read.square().mean(0)[read.any(0)], torch.ones(63), rtol=1e-4)
+    assert torch.isfinite(draft.scale.half()).all()
+    other.start_from(draft)
+    assert torch.equal(other.scale, draft.scale)
+
+
+def test_a_draft_from_before_inputs_were_scaled_is_read(target, tmp_path):
+    draft = tiny_draft(target, [2, 2])
+    draft.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["scale"]
+    save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(Specialists.from_pretrained(tmp_path).scale, torch.ones(64))
+
+
 def test_nothing_frozen_is_stored(target, tmp_path):
     tiny_draft(target, [2, 2]).save_pretrained(tmp_path)
     vocabulary = target.spec.vocab_size

@@ -21,7 +21,7 @@ def target():
     return tiny_target(3)
 
 
-def read(target, prompt: list[int], answer: list[int], more: int = 0) -> Sample:
+def read(target, prompt: list[int], answer: list[int], more: int = 1) -> Sample:
     """A stored sample of one answer, and `more` tokens of the template's behind it."""
     tokens = torch.tensor(prompt + answer + [7] * more)
     with torch.inference_mode():

@@ -307,6 +307,18 @@ def test_a_sweep_without_baselines_is_shown_without_speed(tmp_path):
     assert "largest τ by prompt" in page and "Milliseconds" not in page
 
 
+def test_replayed_rounds_are_shown_without_seconds_and_text(tmp_path):
+    for choice in CHOICES:
+        own = make_records(methods=(choice,))
+        replayed = [replace(record, seconds={}, text="", pieces=None) for record in own]
+        for folder in (tmp_path / "cells" / choice / "seed-0", tmp_path / "alone" / choice):
+            write_records(folder, replayed, {"methods": {}})
+    page = write_page(tmp_path, str(tmp_path / "cells"), reference="eagle")
+    assert "Decoded text" not in page and "Milliseconds" not in page and "eagle" in page
+    page = write_page(tmp_path, [str(tmp_path / "alone" / choice) for choice in CHOICES], reference="eagle")
+    assert "Replayed rounds, without seconds" in page and "same tokens as" not in page
+
+
 def test_a_missing_training_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         read_scalars(tmp_path / "nowhere")

@@ -127,9 +127,48 @@ def test_a_killed_sweep_goes_on(experiment, tmp_path, monkeypatch):
 
 def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_path):
     sweep(experiment(seeds=[0]))
+    with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit\)"):
+        sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
+    (tmp_path / "cells/one/seed-0/cell.json").unlink()
     (tmp_path / "cells/one/seed-0/scalars.json").unlink()
     with pytest.raises(ValueError, match=r"seed-0 was trained otherwise: see what .*fit.yaml has"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
+
+
+def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, monkeypatch):
+    sweep(experiment(seeds=[0]))
+    (tmp_path / "cells/two/seed-0/scalars.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    commands, plain = [], cli.run
+    monkeypatch.setattr(cli, "run", lambda command, arguments: commands.append(command) or plain(command, arguments))
+    sweep(".")
+    assert commands == ["replay"]
+
+
+def test_a_kill_in_the_last_validation_costs_no_training(experiment, tmp_path, monkeypatch):
+    """What was left is trained again: a checkpoint behind the last step would leave nothing to do."""
+    callbacks = [
+        *TRAINER["callbacks"],
+        {
+            "class_path": "poss_lightning.training.callbacks.LastCheckpoint",
+            "init_args": {"every_n_train_steps": 1},
+        },
+    ]
+    fit = {"trainer": {**TRAINER, "callbacks": callbacks}}
+    whole = experiment(seeds=[0], choices={"one": {"model": {"allocation": [2]}, **fit}})
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("poss_lightning.training.module.SpecialistTraining.on_validation_start", dies, raising=False)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            sweep(whole)
+    assert (tmp_path / "cells/one/seed-0/checkpoints/last.ckpt").exists()
+    sweep(whole)
+    scalars = json.loads((tmp_path / "cells/one/seed-0/scalars.json").read_text())
+    assert scalars["val/loss"][0] == TRAINER["max_steps"] - 1  # Lightning counts from 0
+    assert Specialists.from_pretrained(tmp_path / "cells/one/seed-0/draft-last")
 
 
 def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path, tiny_folder):
@@ -157,6 +196,14 @@ BAD = [
     ({"replay": {"nodes": 9}}, "replay has no store"),
     ({"replay": None}, "give one of replay and benchmark"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
+    ({"seeds": [0, 0]}, "different whole numbers"),
+    ({"seeds": 3}, "seeds is 3"),
+    ({"replay": 3}, "replay is 3; it must hold options of `poss replay`"),
+    ({"fit": [1]}, r"fit is \[1\]; it must hold options"),
+    ({"choices": {"one": [1]}}, r"choices.one is \[1\]"),
+    ({"choices": {"a/b": None}}, "a choice is named 'a/b'"),
+    ({"choices": {"generate": None}}, "a choice is named 'generate'"),
+    ({"choices": {"one": {"config": "lab.yaml"}}}, "choices.one.config is 'lab.yaml'; it must be a list"),
     ({"sedes": [1]}, "its fields are choices, seeds"),
 ]
 
@@ -176,5 +223,5 @@ def test_a_folder_without_one_says_so(tmp_path):
 
 def test_a_config_is_found_by_path_or_by_its_name_in_conf(tmp_path):
     (tmp_path / "own.yaml").write_text("{}")
-    assert fitting._found(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
-    assert fitting._found("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
+    assert fitting.named(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
+    assert fitting.named("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")

@@ -22,6 +22,7 @@ from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.muon import Muon
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
 
@@ -80,6 +81,22 @@ def fit(store, folder, **changes):
     )
     trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2))
     return module, trainer
+
+
+def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path):
+    norms, plain = [], Muon._turn
+
+    def watch(self, group):
+        every = [p.grad for own in self.param_groups for p in own["params"] if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(every).item())
+        return plain(self, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Muon, "_turn", watch)
+        fit(store, tmp_path, optimizer="muon")
+    assert len(norms) == 60 and max(norms) <= 0.5 + 1e-3 and min(norms) > 0.4
+    losses = [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
+    assert losses[-1] < 0.95 * losses[0]
 
 
 def test_it_learns_logs_and_leaves_a_draft(store, tmp_path):

@@ -56,4 +56,5 @@ class Parts:
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         with atomic(self.out) as path:
             path.write_bytes(gzip.compress(text, 9, mtime=0) if self.out.suffix == ".gz" else text)
-        shutil.rmtree(self.folder)
+        done = self.folder.rename(f"{self.folder}.done")  # at once: half a folder might be taken for another run's
+        shutil.rmtree(done)

@@ -98,7 +98,7 @@ class DraftConfig:
         try:
             stored = json.loads(text)
             return cls(**{**stored, "target": TargetSpec(**stored["target"])})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:  # JSON's among them
             known = ", ".join(f.name for f in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
 
@@ -138,7 +138,8 @@ class Specialists(nn.Module):
 
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, D)."""
-        return self.fc(torch.cat([embedded.to(features.dtype), features], dim=-1) * self.scale)
+        joined = torch.cat([embedded.to(features.dtype), features], dim=-1)
+        return self.fc(joined * self.scale.to(joined.dtype))
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotary angles of slots at positions (B or 1, T)."""
@@ -153,7 +154,8 @@ class Specialists(nn.Module):
 
         A few dimensions of a target's features are many times larger than the rest, and would rule its gradient.
         """
-        self.scale.copy_(1 / torch.cat([embedded, features]).clamp(min=1e-6))
+        least = 1e-3 * features.median()  # a dimension that is dead in these samples is not blown up
+        self.scale.copy_(1 / torch.cat([embedded, features.clamp(min=least)]))
 
     def start_from(self, other: "Specialists") -> None:
         """Take `fc` and its scale, and for every specialist the layer of `other` that serves its first position.
@@ -200,6 +202,7 @@ class Specialists(nn.Module):
         config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
+            state.setdefault("scale", torch.ones(2 * config.target.hidden_size))  # drafts of before there was one
             draft = cls(config, state.get("vocabulary"))
             draft.load_state_dict(state)
         except (SafetensorError, RuntimeError, ValueError) as error:

@@ -44,10 +44,12 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
         ValueError: it holds no such scalars, those of several runs, or fewer depths than asked for.
     """
     runs = {name: by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
-    drifts = {name: [series[-1][1] for series in depths.values()] for name, depths in runs.items() if depths}
+    drifts = [depths for depths in runs.values() if depths]
     if len(drifts) != 1:
         raise ValueError(f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one")
-    (drift,) = drifts.values()
+    if list(drifts[0]) != list(range(1, len(drifts[0]) + 1)):
+        raise ValueError(f"{run} logged {DRIFT} of the depths {list(drifts[0])} only: validate on more conversations")
+    drift = [series[-1][1] for series in drifts[0].values()]
     if depth is not None and not 1 <= depth <= len(drift):
         raise ValueError(f"depth is {depth}; {run} logged the drift of {len(drift)} positions")
     return drift[:depth]

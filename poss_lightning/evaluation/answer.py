@@ -3,6 +3,8 @@
 A draft should learn, and be replayed on, what its target says; others' answers to the same prompts are not that.
 """
 
+import hashlib
+import json
 from functools import partial
 
 import torch
@@ -45,14 +47,15 @@ def answer(
     parts, questions = Parts(out), read_suites(suites, limit)
     model = Target.load(target, dtype, device)
     names = [f"{question.suite}/{question.id}" for question in questions]
+    asked = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
     settings = {name: given[name] for name in ("target", "new_tokens", "batch_size", "dtype")}
-    parts.claim(settings | {"questions": names, "fingerprint": model.spec.fingerprint})
+    parts.claim(settings | {"questions": names, "asked": asked, "fingerprint": model.spec.fingerprint})
     conversations: list[Messages] = []
     with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
         for number, start in enumerate(range(0, len(questions), batch_size)):
-            asked = questions[start : start + batch_size]
-            conversations += parts.batch(number, partial(_answered, model, asked, new_tokens))
-            bar.update(len(asked))
+            some = questions[start : start + batch_size]
+            conversations += parts.batch(number, partial(_answered, model, some, new_tokens))
+            bar.update(len(some))
     kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
     parts.finish({"id": name, "messages": messages} for name, messages in kept)
     if left_out := len(names) - len(kept):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_records, read_runs
+from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_records, read_runs, timed
 from poss_lightning.evaluation.seeds import RATIOS, SeedSummary, over_seeds
 from poss_lightning.evaluation.statistics import Comparison, Estimate
 from poss_lightning.evaluation.summary import ALL, MethodSummary, summarise
@@ -49,11 +49,12 @@ def compare(
     known = depths(read_runs(records))
     if cells := read_cells(records):
         return show_seeds(over_seeds(cells, reference, baseline, known), reference, Console())
-    summaries = summarise(read_records(records), baseline, reference, known, resamples, seed)
-    show(summaries, baseline, reference, Console())
+    answers = read_records(records)
+    over = baseline if timed(answers) else None
+    show(summarise(answers, over, reference, known, resamples, seed), over, reference, Console())
 
 
-def show(summaries: list[MethodSummary], baseline: str, reference: str | None, console: Console) -> None:
+def show(summaries: list[MethodSummary], baseline: str | None, reference: str | None, console: Console) -> None:
     """Print every table of methods trained once."""
     overall = [summary for summary in summaries if summary.suite == ALL]
     drafted = [summary for summary in overall if summary.rounds]
@@ -64,7 +65,8 @@ def show(summaries: list[MethodSummary], baseline: str, reference: str | None, c
         console.print(position_table(drafted))
         if any(summary.pos_acc_gain for summary in drafted):
             console.print(position_gain_table(drafted, reference))
-    console.print(speed_table(overall, baseline, reference))
+    if baseline is not None:
+        console.print(speed_table(overall, baseline, reference))
     if by_suite:
         console.print(suite_table(by_suite, baseline))
 
@@ -132,12 +134,14 @@ def speed_table(summaries: list[MethodSummary], baseline: str, reference: str | 
     return table
 
 
-def suite_table(summaries: list[MethodSummary], baseline: str) -> Table:
+def suite_table(summaries: list[MethodSummary], baseline: str | None) -> Table:
     """Acceptance and speed-up of each method on each suite."""
-    table = _table("By suite", ["suite", "method"], ["prompts", "τ micro", "τ macro", f"× {baseline}"])
+    columns = ["prompts", "τ micro", "τ macro"] + ([f"× {baseline}"] if baseline else [])
+    table = _table("By suite", ["suite", "method"], columns)
     for suite, own in groupby(summaries, key=lambda summary: summary.suite):
         for summary in own:
-            values = [summary.tau_micro, summary.tau_macro, summary.speed_up.get(baseline)]
+            speed_ups = [summary.speed_up.get(baseline)] if baseline else []
+            values = [summary.tau_micro, summary.tau_macro, *speed_ups]
             cells = [_cell(value, between="  ") for value in values]
             table.add_row(Text(suite), Text(summary.method), str(summary.prompts), *cells)
         table.add_section()

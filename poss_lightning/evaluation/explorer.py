@@ -72,12 +72,13 @@ def decoded_texts(
 ) -> list[Text]:
     """First turn and repeat of some prompts: the first of each suite, then the second of each, and so on.
 
-    Prompts whose rounds were recorded come first. `depths` has K by method.
+    Prompts whose rounds were recorded come first; replayed answers, which have no text, are left out. `depths` has K by
+    method.
     """
     with_rounds = {answer[:2] for answer in rounds}
     by_suite: dict[str, list[tuple]] = {}
     for key in sorted(next(iter(methods.values())), key=lambda key: key[:2] not in with_rounds):
-        if key[2:] == (0, 0):
+        if key[2:] == (0, 0) and any(own[key].text for own in methods.values()):
             by_suite.setdefault(key[0], []).append(key)
     chosen = [key for level in zip_longest(*by_suite.values()) for key in level if key is not None][:prompts]
     recorded = sum((*key[:3], name) in rounds for key in chosen for name in methods)

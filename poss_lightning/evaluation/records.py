@@ -118,6 +118,11 @@ def read_runs(paths: Iterable[str | Path] | str | Path) -> dict[str, dict[str, A
     return {folder: _object(file, file.read_bytes()) for folder, file in beside.items() if file.is_file()}
 
 
+def timed(records: Iterable[Record]) -> bool:
+    """Whether any of them was decoded; else all were replayed, which says nothing of speed."""
+    return any(record.seconds for record in records)
+
+
 def depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
     """The depth K of each method, where a run's facts name it."""
     methods = [run["methods"] for run in runs.values() if isinstance(run.get("methods"), dict)]

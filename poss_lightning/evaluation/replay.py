@@ -80,10 +80,10 @@ def replay(
             records += _records(name, sample, rounds)
     folder = Path(out)
     facts = {"command": sys.argv, "config": config, "methods": methods, **surroundings(ends.embedding.device)}
-    with atomic(folder / "records.jsonl.gz") as path:
-        path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
     with atomic(folder / "run.json") as path:
         path.write_text(json.dumps(facts, indent=1) + "\n")
+    with atomic(folder / "records.jsonl.gz") as path:
+        path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
 
 
 def replay_rounds(
@@ -123,11 +123,14 @@ def replay_rounds(
 
 
 def answers(sample: Sample) -> Iterator[Answer]:
-    """The sample's answers. Of one that the target did not end, the template's own end is left out."""
+    """The sample's answers. Of one that the target did not end, the template's own end is left out.
+
+    One that the sample ends with may have been cut by `poss extract`, and is taken for cut.
+    """
     for start, stop in sample.spans:
         if stop - start < 2 or start < 1:
             continue  # no root, or nothing behind it
-        whole = bool(sample.greedy[stop - 2] == sample.tokens[stop - 1])
+        whole = bool(sample.greedy[stop - 2] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
         known = stop if whole else stop - 1
         yield Answer(sample.tokens[:known], sample.features[:known], start, whole)
 
@@ -182,12 +185,12 @@ def _laid(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
 
 def _records(method: str, sample: Sample, rounds: list[list[int]]) -> Iterator[Record]:
     """A record an answer, of as much of it as its rounds hold."""
-    suite, _, name = sample.id.rpartition("/")
+    suite, slash, name = sample.id.partition("/")  # a suite's name has none, a question's may
     for turn, (answer, accepted) in enumerate(zip(answers(sample), rounds, strict=True)):
         tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
         yield Record(
-            suite=suite or "store",
-            id=name,
+            suite=suite if slash else "store",
+            id=name if slash else sample.id,
             turn=turn,
             method=method,
             repeat=0,

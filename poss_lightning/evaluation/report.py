@@ -11,7 +11,7 @@ from poss_lightning import __version__
 from poss_lightning.evaluation.charts import COLOURS
 from poss_lightning.evaluation.explorer import decoded_texts
 from poss_lightning.evaluation.figures import palette, position_figure, seconds_figure, training
-from poss_lightning.evaluation.records import BASELINES, Record, depths, read_cells, read_records, read_runs
+from poss_lightning.evaluation.records import BASELINES, Record, depths, read_cells, read_records, read_runs, timed
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.scalars import by_choice, read_scalars
 from poss_lightning.evaluation.seeds import Cells, over_seeds
@@ -54,6 +54,7 @@ def report(
         facts = {folder: own for folder, own in facts.items() if _cell(folder) in chosen}
     else:
         answers = read_records(records)
+        baseline = baseline if timed(answers) else None
         found = across_prompts(answers, baseline, reference, depths(facts), resamples, seed)
     methods = group(answers)
     trained = by_choice(read_scalars(runs or []))
@@ -87,7 +88,7 @@ class Findings(NamedTuple):
 
 
 def across_prompts(
-    answers: list[Record], baseline: str, reference: str | None, known: dict[str, int], resamples: int, seed: int
+    answers: list[Record], baseline: str | None, reference: str | None, known: dict[str, int], resamples: int, seed: int
 ) -> Findings:
     """One training of each method: other prompts might come."""
     summaries = summarise(answers, baseline, reference, known, resamples, seed)
@@ -112,8 +113,11 @@ def across_seeds(cells: Cells, baseline: str, reference: str | None, known: dict
     return Findings(headline_over_seeds(overall, baseline, reference), note, shares, seed_tables(summaries, reference))
 
 
-def headline(overall: list[MethodSummary], baseline: str) -> str:
-    """The fastest drafting method against the baseline, in a sentence or two."""
+def headline(overall: list[MethodSummary], baseline: str | None) -> str:
+    """The fastest drafting method against the baseline, in a sentence or two; or acceptance alone."""
+    if baseline is None:
+        taus = ", ".join(f"{row.method} {row.tau_macro.text()}{_within(row.tau_macro)}" for row in overall)
+        return f"Replayed rounds, without seconds. Tokens a round (τ macro): {taus}."
     drafting = [row for row in overall if row.method not in BASELINES and baseline in row.speed_up]
     if not drafting:
         speeds = ", ".join(f"{row.method} {row.tokens_per_second.text('.1f')}" for row in overall)

@@ -55,7 +55,7 @@ class MethodSummary:
 
 def summarise(
     records: list[Record],
-    baseline: str = "autoregressive",
+    baseline: str | None = "autoregressive",
     reference: str | None = None,
     depths: dict[str, int] | None = None,
     resamples: int = 2000,
@@ -65,7 +65,7 @@ def summarise(
 
     Args:
         baseline: the method that `speed_up` and `identical` hold the others against; `BASELINES` that are present
-            count for `speed_up` as well.
+            count for `speed_up` as well. None where nothing was timed: rounds that were replayed.
         reference: the method that the gains are differences to, and `speed_gain` a ratio.
         depths: K by method; the most ever accepted for one that is not named.
 
@@ -137,13 +137,13 @@ def _summarise_suite(
     suite: str,
     methods: dict[str, Answers],
     depths: dict[str, int],
-    baseline: str,
+    baseline: str | None,
     reference: str | None,
     resamples: int,
     seed: int,
 ) -> list[MethodSummary]:
     sums = {name: sum_by_prompt(answers, depths[name]) for name, answers in methods.items()}
-    prompts = len(sums[baseline].tokens)
+    prompts = len(next(iter(sums.values())).tokens)
     counts = draw_counts(prompts, resamples, seed)  # (1+R, Q), the same for every method
     micro = {name: statistics.tau_micro(counts, own) for name, own in sums.items()}
     macro = {name: statistics.tau_macro(counts, own) for name, own in sums.items()}
@@ -170,7 +170,7 @@ def _summarise_suite(
             tokens_per_second=estimate(speed[name], prompts),
             speed_up={other: held[name] for other, held in speed_ups.items() if other != name},
             identical=statistics.estimate_share(
-                statistics.share(counts, same_tokens(methods[name], methods[baseline])), prompts
+                statistics.share(counts, same_tokens(methods[name], methods[baseline or name])), prompts
             ),
             tau_micro_gain=micro_gains.get(name),
             tau_macro_gain=macro_gains.get(name),

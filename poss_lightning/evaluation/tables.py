@@ -45,11 +45,11 @@ def cell(value: Estimate | None, form: str = ".2f") -> Cell:
 # --- over prompts: one training of each method ---
 
 
-def method_tables(summaries: list[MethodSummary], baseline: str, reference: str | None) -> list[Table]:
+def method_tables(summaries: list[MethodSummary], baseline: str | None, reference: str | None) -> list[Table]:
     """Speed and acceptance, against the reference, by position, by suite; those that have no rows are left out."""
     overall = [row for row in summaries if row.suite == ALL]
     drafted = [row for row in overall if row.rounds]
-    tables = [_speed(overall, baseline)]
+    tables = [_speed(overall, baseline)] if baseline else []
     others = [row for row in drafted if row.method != reference]
     if reference in {row.method for row in drafted} and others:  # of a baseline the table above tells
         tables.append(_against(others, reference))
@@ -97,7 +97,7 @@ def _against(rows: list[MethodSummary], reference: str) -> Table:
     return Table(f"Against {reference}", ["method"], columns, _named(rows, cells))
 
 
-def _by_suite(rows: list[MethodSummary], baseline: str, reference: str | None) -> Table:
+def _by_suite(rows: list[MethodSummary], baseline: str | None, reference: str | None) -> Table:
     columns = [("τ micro",), ("τ macro",), *([("τ macro −", reference)] if reference else [])]
     columns += [("speed-up over", baseline), ("prompts",)]
     return Table(

@@ -69,6 +69,11 @@ class LastCheckpoint(ModelCheckpoint):
     def __init__(self, every_n_train_steps: int = 200):
         super().__init__(every_n_train_steps=every_n_train_steps, save_top_k=0, save_last=True)
 
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
+        """Not behind the last step: a run that is killed in its last validation would have nothing left to do."""
+        if trainer.global_step != trainer.max_steps:
+            super().on_train_batch_end(trainer, *args)
+
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         super().on_train_end(trainer, pl_module)  # writes it only if there is none
         if self.last_model_path:

@@ -15,8 +15,8 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.costs import parameters
 from poss_lightning.training.module import SpecialistTraining
 
-GIVEN = ("learning_rate", "warmup", "weight_decay", "gamma", "w_feature", "w_token", "w_topk", "mean_over")
-FIRST = ("allocation", "depth", "learning_rate", "seed", "steps")  # in which runs mostly differ
+GIVEN = ("optimizer", "learning_rate", "warmup", "weight_decay", "gamma", "w_feature", "w_token", "w_topk", "mean_over")
+FIRST = ("allocation", "depth", "optimizer", "learning_rate", "seed")  # in which runs mostly differ
 
 Chosen = dict[str, str | float]
 
@@ -35,6 +35,7 @@ def hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) ->
         "parameters": parameters(config),
         "start_from": training.hparams.start_from or "random weights",
         "steps": trainer.estimated_stepping_batches,
+        "normalise": str(training.hparams.normalise),
         "seed": int(os.environ.get("PL_GLOBAL_SEED", -1)),  # where Lightning keeps it
     }
     if isinstance(data, FeatureData):

@@ -39,10 +39,14 @@ class Muon(torch.optim.AdamW):
 
     def step(self, closure: Callable | None = None) -> Tensor | None:
         """One step; see `torch.optim.Optimizer`."""
+        loss = None
+        if closure is not None:  # clips gradients, of all groups
+            with torch.enable_grad():
+                loss = closure()
         vectors, matrices = self.param_groups
         self.param_groups = [vectors]
         try:
-            loss = super().step(closure)
+            super().step()
         finally:
             self.param_groups = [vectors, matrices]
         self._turn(matrices)
