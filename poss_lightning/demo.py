@@ -11,7 +11,7 @@ from pathlib import Path
 
 from poss_lightning import cli
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.files import conf
+from poss_lightning.fitting import fitted
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 
@@ -76,28 +76,12 @@ def demo(
 
 def _fit(folder: Path, store: str, vocabulary_size: int, name: str, steps: int, start_from: str | None = None) -> str:
     """Train one draft, if that is not done, and return its folder."""
-    log = folder / name
-    draft, finished = log / "draft-last", log / "finished"
-    made_of = f"{steps} steps, {vocabulary_size} tokens, from {start_from}"
-    if finished.exists() and finished.read_text() != made_of:
-        raise ValueError(f"{log} was trained otherwise ({finished.read_text()}): choose another --out or remove it")
-    if not finished.exists():
-        arguments = {
-            "data.store": store,
-            "model.vocabulary_size": vocabulary_size,
-            "model.start_from": start_from or "null",
-            "trainer.max_steps": steps,
-            "trainer.val_check_interval": steps,
-            "trainer.check_val_every_n_epoch": "null",
-            "trainer.logger": "TensorBoardLogger",
-            "trainer.logger.save_dir": folder,
-            "trainer.logger.name": name,
-            "trainer.logger.version": "",
-        }
-        configs = ["--config", str(conf("demo.yaml")), "--config", str(conf(f"draft/{name}.yaml"))]
-        cli.run("fit", configs + [f"--{option}={value}" for option, value in arguments.items()])
-        finished.write_text(made_of)
-    return str(draft)
+    options = {
+        "data": {"store": store},
+        "model": {"vocabulary_size": vocabulary_size, "start_from": start_from},
+        "trainer": {"max_steps": steps, "val_check_interval": steps, "check_val_every_n_epoch": None},
+    }
+    return str(fitted(folder / name, ["demo.yaml", f"draft/{name}.yaml"], options))
 
 
 def _exactness(folder: Path) -> str:
