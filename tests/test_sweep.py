@@ -14,6 +14,7 @@ from poss_lightning.evaluation.records import read_cells, read_records
 from poss_lightning.features.extract import write_store
 from poss_lightning.sweep import Sweep, _share, sweep
 
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
 TRAINER = {
     "max_steps": 2,
@@ -225,3 +226,22 @@ def test_a_config_is_found_by_path_or_by_its_name_in_conf(tmp_path):
     (tmp_path / "own.yaml").write_text("{}")
     assert fitting.named(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
     assert fitting.named("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
+
+
+@pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.glob("*/sweep.yaml")), ids=lambda path: path.parent.name)
+def test_the_experiments_parse(experiment, tmp_path, capsys):
+    """Every choice of every one, as `poss fit` would take it."""
+    own = Sweep.read(experiment)
+    for cell in own.cells(tmp_path)[: len(own.choices)]:
+        (tmp_path / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
+        files = [argument for name in cell.configs for argument in ("--config", fitting.named(name))]
+        with pytest.raises(SystemExit) as stop:
+            cli.run("fit", [*files, "--config", str(tmp_path / "fit.yaml"), "--print_config"])
+        assert stop.value.code == 0
+        printed = yaml.safe_load(capsys.readouterr().out)
+        for name, value in cell.fit.get("model", {}).items():
+            assert printed["model"][name] == value
+        assert printed["trainer"]["max_steps"] == printed["trainer"]["val_check_interval"] > 0
+        classes = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
+        assert {"DraftFolders", "Replay"} <= set(classes)
+        assert ("PublishedMask" in classes) == (cell.choice == "published")
