@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow check lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,14 @@ check: setup  ## lint, and check the formatting
 
 look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
 	$(BIN)/python tests/look.py $(ARGS)
+
+lab: setup  ## what experiments/ reads: features of two corpora, answers to the project's prompts, a single layer to start from
+	mkdir -p runs/lab
+	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz experiments/data/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
+	$(BIN)/poss extract runs/lab/corpus.jsonl.gz runs/lab/train --batch_tokens 8192
+	test -f runs/lab/dev.jsonl.gz || $(BIN)/poss answer runs/lab/dev.jsonl.gz
+	$(BIN)/poss extract runs/lab/dev.jsonl.gz runs/lab/dev
+	$(BIN)/poss sweep experiments/start
 
 notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks/quickstart.ipynb'
 	$(BIN)/python notebooks/execute.py $(ARGS)
