@@ -9,13 +9,15 @@ NAME/
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from argparse import ArgumentError
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
 from filelock import FileLock
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from jsonargparse import ArgumentParser
+from jsonargparse.typing import NonNegativeInt
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from poss_lightning import cli
@@ -77,11 +79,11 @@ class Sweep:
         reference: the choice that the others are held against.
     """
 
-    choices: DictConfig
-    seeds: list[int]
-    fit: DictConfig | None = None
-    replay: DictConfig | None = None
-    benchmark: DictConfig | None = None
+    choices: dict[str, dict | None]
+    seeds: list[NonNegativeInt]
+    fit: dict | None = None
+    replay: dict | None = None
+    benchmark: dict | None = None
     reference: str | None = None
 
     @classmethod
@@ -92,46 +94,44 @@ class Sweep:
         """
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls)
         try:
-            given = OmegaConf.load(file)
-            own = cls(**{str(name): given[name] for name in given})
-        except (OmegaConfBaseException, TypeError, OSError, ValueError) as error:
-            known = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"{file} is no sweep ({error}); its fields are {known}") from error
-        if not isinstance(own.choices, DictConfig) or not own.choices:
-            raise ValueError(f"{file}: choices is {own.choices!r}; it must name one or more choices")
-        for name in own.choices:
-            if not re.fullmatch(r"[\w.+-]+", str(name)) or name in BASELINES:
-                raise ValueError(
-                    f"{file}: a choice is named {name!r}; it names a folder and a method: letters, digits and -_.+, "
-                    f"but none of {', '.join(BASELINES)}"
-                )
-        for name, options in (("fit", own.fit), *((f"choices.{name}", own.choices[name]) for name in own.choices)):
-            if not isinstance(options, DictConfig | None):
-                raise ValueError(f"{file}: {name} is {options!r}; it must hold options of `poss fit`, or nothing")
-            if not isinstance(files := (options or {}).get("config", ListConfig([])), ListConfig):
-                raise ValueError(f"{file}: {name}.config is {files!r}; it must be a list of YAML files")
-        seeds = list(own.seeds) if isinstance(own.seeds, ListConfig) else []
-        if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-            raise ValueError(f"{file}: seeds is {own.seeds!r}; it must list different whole numbers of at least 0")
-        for name in ("replay", "benchmark"):
-            if not isinstance(options := getattr(own, name), DictConfig | None):
-                raise ValueError(f"{file}: {name} is {options!r}; it must hold options of `poss {name}`")
-        if (own.replay is None) == (own.benchmark is None):
-            raise ValueError(f"{file}: give one of replay and benchmark, the options of how choices are measured")
-        if own.replay is not None and "store" not in own.replay:
-            raise ValueError(f"{file}: replay has no store: name that of the answers to replay")
-        if own.reference is not None and own.reference not in own.choices:
-            raise ValueError(f"{file}: reference is {own.reference!r}, which is none of {', '.join(own.choices)}")
+            own = cls(**parser.parse_path(str(file)))
+            own.check()
+        except (ArgumentError, ValueError) as error:
+            raise ValueError(f"{file} is no sweep: {error}") from error
         return own
+
+    def check(self) -> None:
+        """Raise ValueError where a field cannot be; the message names it."""
+        if not self.choices or not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"choices are {list(self.choices)} and seeds {self.seeds}; name one or more of each, none twice"
+            )
+        for name in self.choices:
+            if not re.fullmatch(r"[\w.+-]+", name) or name in BASELINES:
+                raise ValueError(
+                    f"a choice is named {name!r}; it names a folder and a method: letters, digits and -_.+, but none "
+                    f"of {', '.join(BASELINES)}"
+                )
+        for name, options in {"fit": self.fit, **self.choices}.items():
+            if not isinstance(files := (options or {}).get("config", []), list):
+                raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
+        if (self.replay is None) == (self.benchmark is None):
+            raise ValueError("give one of replay and benchmark, the options of how choices are measured")
+        if self.replay is not None and "store" not in self.replay:
+            raise ValueError("replay has no store: name that of the answers to replay")
+        if self.reference is not None and self.reference not in self.choices:
+            raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
     def cells(self, folder: Path) -> list[Cell]:
         """Every choice of the first seed, then of the second, and so on."""
-        return [self._cell(folder, choice, seed) for seed, choice in product(self.seeds, self.choices)]
+        return [self._cell(folder, choice, int(seed)) for seed, choice in product(self.seeds, self.choices)]
 
     def _cell(self, folder: Path, choice: str, seed: int) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
-        common, special = self.fit or OmegaConf.create(), self.choices[choice] or OmegaConf.create()
+        common, special = self.fit or {}, self.choices[choice] or {}
         fit = OmegaConf.merge(common, special)
         configs = [*common.get("config", []), *special.get("config", [])]
         whole = OmegaConf.create({"seed": seed, "fit": fit, "measure": getattr(self, measure)})

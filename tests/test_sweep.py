@@ -191,21 +191,22 @@ def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path
 
 
 BAD = [
-    ({"choices": {}}, "choices is"),
-    ({"seeds": []}, "seeds is"),
-    ({"seeds": ["a"]}, "seeds is"),
-    ({"replay": {"nodes": 9}}, "replay has no store"),
+    ({"choices": {}}, r"choices are \[\]"),
+    ({"seeds": []}, r"seeds \[\]"),
+    ({"seeds": [0, 0]}, "none twice"),
+    ({"seeds": ["a"]}, '"seeds"'),
+    ({"seeds": [-1]}, '"seeds"'),
+    ({"seeds": 3}, '"seeds"'),
     ({"replay": None}, "give one of replay and benchmark"),
-    ({"reference": "three"}, "reference is 'three', which is none of one, two"),
-    ({"seeds": [0, 0]}, "different whole numbers"),
-    ({"seeds": 3}, "seeds is 3"),
-    ({"replay": 3}, "replay is 3; it must hold options of `poss replay`"),
-    ({"fit": [1]}, r"fit is \[1\]; it must hold options"),
-    ({"choices": {"one": [1]}}, r"choices.one is \[1\]"),
+    ({"replay": {"nodes": 9}}, "replay has no store"),
+    ({"replay": 3}, '"replay"'),
+    ({"fit": [1]}, '"fit"'),
+    ({"choices": {"one": [1]}}, '"choices"'),
     ({"choices": {"a/b": None}}, "a choice is named 'a/b'"),
     ({"choices": {"generate": None}}, "a choice is named 'generate'"),
-    ({"choices": {"one": {"config": "lab.yaml"}}}, "choices.one.config is 'lab.yaml'; it must be a list"),
-    ({"sedes": [1]}, "its fields are choices, seeds"),
+    ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
+    ({"reference": "three"}, "reference is 'three', which is none of one, two"),
+    ({"sedes": [1]}, "sedes"),
 ]
 
 
