@@ -92,6 +92,9 @@ class Random:
     def common_tokens(self, size: int) -> Tensor:
         return torch.arange(size)
 
+    def root_mean_square(self) -> Tensor:
+        return torch.ones(self.target.hidden_size)
+
 
 def batch(case: Case) -> Batch:
     """One packed row; `answers` of every conversation are the assistant's, and its inputs are a copy, as with noise."""
