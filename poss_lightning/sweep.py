@@ -8,6 +8,7 @@ NAME/
 """
 
 import json
+import math
 import re
 from argparse import ArgumentError
 from dataclasses import asdict, dataclass
@@ -198,5 +199,12 @@ def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
         reference = None
     rows = over_seeds(read_cells(folders), reference, depths=depths(read_runs(folders)))
     with atomic(folder / "summary.json") as path:
-        path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        path.write_text(json.dumps([_plain(asdict(row)) for row in rows], indent=1) + "\n")
     show_seeds(rows, reference, Console())
+
+
+def _plain(value: object) -> object:
+    """As JSON has it, which knows no nan."""
+    if isinstance(value, dict):
+        return {name: _plain(own) for name, own in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -10,7 +10,7 @@ there is to do, for many answers at once: some ten times less than decoding (tes
 import gzip
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +75,9 @@ def replay(
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         deep = sum(draft.config.allocation) if depth is None else depth
         methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
-        replayed = replay_rounds(draft, ends, tqdm(samples, desc=f"replay {name}", unit="answer"), deep, nodes, top_k)
+        total = sum(1 for sample in samples for _ in answers(sample))
+        with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
+            replayed = replay_rounds(draft, ends, samples, deep, nodes, top_k, done=bar.update)
         for sample, rounds in zip(samples, replayed, strict=True):
             records += _records(name, sample, rounds)
     folder = Path(out)
@@ -94,6 +96,7 @@ def replay_rounds(
     nodes: int = 60,
     top_k: int = 10,
     rows: int = 16,
+    done: Callable[[int], object] = lambda count: None,
 ) -> list[list[list[int]]]:
     """What every round would accept if the target decoded the samples' answers with this draft.
 
@@ -107,6 +110,7 @@ def replay_rounds(
         nodes: of a tree, root included.
         top_k: children tried a node; 1 drafts chains.
         rows: answers drafted side by side.
+        done: told of answers as they are, how many at once.
 
     Returns:
         Of every sample, of each of its answers, the accepted tokens round by round.
@@ -118,6 +122,7 @@ def replay_rounds(
     for begin in range(0, len(order), rows):
         places = order[begin : begin + rows]
         rounds |= dict(zip(places, _replay(drafter, [every[i] for i in places], nodes), strict=True))
+        done(len(places))
     replayed = iter(rounds[i] for i in range(len(every)))
     return [[next(replayed) for _ in own] for own in found]
 
