@@ -52,6 +52,23 @@ def test_answers_are_the_targets_own(tmp_path, loads_at_once):
         assert chat.text(tokens).strip() == answer["content"]
 
 
+def test_first_messages_begin_as_told_and_others_do_not(tmp_path, loads_at_once):
+    (tmp_path / "openings.txt").write_text("Write a poem\n\nHow many legs has a\n")
+    records = write(tmp_path / "corpus.jsonl", openings=str(tmp_path / "openings.txt"))
+    firsts = [record["messages"][0]["content"] for record in records]
+    assert {first[:12] for first in firsts} == {"Write a poem", "How many leg"}
+    assert not any(record["messages"][2]["content"].startswith(("Write a", "How many")) for record in records)
+    tokens = loads_at_once.tokenizer("How many legs has a", add_special_tokens=False).input_ids
+    assert any(
+        loads_at_once.tokenizer(first).input_ids[: len(tokens)] == tokens for first in firsts
+    )  # goes on from there
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"empty.txt is empty; it must hold a text a line"):
+        write(tmp_path / "other.jsonl", openings=str(tmp_path / "empty.txt"))
+    with pytest.raises(FileNotFoundError, match=r"none.txt: no such file"):
+        write(tmp_path / "other.jsonl", openings=str(tmp_path / "none.txt"))
+
+
 def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path):
     first, again, other = (
         write(tmp_path / name, seed=seed) for name, seed in (("a.jsonl", 0), ("b.jsonl", 0), ("c.jsonl", 1))
@@ -137,12 +154,12 @@ def test_unfit_texts_are_thrown_away_and_a_target_that_writes_nothing_new_is_giv
     assert not (tmp_path / "corpus.jsonl").exists()
 
 
-def test_special_tokens_and_emptiness_are_unfit(loads_at_once):
+def test_special_tokens_are_unfit_and_emptiness_is_seen(loads_at_once):
     writer = module._Writer(loads_at_once, 1, 1.0, 1.0, 8, 8)
     stop = min(loads_at_once.chat.stops)
     hello = loads_at_once.tokenizer("Hello ").input_ids
-    assert writer._text([*hello, stop]) == "Hello" == writer._text(hello)
-    assert writer._text([stop]) is None and writer._text([*hello, 0, *hello]) is None
+    assert writer._text([*hello, stop]) == "Hello " == writer._text(hello)
+    assert writer._text([stop]) == "" and writer._text([*hello, 0, *hello]) is None
 
 
 @pytest.mark.parametrize(

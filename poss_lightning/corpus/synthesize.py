@@ -3,9 +3,10 @@
 A draft learns the target's own answers, so this is the data it should see; nothing is downloaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -29,6 +30,7 @@ def synthesize(
     user_tokens: int = 96,
     answer_tokens: int = 256,
     batch_size: int = 128,
+    openings: str | None = None,
     seed: int = 0,
     dtype: str = "bfloat16",
     device: str = "cpu",
@@ -47,6 +49,8 @@ def synthesize(
         user_tokens: a user's message is cut there.
         answer_tokens: an answer is cut there; features are the target's own all the same, so it harms no draft.
         batch_size: conversations written side by side.
+        openings: file of texts, one a line; each first message begins with one of them, drawn by the seed. What a
+            target writes of itself is less varied than what it is asked.
         seed: same seed, target and machine: same file.
         dtype: bfloat16, float16 or float32.
         device: cpu or cuda.
@@ -57,10 +61,11 @@ def synthesize(
             raise ValueError(f"{name} is {given[name]}; it must be at least 1")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
-    parts = Parts(out)
-    writer = _Writer(Target.load(target, dtype, device), turns, temperature, top_p, user_tokens, answer_tokens)
+    parts, begun = Parts(out), _lines(openings)
+    model = Target.load(target, dtype, device)
+    writer = _Writer(model, turns, temperature, top_p, user_tokens, answer_tokens, begun)
     settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
-    parts.claim(settings | {"fingerprint": writer.target.spec.fingerprint})
+    parts.claim(settings | {"openings": begun, "fingerprint": writer.target.spec.fingerprint})
     records = islice(_records(parts, writer, batch_size, seed), conversations)
     parts.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
@@ -86,11 +91,35 @@ def _records(parts: Parts, writer: "_Writer", batch_size: int, seed: int) -> Ite
             )
 
 
+def _lines(file: str | None) -> list[str]:
+    """Its lines that say something.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it has no such line.
+    """
+    if file is None:
+        return []
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"openings {file}: no such file; it must hold a text a line")
+    lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"openings {file} is empty; it must hold a text a line")
+    return lines
+
+
 class _Writer:
     """Writes a batch of conversations side by side."""
 
     def __init__(
-        self, target: Target, turns: int, temperature: float, top_p: float, user_tokens: int, answer_tokens: int
+        self,
+        target: Target,
+        turns: int,
+        temperature: float,
+        top_p: float,
+        user_tokens: int,
+        answer_tokens: int,
+        openings: Sequence[str] = (),
     ):
         sampling = Sampling(temperature, top_p=top_p)  # refuses a wrong law before anything is written
         if turns * (user_tokens + answer_tokens) >= target.spec.context:
@@ -98,7 +127,7 @@ class _Writer:
                 f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {target.spec.context} that "
                 f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
             )
-        self.target, self.turns = target, turns
+        self.target, self.turns, self.openings = target, turns, openings
         self.roles = (("user", user_tokens, sampling), ("assistant", answer_tokens, GREEDY))
         self.special = set(target.tokenizer.all_special_ids)
 
@@ -107,26 +136,35 @@ class _Writer:
         """`size` conversations less those thrown away: with an empty message or special tokens inside one."""
         generator = torch.Generator().manual_seed(seed)
         conversations: list[list[dict]] = [[] for _ in range(size)]
+        begun = [""] * size
+        if self.openings:
+            drawn = torch.randint(len(self.openings), (size,), generator=generator)
+            begun = [self.openings[i] for i in drawn.tolist()]
         for _ in range(self.turns):
             for role, limit, sampling in self.roles:
-                prompts = [self._open(messages, role) for messages in conversations]
+                prompts = [self._open(*given, role) for given in zip(conversations, begun, strict=True)]
                 texts = self._complete(prompts, limit, sampling, generator)
+                whole = [
+                    None if text is None else (opening + text).strip()
+                    for opening, text in zip(begun, texts, strict=True)
+                ]
                 conversations = [
                     [*messages, {"role": role, "content": text}]
-                    for messages, text in zip(conversations, texts, strict=True)
+                    for messages, text in zip(conversations, whole, strict=True)
                     if text
                 ]
                 if not conversations:
                     return []
+                begun = [""] * len(conversations)
         return conversations
 
-    def _open(self, messages: list[dict], role: str) -> list[int]:
-        """Tokens of the template up to where `role` begins to write."""
+    def _open(self, messages: list[dict], opening: str, role: str) -> list[int]:
+        """Tokens of the template up to where `role` goes on with the opening."""
         if role == "assistant":
             return self.target.chat.prompt(messages)
         template = self.target.tokenizer.apply_chat_template
         text = template([*messages, {"role": "user", "content": _MARK}], tokenize=False)
-        return self.target.tokenizer(text.split(_MARK)[0], add_special_tokens=False).input_ids
+        return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
 
     def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:
         """Each prompt's text up to its stop token; None where it is not fit to keep."""
@@ -135,4 +173,4 @@ class _Writer:
 
     def _text(self, tokens: list[int]) -> str | None:
         body = tokens[:-1] if tokens[-1] in self.target.chat.stops else tokens
-        return None if self.special & set(body) else self.target.chat.text(body).strip() or None
+        return None if self.special & set(body) else self.target.chat.text(body)
