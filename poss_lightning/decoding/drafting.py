@@ -47,6 +47,7 @@ class Drafter:
         if depth < 1 or top_k < 1:
             raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
+        self.shared = draft.config.kv == "shared"  # one cache for all specialists
         self.depth, self.top_k = depth, min(top_k, self.ends.head.shape[0])
         self.slots: Slots | None = None
         self.room = self.top_k * (depth - 1)  # slots of drafted nodes
@@ -61,7 +62,7 @@ class Drafter:
         if self.slots is not None and self.slots.fits(batch, room):
             self.slots.clear()
             return self.store.clear()
-        caches = 1 if self.draft.config.kv == "shared" else len(self.draft.layers)
+        caches = 1 if self.shared else len(self.draft.layers)
         shape = (caches, batch, room, spec.kv_heads, spec.head_dim)
         self.slots = Slots(batch, room, weight.device)
         self.slots.cover = self.room  # one extent for all steps of a round
@@ -129,7 +130,7 @@ class Drafter:
     def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """One pass of the frontier through the layer that serves `position`: features (B, M, D), logits (B, M, V)."""
         layer, z = self.draft.serving(position), frontier.z
-        cache = 0 if self.draft.config.kv == "shared" else self.draft.config.serving(position)
+        cache = 0 if self.shared else self.draft.config.serving(position)
         keys, values = self.store.view(cache, self.slots.extent)
         attended = torch.nn.functional.scaled_dot_product_attention(
             layer.queries(z, frontier.turn),
@@ -170,7 +171,7 @@ class Drafter:
         weight = self.projection.unflatten(0, (len(self.draft.layers), -1))[run].flatten(0, 1)
         shape = (-1, 2, config.target.kv_heads, config.target.head_dim)
         keys, values = torch.nn.functional.linear(z, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
-        caches = slice(0, 1) if config.kv == "shared" else run  # keys, values: (caches, B, kv heads, n, d)
+        caches = slice(0, 1) if self.shared else run  # keys, values: (caches, B, kv heads, n, d)
         self.store.write(caches, self.slots.index, rotate(keys, turn), values)
 
 

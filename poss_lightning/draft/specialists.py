@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -58,19 +57,20 @@ class DraftConfig:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.kv not in ("separate", "shared"):
             raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
-        runs = [index for index, run in enumerate(self.allocation) for _ in range(run)]
-        if self.order is not None and sorted(self.order) != runs:
+        if sorted(self.served) != (runs := [i for i, run in enumerate(self.allocation) for _ in range(run)]):
             raise ValueError(
                 f"order is {list(self.order)}; for the allocation {list(self.allocation)} it must be a rearrangement "
                 f"of {runs}"
             )
 
+    @property
+    def served(self) -> tuple[int, ...]:
+        """The specialist, from 0, of each position that the allocation names."""
+        return self.order or tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
+
     def serving(self, position: int) -> int:
         """Which specialist (from 0) serves draft position `position` (from 1); past the end the last one goes on."""
-        if self.order is not None:
-            return self.order[min(position, len(self.order)) - 1]
-        within = (index for index, last in enumerate(accumulate(self.allocation)) if position <= last)
-        return next(within, len(self.allocation) - 1)
+        return self.served[min(position, len(self.served)) - 1]
 
     def projector(self, position: int, first: int) -> int:
         """Whose keys and values position `position` reads of a slot that position `first` was the first to read."""
@@ -167,12 +167,11 @@ class Specialists(nn.Module):
         """
         if difference := self.config.target.difference(other.config.target):
             raise ValueError(f"the draft to start from has another target: {difference}")
-        positions = range(1, sum(self.config.allocation) + 1)
         try:
             self.fc.load_state_dict(other.fc.state_dict())
             self.scale.copy_(other.scale)
             for index, layer in enumerate(self.layers):
-                first = next(k for k in positions if self.config.serving(k) == index)
+                first = self.config.served.index(index) + 1  # its first position
                 layer.load_state_dict(other.serving(first).state_dict())
         except RuntimeError as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from lightning import Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.schedule import Step
 from poss_lightning.features.stream import Batch
 from poss_lightning.files import atomic
+from poss_lightning.training.strategies import whole
 
 BATCH, NOTE = "batch.safetensors", "note.json"
 TENSORS = ("tokens", "features", "inputs", "greedy", "counts", "positions")
@@ -29,6 +31,28 @@ def finite(losses: list[Tensor], draft: Specialists) -> bool:
     gradients = [parameter.grad for parameter in draft.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
     return bool(torch.stack([part.isfinite().all() for part in losses + local]).all())
+
+
+def accuse(trainer: Trainer, draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str:
+    """Say whose fault it was, and leave behind what reproduces it. All processes come here.
+
+    Args:
+        draft: as the trainer's strategy has it, in parts perhaps.
+        batches: of this process in this optimizer step.
+        losses: their weighted losses, (K,) each.
+    """
+    blamed = blame_losses(draft, batches, losses)
+    everyone = [blamed] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(everyone, blamed)
+    said = list(filter(None, everyone)) or [blame_gradients(draft, batches)]
+    folder = Path(trainer.log_dir or trainer.default_root_dir) / f"not-finite-{trainer.global_step}"
+    together = whole(draft)  # asks all processes
+    if trainer.is_global_zero:
+        together.save_pretrained(folder)
+    if blamed or not any(everyone):
+        save(folder / f"rank-{trainer.global_rank}", batches, "; ".join(said))
+    return f"step {trainer.global_step}: {'; '.join(said)}; {folder} reproduces it"
 
 
 def blame_losses(draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str | None:

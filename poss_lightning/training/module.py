@@ -1,7 +1,6 @@
 """The LightningModule: a shell around unroll, loss and metrics."""
 
 from itertools import count
-from pathlib import Path
 from typing import Literal
 
 import lightning
@@ -18,7 +17,7 @@ from poss_lightning.losses import PassLosses, pass_losses
 from poss_lightning.metrics import FeatureDrift, PassMeans, PositionAcceptance, unrolled
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
-from poss_lightning.training.strategies import FSDP2, DeepSpeed, whole
+from poss_lightning.training.strategies import FSDP2, DeepSpeed
 
 Source = FeatureStore | OnlineFeatures
 
@@ -168,26 +167,10 @@ class SpecialistTraining(lightning.LightningModule):
 
     def _not_finite(self, batches: list[Batch], losses: list[Tensor]) -> None:
         """Say whose fault it was, leave a reproducer, and stop or go on without the step. All processes come here."""
-        blamed = guard.blame_losses(self.draft, batches, losses)
-        everyone = self._from_all(blamed)
-        said = list(filter(None, everyone)) or [guard.blame_gradients(self.draft, batches)]
-        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir) / f"not-finite-{self.trainer.global_step}"
-        draft = whole(self.draft)  # asks all processes
-        if self.trainer.is_global_zero:
-            draft.save_pretrained(folder)
-        if blamed or not any(everyone):
-            guard.save(folder / f"rank-{self.global_rank}", batches, "; ".join(said))
-        message = f"step {self.trainer.global_step}: {'; '.join(said)}; {folder} reproduces it"
+        message = guard.accuse(self.trainer, self.draft, batches, losses)
         if self.hparams.not_finite == "stop":
             raise guard.NotFinite(message)
         rank_zero_warn(f"{message}; the step is skipped")
-
-    def _from_all(self, words: str | None) -> list[str | None]:
-        """What every process says."""
-        everyone = [words] * self.trainer.world_size
-        if self.trainer.world_size > 1:
-            torch.distributed.all_gather_object(everyone, words)
-        return everyone
 
     def validation_step(self, batch: Batch) -> dict[str, list[Tensor]]:
         losses, predictions = self._losses(batch, self.looks)
