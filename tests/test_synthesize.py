@@ -12,6 +12,7 @@ from test_extract import contents, dies_at
 from poss_lightning.corpus import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.synthesize import synthesize
+from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.generation import generate
 
 SIZES = {"conversations": 12, "turns": 2, "batch_size": 4, "user_tokens": 6, "answer_tokens": 8, "dtype": "float32"}
@@ -50,6 +51,18 @@ def test_answers_are_the_targets_own(tmp_path, loads_at_once):
         question, answer = record["messages"]
         tokens = generate(loads_at_once, [chat.prompt([question])], 8, chat.stops)[0]
         assert chat.text(tokens).strip() == answer["content"]
+
+
+def test_answers_are_sampled_where_that_is_asked(tmp_path):
+    """A law near temperature 0 is greedy again."""
+    greedy, cold, warm = (
+        write(tmp_path / f"{t}.jsonl", turns=1, answer_temperature=t, top_p=1.0) for t in (0.0, 1e-5, 5.0)
+    )
+    assert [record["messages"] for record in greedy] == [record["messages"] for record in cold]
+    questions, answers = (
+        [[record["messages"][place] for record in records] for records in (greedy, warm)] for place in (0, 1)
+    )
+    assert questions[0][:4] == questions[1][:4] and answers[0] != answers[1]
 
 
 def test_first_messages_begin_as_told_and_others_do_not(tmp_path, loads_at_once):
@@ -155,7 +168,7 @@ def test_unfit_texts_are_thrown_away_and_a_target_that_writes_nothing_new_is_giv
 
 
 def test_special_tokens_are_unfit_and_emptiness_is_seen(loads_at_once):
-    writer = module._Writer(loads_at_once, 1, 1.0, 1.0, 8, 8)
+    writer = module._Writer(loads_at_once, 1, (Sampling(1.0), 8), (GREEDY, 8))
     stop = min(loads_at_once.chat.stops)
     hello = loads_at_once.tokenizer("Hello ").input_ids
     assert writer._text([*hello, stop]) == "Hello " == writer._text(hello)
@@ -172,6 +185,7 @@ def test_special_tokens_are_unfit_and_emptiness_is_seen(loads_at_once):
         ({"batch_size": 0}, "batch_size is 0"),
         ({"temperature": 0.0}, "temperature is 0"),
         ({"top_p": 1.5}, r"top_p is 1\.5"),
+        ({"answer_temperature": -1.0}, "temperature is -1"),
         ({"answer_tokens": 600}, "do not fit the 512 that tiny reads"),
     ],
 )
@@ -184,6 +198,6 @@ def test_bad_numbers_are_refused_before_anything_is_written(tmp_path, change, wo
 def test_user_messages_follow_the_law(loads_at_once):
     """At a top-p of nearly 0 sampling is greedy, so that every row of a batch writes the same."""
     torch.manual_seed(0)
-    sure = module._Writer(loads_at_once, 1, 1.0, 1e-6, 6, 8).write(3, seed=0)
-    free = module._Writer(loads_at_once, 1, 1.0, 1.0, 6, 8).write(3, seed=0)
+    sure = module._Writer(loads_at_once, 1, (Sampling(1.0, top_p=1e-6), 6), (GREEDY, 8)).write(3, seed=0)
+    free = module._Writer(loads_at_once, 1, (Sampling(1.0), 6), (GREEDY, 8)).write(3, seed=0)
     assert sure.count(sure[0]) == len(sure) == 3 and free.count(free[0]) == 1

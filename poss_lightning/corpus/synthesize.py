@@ -1,4 +1,4 @@
-"""The target writes its own conversations: it samples a user's message, then answers it greedily.
+"""The target writes its own conversations: it samples a user's message, then answers it.
 
 A draft learns the target's own answers, so this is the data it should see; nothing is downloaded.
 """
@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.parts import Parts
-from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
 
@@ -27,6 +27,7 @@ def synthesize(
     turns: int = 1,
     temperature: float = 1.0,
     top_p: float = 0.95,
+    answer_temperature: float = 0.0,
     user_tokens: int = 96,
     answer_tokens: int = 256,
     batch_size: int = 128,
@@ -44,8 +45,10 @@ def synthesize(
         target: "embedded", a local folder or a hub id.
         conversations: how many to write.
         turns: user messages in a conversation.
-        temperature: of the user's messages; answers are greedy.
-        top_p: of the user's messages.
+        temperature: of the user's messages.
+        top_p: of what is sampled. 1 is the fastest: no other needs the tokens in order.
+        answer_temperature: of the answers; 0 is greedy. A small target that is greedy repeats itself, and a repetition
+            teaches a draft little.
         user_tokens: a user's message is cut there.
         answer_tokens: an answer is cut there; features are the target's own all the same, so it harms no draft.
         batch_size: conversations written side by side.
@@ -61,9 +64,10 @@ def synthesize(
             raise ValueError(f"{name} is {given[name]}; it must be at least 1")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
+    user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     parts, begun = Parts(out), _lines(openings)
     model = Target.load(target, dtype, device)
-    writer = _Writer(model, turns, temperature, top_p, user_tokens, answer_tokens, begun)
+    writer = _Writer(model, turns, (user, user_tokens), (answer, answer_tokens), begun)
     settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
     parts.claim(settings | {"openings": begun, "fingerprint": writer.target.spec.fingerprint})
     records = islice(_records(parts, writer, batch_size, seed), conversations)
@@ -115,20 +119,17 @@ class _Writer:
         self,
         target: Target,
         turns: int,
-        temperature: float,
-        top_p: float,
-        user_tokens: int,
-        answer_tokens: int,
+        user: tuple[Sampling, int],  # the law, and how many tokens at most
+        answer: tuple[Sampling, int],
         openings: Sequence[str] = (),
     ):
-        sampling = Sampling(temperature, top_p=top_p)  # refuses a wrong law before anything is written
-        if turns * (user_tokens + answer_tokens) >= target.spec.context:
+        if turns * (user[1] + answer[1]) >= target.spec.context:
             raise ValueError(
-                f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {target.spec.context} that "
+                f"{turns} turns of {user[1]} + {answer[1]} tokens do not fit the {target.spec.context} that "
                 f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
             )
         self.target, self.turns, self.openings = target, turns, openings
-        self.roles = (("user", user_tokens, sampling), ("assistant", answer_tokens, GREEDY))
+        self.roles = (("user", *user), ("assistant", *answer))
         self.special = set(target.tokenizer.all_special_ids)
 
     @torch.inference_mode()
@@ -141,7 +142,7 @@ class _Writer:
             drawn = torch.randint(len(self.openings), (size,), generator=generator)
             begun = [self.openings[i] for i in drawn.tolist()]
         for _ in range(self.turns):
-            for role, limit, sampling in self.roles:
+            for role, sampling, limit in self.roles:
                 prompts = [self._open(*given, role) for given in zip(conversations, begun, strict=True)]
                 texts = self._complete(prompts, limit, sampling, generator)
                 whole = [
