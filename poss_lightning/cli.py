@@ -25,7 +25,7 @@ TOOLS = {
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.features.extract", "precompute the target's features of a corpus"),
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
-    "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder"),
+    "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder, in any dtype"),
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),

@@ -7,7 +7,9 @@ import torch
 from conftest import tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
 
+from poss_lightning.draft import specialists
 from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.training.export import export
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,23 @@ def test_save_then_load_is_identity(target, tmp_path, vocabulary):
     assert loaded.state_dict().keys() == draft.state_dict().keys()
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_path, monkeypatch):
+    draft = tiny_draft(target, [2, 2])
+    draft.save_pretrained(tmp_path / "full")
+    export(str(tmp_path / "full"), str(tmp_path / "heads" / "embedded-pair"), "bfloat16")
+    halved = tmp_path / "heads" / "embedded-pair" / "model.safetensors"
+    assert all(value.dtype == torch.bfloat16 for value in load_file(halved).values())
+    monkeypatch.setattr(specialists, "HEADS", tmp_path / "heads")
+    read = Specialists.from_pretrained("embedded-pair")
+    for name, value in read.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, draft.state_dict()[name].bfloat16().float())
+    monkeypatch.setattr(specialists, "snapshot_download", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # any other name is the hub's
+        Specialists.from_pretrained("embedded-other")
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be float32, bfloat16 or float16"):
+        export(str(tmp_path / "full"), str(tmp_path / "out"), "int8")
 
 
 def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_it_reads_the_same(target):
@@ -134,7 +153,7 @@ def test_starting_from_fewer_specialists_copies_who_served_the_first_position(ta
 
 def test_a_start_of_other_sizes_or_another_target_is_refused(target):
     with pytest.raises(ValueError, match="other sizes"):
-        tiny_draft(target, [2, 2]).start_from(tiny_draft(target, [4], intermediate_size=40))
+        tiny_draft(target, [2, 2], intermediate_size=40).start_from(tiny_draft(target, [4]))
     with pytest.raises(ValueError, match="another target: fingerprint"):
         tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
 
@@ -147,3 +166,14 @@ def test_a_single_layer_copied_into_specialists_drafts_the_same(target):
     embedded, features = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     for a, b in zip(unroll(single, embedded, features, 6), unroll(many, embedded, features, 6), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_wider_layer_starts_as_the_narrow_one_and_has_more_to_learn_with(target):
+    narrow, wide = tiny_draft(target, [6]), tiny_draft(target, [6], seed=1, intermediate_size=100)
+    inner = narrow.layers[0].down_proj.in_features
+    wide.start_from(narrow)
+    inputs = torch.randn(2, 1, 9, 32)
+    for mine, theirs in zip(wide(*inputs, 3), narrow(*inputs, 3), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    wide(*inputs, 1)[0].square().sum().backward()
+    assert wide.layers[0].gate_proj.weight[inner:].any() and wide.layers[0].down_proj.weight.grad[:, inner:].all()

@@ -264,7 +264,7 @@ def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
     (tmp_path / "folder.ckpt").mkdir()
     for name, error, words in (
         ("missing", FileNotFoundError, "no such file"),
-        ("folder", ValueError, "is a folder; give a .ckpt file"),
+        ("folder", ValueError, "is a folder, and no draft's; give a .ckpt file"),
         ("cut", ValueError, "is no whole checkpoint"),
         ("bomb", ValueError, "is no whole checkpoint"),
         ("other", ValueError, "has no 'draft'"),

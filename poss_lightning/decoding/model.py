@@ -49,7 +49,7 @@ def load(
     Args:
         target: "embedded", a local folder or a hub id; or a causal LM of transformers in hand, which is frozen and
             keeps its dtype and device.
-        draft: folder or hub id, or specialists in hand; without one the target decodes alone.
+        draft: folder, hub id or shipped head, or specialists in hand; without one the target decodes alone.
         tokenizer: of a target in hand.
         dtype: "bfloat16", "float16" or "float32", of a target that is loaded here.
         device: where it computes, "cpu" or "cuda".

@@ -71,6 +71,20 @@ class Specialist(nn.Module):
         normed = self.norm(hidden)
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
+    def start_from(self, other: "Specialist") -> None:
+        """Compute what `other` does. What an MLP is wider begins at random, and adds nothing until it has learnt.
+
+        Raises:
+            RuntimeError: other sizes, or a narrower MLP.
+        """
+        own, given = self.state_dict(), other.state_dict()
+        inner = other.down_proj.in_features
+        for name in ("gate_proj.weight", "up_proj.weight"):
+            given[name] = torch.cat([given[name], own[name][inner:]])
+        beyond = torch.zeros_like(own["down_proj.weight"][:, inner:])
+        given["down_proj.weight"] = torch.cat([given["down_proj.weight"], beyond], dim=1)
+        self.load_state_dict(given)
+
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)  # (B, T, H*d) -> (B, H, T, d)

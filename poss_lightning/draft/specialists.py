@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from poss_lightning.files import atomic
 from poss_lightning.target.spec import TargetSpec
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+HEADS = Path(str(files("poss_lightning") / "draft" / "heads"))  # drafts of the embedded target, shipped
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,10 @@ class Specialists(nn.Module):
     def start_from(self, other: "Specialists") -> None:
         """Take `fc` and its scale, and for every specialist the layer of `other` that serves its first position.
 
-        The published start of PosS is a single layer, copied into every specialist.
+        The published start of PosS is a single layer, copied into every specialist. A wider MLP starts from a narrower.
 
         Raises:
-            ValueError: the sizes or the targets differ.
+            ValueError: the sizes or the targets differ otherwise.
         """
         if difference := self.config.target.difference(other.config.target):
             raise ValueError(f"the draft to start from has another target: {difference}")
@@ -172,7 +174,7 @@ class Specialists(nn.Module):
             self.scale.copy_(other.scale)
             for index, layer in enumerate(self.layers):
                 first = self.config.served.index(index) + 1  # its first position
-                layer.load_state_dict(other.serving(first).state_dict())
+                layer.start_from(other.serving(first))
         except RuntimeError as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
 
@@ -186,15 +188,15 @@ class Specialists(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Specialists":
-        """Read a draft from a local folder or a hub id.
+        """Read a draft, in float32 however it was stored, from a local folder, a hub id, or one of the shipped heads.
 
         Raises:
-            FileNotFoundError: neither folder nor hub id, or a file is missing.
+            FileNotFoundError: none of them, or a file is missing.
             ValueError: the config or the weights contradict it; the message names file and tensor.
         """
         folder = Path(source)
         if not folder.is_dir():
-            folder = _download(str(source))
+            folder = HEADS / source if source in shipped() else _download(str(source))
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")
@@ -209,8 +211,16 @@ class Specialists(nn.Module):
         return draft
 
 
+def shipped() -> list[str]:
+    """Names of the heads that come with the package, e.g. embedded-eagle."""
+    return sorted(folder.name for folder in HEADS.iterdir()) if HEADS.is_dir() else []
+
+
 def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
     except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
-        raise FileNotFoundError(f"draft {name!r} is neither a local folder nor a hub id that can be reached") from error
+        raise FileNotFoundError(
+            f"draft {name!r} is neither a local folder nor a hub id that can be reached, nor a shipped head: "
+            f"{', '.join(shipped()) or 'none'}"
+        ) from error

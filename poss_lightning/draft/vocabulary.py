@@ -35,7 +35,7 @@ def vocabulary(
     The target's stop tokens are always among them. Then says which share of the answers' tokens they cover.
 
     Args:
-        draft: draft folder or hub id, whatever vocabulary it has.
+        draft: draft folder, hub id or shipped head, whatever vocabulary it has.
         corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
         out: folder to write.
         size: tokens the copy may propose; null for all of the target's.

@@ -53,7 +53,7 @@ def benchmark(
 
     Args:
         out: folder to write.
-        drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
+        drafts: name and draft (folder, hub id or shipped head) of each method, e.g. --drafts.hass runs/hass/draft-best.
         target: "embedded", a local folder or a hub id.
         suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
             `hub:OWNER/NAME`; all of the project's own by default.

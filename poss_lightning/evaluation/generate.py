@@ -44,7 +44,7 @@ def generate(
 
     Args:
         prompt: what the user asks; - reads it from stdin.
-        draft: draft folder or hub id; without one the target decodes alone.
+        draft: draft folder, hub id or shipped head; without one the target decodes alone.
         target: "embedded", a local folder or a hub id.
         new_tokens: at most that many an answer.
         tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of depth and nodes.

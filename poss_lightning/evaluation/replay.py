@@ -58,7 +58,7 @@ def replay(
     Args:
         out: folder to write.
         store: features of the answers.
-        drafts: name and draft (folder or hub id) of each method, e.g. --drafts.hass runs/hass/draft-best.
+        drafts: name and draft (folder, hub id or shipped head) of each method, e.g. --drafts.hass runs/hass/draft-best.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         top_k: children tried a node; 1 drafts chains.

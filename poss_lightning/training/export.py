@@ -1,27 +1,36 @@
-"""A draft's folder from a checkpoint of training, whatever strategy wrote it: without a GPU or a process group."""
+"""A draft's folder, from a checkpoint of training, whatever strategy wrote it: without a GPU or a process group."""
 
 import pickle
 from pathlib import Path
 
 import torch
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.specialists import CONFIG, DraftConfig, Specialists
 
 PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
 
 
-def export(checkpoint: str, out: str) -> None:
-    """Write the draft of a training checkpoint as a folder: config.json and model.safetensors.
+def export(source: str, out: str, dtype: str = "float32") -> None:
+    """Write a draft as a folder, config.json and model.safetensors: of a training checkpoint, or of another folder.
 
     Args:
-        checkpoint: a .ckpt file that `poss fit` wrote, with any strategy.
+        source: a .ckpt file that `poss fit` wrote, with any strategy; or a draft folder.
         out: folder to write.
+        dtype: of what is written: float32, bfloat16 or float16. Half of float32's bytes lose nothing where decoding is
+            in that dtype anyway.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is no checkpoint of ours, or its weights contradict its config.
     """
-    stored = read_checkpoint(Path(checkpoint))
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16")
+    draft = Specialists.from_pretrained(source) if (Path(source) / CONFIG).is_file() else _trained(Path(source))
+    draft.to(getattr(torch, dtype)).save_pretrained(out)
+
+
+def _trained(checkpoint: Path) -> Specialists:
+    stored = read_checkpoint(checkpoint)
     weights = {
         name.removeprefix(PREFIX): value for name, value in stored["state_dict"].items() if name.startswith(PREFIX)
     }
@@ -31,7 +40,7 @@ def export(checkpoint: str, out: str) -> None:
         draft.load_state_dict(weights)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{checkpoint}: its state_dict does not fit its draft's config: {error}") from error
-    draft.save_pretrained(out)
+    return draft
 
 
 def read_checkpoint(path: Path) -> dict:
@@ -42,7 +51,9 @@ def read_checkpoint(path: Path) -> dict:
         ValueError: it is no checkpoint of ours.
     """
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; give a .ckpt file, as every strategy in conf/trainer/ writes it")
+        raise ValueError(
+            f"{path} is a folder, and no draft's; give a .ckpt file, as `poss fit` writes it"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:

@@ -34,7 +34,7 @@ class SpecialistTraining(lightning.LightningModule):
         order: the specialist, from 0, of each position, where they do not serve runs.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all.
-        start_from: draft folder or hub id whose layers to start from; None starts from random weights.
+        start_from: draft folder, hub id or shipped head whose layers to start from; None starts from random weights.
         normalise: whether a draft that starts from random weights reads embeddings and features scaled to a mean
             square of 1, dimension by dimension; one that starts from another reads what that one does.
         w_feature: weight of the smooth-L1 term.
