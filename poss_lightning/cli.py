@@ -31,9 +31,9 @@ TOOLS = {
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
     "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
-    "allocate": ("poss_lightning.evaluation.allocate", "an allocation from the drift of a single layer"),
-    "compare": ("poss_lightning.evaluation.compare", "tables of records, with intervals"),
-    "report": ("poss_lightning.evaluation.report", "one HTML page of records and runs"),
+    "allocate": ("poss_lightning.reports.allocate", "an allocation from the drift of a single layer"),
+    "compare": ("poss_lightning.reports.compare", "tables of records, with intervals"),
+    "report": ("poss_lightning.reports.report", "one HTML page of records and runs"),
     "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),
 }
 

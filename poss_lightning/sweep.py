@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from poss_lightning import cli
-from poss_lightning.evaluation.compare import show_seeds
 from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_runs
-from poss_lightning.evaluation.scalars import read_scalars
-from poss_lightning.evaluation.seeds import over_seeds
 from poss_lightning.files import atomic, sha256
 from poss_lightning.fitting import fitted, named
+from poss_lightning.reports.compare import show_seeds
+from poss_lightning.reports.scalars import read_scalars
+from poss_lightning.reports.seeds import over_seeds
 
 SETTINGS = "sweep.yaml"
 

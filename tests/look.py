@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 
 from lab import write_lab
 
-from poss_lightning.evaluation.report import report
+from poss_lightning.reports.report import report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTHS = {"phone": 390, "desktop": 1280}

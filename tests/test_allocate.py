@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from poss_lightning.evaluation.allocate import allocate, allocations, propose, read_drift, within
+from poss_lightning.reports.allocate import allocate, allocations, propose, read_drift, within
 
 
 def test_what_has_drifted_alike_is_served_together():

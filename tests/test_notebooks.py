@@ -17,9 +17,9 @@ from synthetic import make_records
 
 from poss_lightning import cli
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.evaluation.figures import DRIFT
 from poss_lightning.features.extract import write_store
 from poss_lightning.files import conf
+from poss_lightning.reports.figures import DRIFT
 from poss_lightning.target.model import Target
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"

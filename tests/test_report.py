@@ -14,16 +14,16 @@ from scipy import stats
 from synthetic import make_records
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation.charts import COLOURS, MARKED, Curve, line_chart
-from poss_lightning.evaluation.compare import compare
 from poss_lightning.evaluation.drawing import Guesses, likeliest
-from poss_lightning.evaluation.explorer import NODES, Node, spans, steps
 from poss_lightning.evaluation.records import read_cells
-from poss_lightning.evaluation.report import one_seed, report
 from poss_lightning.evaluation.rounds import NAME, Round, to_line
-from poss_lightning.evaluation.scalars import by_choice, by_depth, mean, over_runs, read_scalars
-from poss_lightning.evaluation.seeds import over_seeds
-from poss_lightning.evaluation.summary import summarise
+from poss_lightning.reports.charts import COLOURS, MARKED, Curve, line_chart
+from poss_lightning.reports.compare import compare
+from poss_lightning.reports.explorer import NODES, Node, spans, steps
+from poss_lightning.reports.report import one_seed, report
+from poss_lightning.reports.scalars import by_choice, by_depth, mean, over_runs, read_scalars
+from poss_lightning.reports.seeds import over_seeds
+from poss_lightning.reports.summary import summarise
 
 
 @pytest.fixture

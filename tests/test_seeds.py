@@ -8,11 +8,11 @@ import pytest
 from scipy import stats
 from synthetic import draw_reach, make_records, true_tau
 
-from poss_lightning.evaluation import statistics
-from poss_lightning.evaluation.compare import compare
 from poss_lightning.evaluation.records import to_line
-from poss_lightning.evaluation.seeds import crossed, leave_one_out, over_seeds, pseudo_values, scalars_over_seeds
-from poss_lightning.evaluation.statistics import Sums, detectable, holm
+from poss_lightning.reports import statistics
+from poss_lightning.reports.compare import compare
+from poss_lightning.reports.seeds import crossed, leave_one_out, over_seeds, pseudo_values, scalars_over_seeds
+from poss_lightning.reports.statistics import Sums, detectable, holm
 
 
 def make_cells(choices=("eagle", "poss-1"), seeds=(0, 1, 2), **options):

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 from synthetic import draw_reach, make_records, true_tau
 
-from poss_lightning.evaluation import statistics
-from poss_lightning.evaluation.statistics import (
+from poss_lightning.reports import statistics
+from poss_lightning.reports.statistics import (
     Sums,
     detectable,
     difference,
@@ -19,7 +19,7 @@ from poss_lightning.evaluation.statistics import (
     quotient,
     standard_error,
 )
-from poss_lightning.evaluation.summary import ALL, group, sum_by_prompt, summarise
+from poss_lightning.reports.summary import ALL, group, sum_by_prompt, summarise
 
 # --- naive twins: a resample is a list of prompts, some of them several times ---
 

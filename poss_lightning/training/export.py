@@ -51,9 +51,7 @@ def read_checkpoint(path: Path) -> dict:
         ValueError: it is no checkpoint of ours.
     """
     if path.is_dir():
-        raise ValueError(
-            f"{path} is a folder, and no draft's; give a .ckpt file, as `poss fit` writes it"
-        )
+        raise ValueError(f"{path} is a folder, and no draft's; give a .ckpt file, as `poss fit` writes it")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:

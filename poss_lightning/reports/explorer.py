@@ -10,7 +10,7 @@ from itertools import accumulate, zip_longest
 from poss_lightning.evaluation.drawing import Guesses, likeliest
 from poss_lightning.evaluation.records import Record
 from poss_lightning.evaluation.rounds import Round
-from poss_lightning.evaluation.summary import Answers
+from poss_lightning.reports.summary import Answers
 
 NODES = 24  # of a tree, at most; what was accepted is always there
 ROUNDS, ALL_ROUNDS = 40, 1200  # of an answer and of a page, at most, so that it stays small

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from poss_lightning.evaluation.statistics import Estimate, interval
+from poss_lightning.reports.statistics import Estimate, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag

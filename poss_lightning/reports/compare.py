@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_records, read_runs, timed
-from poss_lightning.evaluation.seeds import RATIOS, SeedSummary, over_seeds
-from poss_lightning.evaluation.statistics import Comparison, Estimate
-from poss_lightning.evaluation.summary import ALL, MethodSummary, summarise
+from poss_lightning.reports.seeds import RATIOS, SeedSummary, over_seeds
+from poss_lightning.reports.statistics import Comparison, Estimate
+from poss_lightning.reports.summary import ALL, MethodSummary, summarise
 
 LEGEND = (
     "Of a comparison also its p, Holm-corrected for the methods held against the same one, and as ± the smallest true "

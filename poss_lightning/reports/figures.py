@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from poss_lightning.evaluation.charts import Curve, line_chart, stacked_chart, wears
-from poss_lightning.evaluation.scalars import Scalars, by_depth, mean, over_runs
-from poss_lightning.evaluation.statistics import Estimate
-from poss_lightning.evaluation.summary import Answers
+from poss_lightning.reports.charts import Curve, line_chart, stacked_chart, wears
+from poss_lightning.reports.scalars import Scalars, by_depth, mean, over_runs
+from poss_lightning.reports.statistics import Estimate
+from poss_lightning.reports.summary import Answers
 
 PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is a round as a whole
 DRIFT = {  # tag -> what it is

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from poss_lightning import __version__
-from poss_lightning.evaluation.charts import COLOURS
-from poss_lightning.evaluation.explorer import decoded_texts
-from poss_lightning.evaluation.figures import palette, position_figure, seconds_figure, training
 from poss_lightning.evaluation.records import BASELINES, Record, depths, read_cells, read_records, read_runs, timed
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.evaluation.scalars import by_choice, read_scalars
-from poss_lightning.evaluation.seeds import Cells, over_seeds
-from poss_lightning.evaluation.statistics import Estimate
-from poss_lightning.evaluation.summary import ALL, MethodSummary, group, summarise
-from poss_lightning.evaluation.tables import LEVEL, Measured, Table, method_tables, of_choices, positions, seed_tables
 from poss_lightning.files import atomic
+from poss_lightning.reports.charts import COLOURS
+from poss_lightning.reports.explorer import decoded_texts
+from poss_lightning.reports.figures import palette, position_figure, seconds_figure, training
+from poss_lightning.reports.scalars import by_choice, read_scalars
+from poss_lightning.reports.seeds import Cells, over_seeds
+from poss_lightning.reports.statistics import Estimate
+from poss_lightning.reports.summary import ALL, MethodSummary, group, summarise
+from poss_lightning.reports.tables import LEVEL, Measured, Table, method_tables, of_choices, positions, seed_tables
 
 
 def report(

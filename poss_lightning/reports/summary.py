@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poss_lightning.evaluation import statistics
 from poss_lightning.evaluation.records import BASELINES, Record
-from poss_lightning.evaluation.statistics import Comparison, Estimate, Floats, Sums, draw_counts, estimate
+from poss_lightning.reports import statistics
+from poss_lightning.reports.statistics import Comparison, Estimate, Floats, Sums, draw_counts, estimate
 
 ALL = "all"  # the name given to all suites together
 Answers = dict[tuple, Record]  # one method's records, by suite, id, turn and repeat

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from poss_lightning.evaluation.records import BASELINES
-from poss_lightning.evaluation.seeds import SeedSummary
-from poss_lightning.evaluation.statistics import Comparison, Estimate
-from poss_lightning.evaluation.summary import ALL, MethodSummary
+from poss_lightning.reports.seeds import SeedSummary
+from poss_lightning.reports.statistics import Comparison, Estimate
+from poss_lightning.reports.summary import ALL, MethodSummary
 
 LEVEL = 0.05  # of a corrected p that is shown as sure
 Measured = dict[str, SeedSummary]  # one choice's summaries, by measure

@@ -37,9 +37,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poss_lightning.evaluation import statistics
 from poss_lightning.evaluation.records import Record
-from poss_lightning.evaluation.statistics import (
+from poss_lightning.reports import statistics
+from poss_lightning.reports.statistics import (
     Comparison,
     Estimate,
     Floats,
@@ -48,7 +48,7 @@ from poss_lightning.evaluation.statistics import (
     interval,
     quotient,
 )
-from poss_lightning.evaluation.summary import ALL, Answers, depth_of, group, say, sum_by_prompt, within
+from poss_lightning.reports.summary import ALL, Answers, depth_of, group, say, sum_by_prompt, within
 
 Cells = dict[tuple[str, int], list[Record]]  # (choice, training seed) -> what its folder holds
 Held = dict[str, dict[int, Floats]]  # choice -> seed -> (1+Q,): the value, then that without each prompt in turn

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from poss_lightning.evaluation.scalars import by_depth, read_scalars
+from poss_lightning.reports.scalars import by_depth, read_scalars
 
 DRIFT = "val_drift_l2"
 
