@@ -2,6 +2,7 @@
 
 overhead    a whole round over its verify forward and draft steps
 naive       a naive round over ours
+costs       a round's time and a draft's memory, by allocation, width and kind of cache
 suites      tokens a second per suite, against generate, our own plain loop and prompt lookup
 batch       the same for batches of prompts
 vocabulary  the same by the size of the draft's vocabulary
@@ -14,7 +15,7 @@ import json
 import torch
 from floor import LLAMA_3_8B, round_times
 from random_target import random_draft, random_target
-from rounds import against_naive, overhead
+from rounds import against_naive, costs, overhead
 from speed import batch, suites, vocabularies
 
 from poss_lightning.draft.specialists import Specialists
@@ -23,8 +24,17 @@ from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.target.model import Target
 
-PARTS = ("overhead", "naive", "suites", "batch", "vocabulary", "llama")
+PARTS = ("overhead", "naive", "costs", "suites", "batch", "vocabulary", "llama")
 ALLOCATIONS = ((6,), (2, 2, 2), (1,) * 6)
+KINDS = {  # experiments/methods has the same, trained
+    "[6]": {"allocation": (6,)},
+    "[6] wide": {"allocation": (6,), "intermediate_size": 5632},  # of the embedded target: as many weights as [2, 2, 2]
+    "[3, 3]": {"allocation": (3, 3)},
+    "[2, 2, 2]": {"allocation": (2, 2, 2)},
+    "[2, 2, 2] shared": {"allocation": (2, 2, 2), "kv": "shared"},
+    "[1] * 6": {"allocation": (1,) * 6},
+}
+VOCABULARY = 8192  # of the drafts whose costs are held against each other
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 
 
@@ -37,6 +47,10 @@ def measure(
         return {str(list(allocation)): overhead(target, allocation, rounds) for allocation in ALLOCATIONS}
     if part == "naive":
         return against_naive(target, rounds=rounds)
+    if part == "costs":
+        kept = list(range(min(VOCABULARY, target.spec.vocab_size)))
+        drafts = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
+        return costs(target, drafts, rounds)
     if part == "suites":
         return suites(target, draft, questions, new_tokens)
     if part == "batch":
@@ -70,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
     parser.add_argument("--limit", type=int, help="questions of each suite")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=24, help="that are timed for overhead and naive")
+    parser.add_argument("--rounds", type=int, default=24, help="that are timed for overhead, naive and costs")
     parser.add_argument("--out", default="runs/bench/decode.json")
     options = parser.parse_args(arguments)
     if options.device == "cpu" and "llama" in (options.parts or ()):

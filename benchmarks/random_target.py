@@ -27,11 +27,16 @@ def random_target(
 
 
 def random_draft(
-    target: Target, allocation: tuple[int, ...], depth: int = 6, seed: int = 0, vocabulary: list[int] | None = None
+    target: Target,
+    allocation: tuple[int, ...],
+    depth: int = 6,
+    seed: int = 0,
+    vocabulary: list[int] | None = None,
+    **config,
 ) -> Specialists:
-    """Specialists that were never trained, where the target is and in its dtype."""
+    """Specialists that were never trained, where the target is and in its dtype; `config`: more of `DraftConfig`."""
     torch.manual_seed(seed)
     kept = None if vocabulary is None else torch.tensor(vocabulary)
-    config = DraftConfig(target.spec, allocation, depth, vocabulary_size=vocabulary and len(vocabulary))
+    full = DraftConfig(target.spec, allocation, depth, vocabulary_size=vocabulary and len(vocabulary), **config)
     with torch.device(target.device):
-        return Specialists(config, kept).to(target.dtype)
+        return Specialists(full, kept).to(target.dtype)

@@ -16,6 +16,7 @@ from poss_lightning.decoding.decoder import Clock, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import ancestors, rerank
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
@@ -140,6 +141,41 @@ def against_naive(
         "same_text": naive.text[-len(said) :] == said,  # in bfloat16 it may part where two tokens tie
         "round_ratio_vs_naive": spread([pair["naive"] / pair["ours"] for pair in pairs]),
     }
+
+
+def costs(
+    target: Target, drafts: dict[str, Specialists], rounds: int = 24, depth: int = 6, nodes: int = 60, top_k: int = 10
+) -> dict[str, object]:
+    """What each draft costs beside the first one: seconds a round, all drafts' rounds in turn, and memory.
+
+    A draft whose round takes `round_ratio` times as long must bring that many times the tokens a round to break even.
+    """
+    texts = {}
+    for name, draft in drafts.items():
+        texts[name] = _rounds(Speculative(target, draft, depth, nodes, top_k), rounds)
+        for _ in range(1 + UNCOUNTED):
+            next(texts[name])
+    seen: list[dict[str, float]] = []
+    for turn in range(rounds):
+        order = [*drafts][turn % len(drafts) :] + [*drafts][: turn % len(drafts)]
+        seconds = {name: once(lambda text=texts[name]: next(text), target.device.type) for name in order}
+        seen.append(seconds)
+    first = next(iter(drafts))
+    return {
+        name: {
+            "weights_MB": sum(weight.nbytes for weight in draft.parameters()) / 1e6,
+            "cache_bytes_a_token": cache_bytes(draft.config, target.dtype),
+            "round_ms": 1000 * median(turn[name] for turn in seen),
+            "round_ratio": spread([turn[name] / turn[first] for turn in seen]),
+        }
+        for name, draft in drafts.items()
+    }
+
+
+def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
+    """Keys and values that a draft keeps of a token."""
+    caches = 1 if config.kv == "shared" else len(config.allocation)
+    return 2 * caches * config.target.kv_heads * config.target.head_dim * dtype.itemsize
 
 
 def _by_part(clock: Clock, rounds: int) -> dict[str, float]:

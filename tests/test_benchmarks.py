@@ -11,7 +11,7 @@ import speed
 import torch
 from conftest import tiny_draft
 from random_target import random_draft, random_target
-from rounds import Parts, against_naive, overhead, spread
+from rounds import Parts, against_naive, costs, overhead, spread
 from test_engine import PROMPTS, tokens_of
 
 from poss_lightning.decoding.autoregressive import Autoregressive
@@ -43,6 +43,16 @@ def test_figures_of_rounds(target):
     assert found["round_over_parts"]["low"] <= found["round_over_parts"]["median"] <= found["round_over_parts"]["high"]
     found = against_naive(target, (1, 1), rounds=3, depth=2, nodes=8, top_k=3)
     assert found["same_text"] and found["layer_rows_of_a_naive_round"] == 1 + 1 + 3  # one new token
+    one, two, tied = ({}, [4]), ({}, [2, 2]), ({"kv": "shared"}, [2, 2])
+    drafts = {
+        name: tiny_draft(target, allocation, **config)
+        for name, (config, allocation) in {"one": one, "two": two, "tied": tied}.items()
+    }
+    found = costs(target, drafts, rounds=3, depth=2, nodes=8, top_k=3)
+    assert found["one"]["round_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and found["two"]["round_ms"] > 0
+    slot = 2 * drafts["one"].layers[0].k_proj.out_features
+    assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot]
+    assert found["two"]["weights_MB"] == found["tied"]["weights_MB"] > found["one"]["weights_MB"]
     assert spread([3.0, 1.0, 2.0]) == pytest.approx({"median": 2.0, "low": 1.2, "high": 2.8})
 
 
