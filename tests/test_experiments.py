@@ -1,0 +1,34 @@
+"""The scripts beside the experiments' files."""
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+from lab import write_records
+from synthetic import make_records
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def test_gains_are_read_pair_by_pair(tmp_path, capsys):
+    for method in ("hass", "poss2"):
+        for setting in ("", ".wide"):
+            for seed in (0, 1):
+                records = [replace(record, method=method + setting) for record in make_records(("eagle",), seed=seed)]
+                write_records(tmp_path / f"{method}{setting}" / f"seed-{seed}", records, {"methods": {}})
+    script = runpy.run_path(str(EXPERIMENTS / "scale" / "gains.py"))
+    script["main"].__globals__["CELLS"] = str(tmp_path)
+    script["main"]()
+    said = capsys.readouterr().out
+    assert said.index("as the others") < said.index("wide, over seeds") and said.count("poss2") == 2
+
+
+def test_prompts_are_made_about_texts(tmp_path):
+    texts = [f"Text number {number}." for number in range(7)]
+    chats = [[{"role": "user", "content": "Write."}, {"role": "assistant", "content": text}] for text in texts]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    script = runpy.run_path(str(EXPERIMENTS / "data" / "about.py"))
+    script["main"](str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert all(text in prompt for text, prompt in zip(texts, prompts, strict=True)) and len(set(prompts)) == 7
