@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow mutants check lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ test: setup  ## run the tests (without the slow ones)
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow
+
+mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
+	$(BIN)/python tests/mutants.py
 
 check: setup  ## lint, and check the formatting
 	$(BIN)/ruff check .

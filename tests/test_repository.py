@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "poss_lightning"
@@ -190,3 +191,12 @@ def test_broken_links_are_named(tmp_path):
     document = tmp_path / "README.md"
     document.write_text("[a](there.md#part) [b](https://x.org/y) [c](#here)\n```\n[d](code.md)\n```\n![e](gone.png)\n")
     assert broken(document) == ["README.md:5: gone.png does not exist"]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
+def test_a_fault_put_in_on_purpose_fits_the_code(mutant):
+    """`make mutants` runs them; here only that each would be put in, once, and that its tests are there."""
+    text = (ROOT / PACKAGE / mutant.file).read_text()
+    assert text.count(mutant.right) == 1
+    ast.parse(text.replace(mutant.right, mutant.wrong))
+    assert all((ROOT / "tests" / name).is_file() for name in mutant.tests.split())

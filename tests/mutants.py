@@ -1,0 +1,170 @@
+"""Catch us cheating: faults put in on purpose, one by one, and the first test that fails of each. `make mutants`
+
+Several are those of the published code (docs/METHOD.md, 8). Where no test sees one, it says so and exits with 1.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutant(NamedTuple):
+    """A fault: in `file` of the package `right` stands once, and `wrong` takes its place."""
+
+    fault: str
+    file: str
+    right: str
+    wrong: str
+    tests: str  # where it should be seen
+
+
+MUTANTS = (
+    Mutant(
+        "training: a query sees one slot too many of the context",
+        "draft/attention.py",
+        "device=keys.device).sub_(self.skip).clamp_",
+        "device=keys.device).sub_(self.skip - 1).clamp_",
+        "test_unroll.py",
+    ),
+    Mutant(
+        "training: keys before a conversation's start are not hidden",
+        "draft/attention.py",
+        "score.masked_fill((packing.positions < i)[:, None, None], -torch.inf)",
+        "score",
+        "test_unroll.py",
+    ),
+    Mutant(
+        "training: features are not moved to the right between passes",
+        "draft/unroll.py",
+        "torch.cat([own[:, :1], own[:, :-1]], dim=1)",
+        "own",
+        "test_unroll.py",
+    ),
+    Mutant(
+        "the wrong specialist serves: positions counted from 0",
+        "draft/specialists.py",
+        "self.served[min(position, len(self.served)) - 1]",
+        "self.served[min(position, len(self.served) - 1)]",
+        "test_draft.py",
+    ),
+    Mutant(
+        "drafting: the first specialist runs at every position",
+        "decoding/drafting.py",
+        "layer, z = self.draft.serving(position), frontier.z",
+        "layer, z = self.draft.serving(1), frontier.z",
+        "test_unroll.py test_engine.py",
+    ),
+    Mutant(
+        "drafting: a node sees its siblings",
+        "decoding/drafting.py",
+        "attn_mask=self.slots.visible(frontier.above),",
+        "attn_mask=self.slots.visible(frontier.above.any(1, True).expand_as(frontier.above)),",
+        "test_unroll.py test_engine.py",
+    ),
+    Mutant(
+        "verification: a node does not see its parent",
+        "decoding/trees.py",
+        "for _ in range(depth):\n        above = own",
+        "for _ in range(depth - 1):\n        above = own",
+        "test_trees.py test_engine.py",
+    ),
+    Mutant(
+        "verification: the bonus token is drawn without temperature",
+        "decoding/verification.py",
+        "choice = choose(logits[where[rows, node]], place + accepted)",
+        "p = logits[where[rows, node]]\n        choice = choose(p, place + accepted) if _ < depth else p.argmax(-1)",
+        "test_verification.py",
+    ),
+    Mutant(
+        "sampling: the draft's favourite is accepted a little too often",
+        "sampling.py",
+        "torch.searchsorted(mass, (uniform * mass[..., -1])[..., None], right=True)",
+        "torch.searchsorted(mass, (0.97 * uniform * mass[..., -1])[..., None], right=True)",
+        "test_sampling.py test_verification.py",
+    ),
+    Mutant(
+        "engine: the cache keeps the first nodes, not the accepted ones",
+        "target/cache.py",
+        "self.slots.flat(path), self.slots.flat(destination)",
+        "self.slots.flat(destination.expand_as(path)), self.slots.flat(destination)",
+        "test_target.py test_engine.py",
+    ),
+    Mutant(
+        "engine: tokens after a stop are counted",
+        "decoding/decoder.py",
+        "until = until_stop(emitted, self.stops)",
+        "until = emitted",
+        "test_engine.py",
+    ),
+    Mutant(
+        "loss: a pass counts where its text is not the assistant's",
+        "losses.py",
+        "live = counts[somewhere] >= passes[:, None]",
+        "live = (counts[somewhere] >= 1).expand(len(passes), -1)",
+        "test_losses.py",
+    ),
+    Mutant(
+        "loss: p is renormalised over its top ten",
+        "losses.py",
+        "scatter_add_(-1, rows, w_topk * p_top)",
+        "scatter_add_(-1, rows, w_topk * p_top / p_top.sum(-1, keepdim=True))",
+        "test_losses.py",
+    ),
+    Mutant(
+        "accumulation: the mean is over one batch's slots, not the step's",
+        "features/schedule.py",
+        "return (self.answers[:, None] - torch",
+        "return (self.answers[: len(self.answers) // 2 + 1, None] - torch",
+        "test_stream.py test_training.py",
+    ),
+    Mutant(
+        "statistics: only trainings are random, prompts are not",
+        "reports/seeds.py",
+        "np.maximum(s - i, 0) + np.maximum(q - i, 0)",
+        "np.maximum(s - i, 0)",
+        "test_seeds.py",
+    ),
+    Mutant(
+        "statistics: p is not corrected for several comparisons",
+        "reports/statistics.py",
+        "def holm(p: list[float]) -> list[float]:\n",
+        "def holm(p: list[float]) -> list[float]:\n    return p\n\n\ndef _holm(p):\n",
+        "test_statistics.py",
+    ),
+    Mutant(
+        "statistics: tokens after the limit shorten the last round's acceptance",
+        "decoding/decoder.py",
+        "return kept, len(until)",
+        "return kept, len(kept)",
+        "test_engine.py",
+    ),
+)
+
+
+def main() -> int:
+    """Try every fault in a copy of the repository; the number of those that nobody saw."""
+    unseen = 0
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "cells", "__pycache__"))
+        for mutant in MUTANTS:
+            file = copy / "poss_lightning" / mutant.file
+            whole = file.read_text()
+            file.write_text(whole.replace(mutant.right, mutant.wrong))
+            tests = [f"tests/{name}" for name in mutant.tests.split()]
+            command = [sys.executable, "-m", "pytest", "-qx", "--no-header", "-p", "no:cacheprovider", *tests]
+            said = subprocess.run(command, cwd=copy, capture_output=True, text=True).stdout
+            file.write_text(whole)
+            failed = [line.removeprefix("FAILED ").split(" - ")[0] for line in said.splitlines() if "FAILED" in line]
+            unseen += not failed
+            print(f"{mutant.fault}\n    {failed[0] if failed else 'NOBODY SAW IT'}", flush=True)
+    return unseen
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
