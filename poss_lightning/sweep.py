@@ -19,15 +19,15 @@ from filelock import FileLock
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from poss_lightning import cli
 from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_runs
 from poss_lightning.files import atomic, sha256
 from poss_lightning.fitting import fitted, named
-from poss_lightning.reports.compare import show_seeds
+from poss_lightning.reports.compare import show
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.reports.seeds import over_seeds
+from poss_lightning.reports.tables import seed_tables
 
 SETTINGS = "sweep.yaml"
 
@@ -200,7 +200,7 @@ def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
     rows = over_seeds(read_cells(folders), reference, depths=depths(read_runs(folders)))
     with atomic(folder / "summary.json") as path:
         path.write_text(json.dumps([_plain(asdict(row)) for row in rows], indent=1) + "\n")
-    show_seeds(rows, reference, Console())
+    show(seed_tables(rows, reference))
 
 
 def _plain(value: object) -> object:

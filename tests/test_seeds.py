@@ -240,6 +240,6 @@ def test_compare_tells_of_seeds_from_their_folders(tmp_path, capsys, monkeypatch
     compare(str(tmp_path), reference=reference)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
-    for words in ("tau_macro, over seeds", "speed_up, over seeds", "pos-acc by position", "by suite", "poss-1"):
+    for words in ("Over training seeds", "speed-up", "pos-acc by position", "By suite", "poss-1"):
         assert words in out
     assert ("these prompts" in out and "p < 0.001" in out) == (reference is not None)

@@ -1,7 +1,7 @@
-"""The tables of the page: values with their intervals, comparisons with what they prove and what they could."""
+"""Tables of the page and the terminal: values with intervals, comparisons with what they prove and what they could."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poss_lightning.evaluation.records import BASELINES
 from poss_lightning.reports.seeds import SeedSummary
@@ -32,6 +32,13 @@ class Table:
     folded: bool = False
 
 
+def filled(table: Table) -> Table:
+    """Without the columns that say nothing, such as the speeds of replayed rounds."""
+    kept = [i for i in range(len(table.columns)) if any(cells[i].text for _, cells in table.rows if i < len(cells))]
+    rows = [(names, [cells[i] for i in kept if i < len(cells)]) for names, cells in table.rows]
+    return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
+
+
 def cell(value: Estimate | None, form: str = ".2f") -> Cell:
     """The value and its interval; of a comparison also the corrected p and the smallest effect it could have found."""
     if value is None:
@@ -49,7 +56,7 @@ def method_tables(summaries: list[MethodSummary], baseline: str | None, referenc
     """Speed and acceptance, against the reference, by position, by suite; those that have no rows are left out."""
     overall = [row for row in summaries if row.suite == ALL]
     drafted = [row for row in overall if row.rounds]
-    tables = [_speed(overall, baseline)] if baseline else []
+    tables = [_methods(overall, baseline)]
     others = [row for row in drafted if row.method != reference]
     if reference in {row.method for row in drafted} and others:  # of a baseline the table above tells
         tables.append(_against(others, reference))
@@ -72,10 +79,10 @@ def method_tables(summaries: list[MethodSummary], baseline: str | None, referenc
                 folded=True,
             )
         )
-    return tables
+    return [filled(table) for table in tables]
 
 
-def _speed(rows: list[MethodSummary], baseline: str) -> Table:
+def _methods(rows: list[MethodSummary], baseline: str | None) -> Table:
     present = {row.method for row in rows}
     others = [name for name in dict.fromkeys((baseline, *BASELINES)) if name in present]
     columns = [("speed-up over", name) for name in others]
@@ -83,12 +90,13 @@ def _speed(rows: list[MethodSummary], baseline: str) -> Table:
     columns += [("same tokens as", f"{baseline}, %"), ("rounds",)]
     cells = [
         [_plain(row.speed_up.get(name)) for name in others]
-        + [cell(row.tokens_per_second, ".1f")]
+        + [cell(row.tokens_per_second if baseline else None, ".1f")]
         + [cell(row.tau_micro if row.rounds else None), cell(row.tau_macro if row.rounds else None)]
-        + [cell(row.identical.percent() if row.method != baseline else None, ".0f"), Cell(str(row.rounds or ""))]
+        + [cell(row.identical.percent() if baseline not in (None, row.method) else None, ".0f")]
+        + [Cell(str(row.rounds or ""))]
         for row in rows
     ]
-    return Table("Speed and acceptance", ["method"], columns, _named(rows, cells))
+    return Table("Speed and acceptance" if baseline else "Acceptance", ["method"], columns, _named(rows, cells))
 
 
 def _against(rows: list[MethodSummary], reference: str) -> Table:
@@ -164,7 +172,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
             if name != reference
         ]
         tables.append(Table(f"pos-acc by position, % − {reference}", ["choice"], places, rows, folded=True))
-    return tables
+    return [filled(table) for table in tables]
 
 
 def positions(own: Measured) -> list[SeedSummary]:
