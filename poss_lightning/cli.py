@@ -127,3 +127,7 @@ def _help() -> str:
     lines = ["usage: poss COMMAND [--config FILE] [--option value ...]; poss COMMAND --help tells its options", ""]
     summaries = TRAINER | {name: summary for name, (_, summary) in TOOLS.items()}
     return "\n".join(lines + [f"  {name:<11} {summary}" for name, summary in summaries.items()])
+
+
+if __name__ == "__main__":  # how `fitting` starts a training apart
+    main()

@@ -1,9 +1,12 @@
 """A training that is done once: begun, gone on with after a kill, and not done again."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
 
 from poss_lightning import cli
 from poss_lightning.files import atomic, conf
@@ -15,7 +18,7 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     """Train as `poss fit --config ...` does, and return the folder of the draft.
 
     Beside it lie the TensorBoard file and `fit.yaml`, with which `poss fit --config CONFIGS --config fit.yaml` does the
-    same. Checkpoints, there to go on from, are removed at the end.
+    same. Checkpoints, there to go on from, are removed at the end. On several devices it is a process of its own.
 
     Args:
         folder: of this training.
@@ -23,7 +26,7 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
         options: on top of them, nested as they are.
 
     Raises:
-        ValueError: the folder holds a training of other settings.
+        ValueError: the folder holds a training of other settings, or one on several devices failed.
     """
     settings = f"# after {' '.join(configs)}\n{yaml.safe_dump(options, sort_keys=True)}"
     note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
@@ -38,12 +41,33 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
         place = {"save_dir": folder.parent, "name": folder.name, "version": ""}
         logger = [f"--trainer.logger.{name}={value}" for name, value in place.items()]
         logger = ["--trainer.logger=TensorBoardLogger", *logger]
-        cli.run("fit", [*files, "--config", str(note), *logger, *going_on])
+        arguments = [*files, "--config", str(note), *logger, *going_on]
+        if _devices(configs, options) == 1:
+            cli.run("fit", arguments)
+        else:
+            _fit_apart(arguments)
         if not draft.is_dir():
             raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
         finished.touch()
         shutil.rmtree(last.parent, ignore_errors=True)
     return draft
+
+
+def _devices(configs: list[str], options: dict) -> object:
+    """`trainer.devices` as the last that names it has it."""
+    whole = OmegaConf.merge(*(OmegaConf.load(named(name)) for name in configs), options)
+    return OmegaConf.select(whole, "trainer.devices")
+
+
+def _fit_apart(arguments: list[str]) -> None:
+    """`poss fit` as a process of its own.
+
+    Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
+    of them would go on to measure.
+    """
+    done = subprocess.run([sys.executable, "-m", "poss_lightning.cli", "fit", *arguments])
+    if done.returncode:
+        raise ValueError(f"the training ended with exit code {done.returncode}; it says above why")
 
 
 def named(name: str) -> str:

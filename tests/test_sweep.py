@@ -19,6 +19,7 @@ WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down
 TRAINER = {
     "max_steps": 2,
     "accelerator": "cpu",
+    "devices": 1,
     "precision": "32-true",
     "callbacks": [
         {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}

@@ -28,6 +28,7 @@ from poss_lightning.evaluation.records import Record, to_line
 from poss_lightning.evaluation.surroundings import describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import atomic
+from poss_lightning.target.model import check_device
 from poss_lightning.target.spec import Ends
 
 UNKNOWN = -2  # what the target says behind the end of an answer: no draft's token
@@ -49,6 +50,7 @@ def replay(
     depth: int | None = None,
     nodes: int = 60,
     top_k: int = 10,
+    device: str = "cpu",
 ) -> None:
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
@@ -62,15 +64,17 @@ def replay(
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         top_k: children tried a node; 1 drafts chains.
+        device: cpu or cuda.
     """
     config = dict(locals())
+    check_device(device)
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     features = FeatureStore(store)
-    ends, samples = features.ends(), [features[i] for i in range(len(features))]
+    ends, samples = features.ends().to(device), [features[i] for i in range(len(features))]
     records, methods = [], {}
     for name, source in drafts.items():
-        draft = Specialists.from_pretrained(source).to(ends.embedding.dtype).eval()
+        draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
         if difference := draft.config.target.difference(features.target):
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         deep = sum(draft.config.allocation) if depth is None else depth

@@ -59,7 +59,7 @@ class Target(nn.Module):
         """
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float16 or float32")
-        _check_device(device)
+        check_device(device)
         disable_progress_bar()  # loading is a matter of seconds here, and the bar would cut through ours
         source = _folder(name)
         try:
@@ -197,7 +197,7 @@ def _folder(name: str) -> Path:
         ) from error
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     """Raise ValueError unless a tensor can be made there."""
     try:
         torch.empty(0, device=device)
