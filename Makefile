@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 TORCH  ?= torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow mutants check lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow mutants check wheel lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ mutants: setup  ## put in faults on purpose, one by one, and show which test see
 check: setup  ## lint, and check the formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+wheel: setup  ## build dist/*.whl, which runs anywhere; CONTRIBUTING.md tells how to check it
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
 	$(BIN)/python tests/look.py $(ARGS)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 
-from poss_lightning import __version__
 from poss_lightning.files import conf
+from poss_lightning.versions import versions
 
 TRAINER = {
     "fit": "train specialists on a feature store",
@@ -45,7 +45,7 @@ def main() -> None:
     if command in ("-h", "--help"):
         return print(_help())
     if command == "--version":
-        return print(f"poss_lightning {__version__}")
+        return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
         sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
     try:

@@ -2,20 +2,24 @@
 
 import ast
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
 from mutants import MUTANTS
 
+from poss_lightning.draft.specialists import HEADS, shipped
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "poss_lightning"
 
 # The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
 LEVELS = {
-    0: {"files", "sampling", "losses", "metrics"},
+    0: {"files", "versions", "sampling", "losses", "metrics"},
     1: {"target"},
     2: {"corpus"},
     3: {"draft", "features"},
@@ -158,6 +162,29 @@ def test_environment_lists_the_dependencies_of_pyproject():
     assert conda == [f"python{project['requires-python']}", "pip"]
 
 
+READ = (  # what the package reads beside its modules
+    "corpus/data/*.jsonl.gz",
+    "evaluation/prompts/*.jsonl",
+    "evaluation/prompts/probe/*.jsonl",
+    "reports/report.html.j2",
+    "reports/report.css",
+    "reports/report.js",
+)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what is ignored is known in a checkout alone")
+def test_the_wheel_has_what_the_package_reads():
+    """Hatchling takes what lies in the package and git does not ignore, and conf/ by its own line."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": [PACKAGE], "force-include": {"conf": f"{PACKAGE}/conf"}}
+    found = {pattern: list((ROOT / PACKAGE).glob(pattern)) for pattern in READ}
+    assert all(found.values()), found
+    heads = [file for name in shipped() for file in (HEADS / name).iterdir()]
+    files = [*chain.from_iterable(found.values()), *heads, *(ROOT / "conf").rglob("*.yaml")]
+    ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
+    assert (ignored.returncode, ignored.stdout) == (1, ""), f"git ignores {ignored.stdout}{ignored.stderr}"
+
+
 LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 
 
@@ -179,6 +206,7 @@ def broken(document: Path) -> list[str]:
         "README.md",
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",
+        "CHANGELOG.md",
         *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")),
     ],
 )

@@ -6,23 +6,22 @@ import platform
 import shutil
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.versions import versions
 
 
 def surroundings(device: torch.device) -> dict:
     """When, where and with what a run was made."""
-    packages = ("poss-lightning", "torch", "transformers", "lightning", "torchmetrics", "datasets")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": versions(),
         "git": _git(),
     }
 
