@@ -17,6 +17,8 @@ from conftest import tiny_draft, tiny_model, tiny_target
 from tiny import tiny_tokenizer
 
 from poss_lightning import __version__, cli
+from poss_lightning.evaluation import benchmark, suites
+from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features import extract
 
@@ -173,6 +175,7 @@ BAD = [
     ((*EXTRACT, "s3://x/y"), "it must be a local folder"),
     (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
     (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
+    (("replay", "out", "{inputs}/store", "--device", "abacus"), "device is 'abacus'"),
     ((*VOCABULARY, "{inputs}/store"), "store is there already"),
     ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and the target's 320, or be null for all"),
     ((*VOCABULARY, "out", "--size", "321"), "size is 321"),
@@ -267,6 +270,7 @@ FILES = ("ends.safetensors", "manifest.json", "shard-00000.arrow")
 
 TRAINERS = [CONF / f"trainer/{name}.yaml" for name in ("cpu", "gpu", "ddp", "fsdp2", "zero1", "zero2", "zero3")]
 TREES, DRAFTS = sorted((CONF / "tree").glob("*.yaml")), sorted((CONF / "draft").glob("*.yaml"))
+TARGETS = sorted((CONF / "target").glob("*.yaml"))
 
 
 def printed(poss: Poss, *arguments: object) -> dict:
@@ -276,8 +280,9 @@ def printed(poss: Poss, *arguments: object) -> dict:
 
 
 def test_every_yaml_is_tried_below():
-    others = ("data/padded.yaml", "target/embedded.yaml", "demo.yaml", "lab.yaml", "trainer/base.yaml")
-    assert sorted(CONF.rglob("*.yaml")) == sorted([*TREES, *DRAFTS, *TRAINERS, *(CONF / name for name in others)])
+    others = ("data/padded.yaml", "suites/six.yaml", "demo.yaml", "lab.yaml", "published.yaml", "trainer/base.yaml")
+    tried = [*TREES, *DRAFTS, *TRAINERS, *TARGETS, *(CONF / name for name in others)]
+    assert sorted(CONF.rglob("*.yaml")) == sorted(tried)
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda path: path.stem)
@@ -287,7 +292,11 @@ def test_drafts_parse(poss, draft):
     assert {name: config[name] for name in given} == given and sum(config["allocation"]) == 6
 
 
-@pytest.mark.parametrize("training", [*TRAINERS, CONF / "demo.yaml", CONF / "lab.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "training",
+    [*TRAINERS, *(CONF / f"{name}.yaml" for name in ("demo", "lab", "published"))],
+    ids=lambda path: path.stem,
+)
 def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, training):
     config = printed(
         poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", training
@@ -318,7 +327,8 @@ def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
     assert len({tuple(record.tokens) for record in read_records(tmp_path / "out")}) == 1
 
 
-def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch):
+@pytest.mark.parametrize("file", TARGETS, ids=lambda path: path.stem)
+def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
     asked = []
 
     def load(*arguments):
@@ -326,5 +336,22 @@ def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch):
         raise FileNotFoundError("not today")
 
     monkeypatch.setattr(extract.Target, "load", load)
-    poss("extract", inputs / "corpus.jsonl", "out", "--config", CONF / "target/embedded.yaml")
-    assert asked == [("embedded", "bfloat16", "cpu")]
+    commands = ("extract", inputs / "corpus.jsonl"), ("answer",), ("synthesize",), ("benchmark",)
+    for command, *before in commands:
+        poss(command, *before, "out.jsonl", "--config", file)
+    given = yaml.safe_load(file.read_text())
+    assert asked == [(given["target"], given["dtype"], given.get("device", "cpu"))] * len(commands)
+
+
+def test_the_six_suites_are_the_hub_s(poss, monkeypatch):
+    asked = []
+
+    def load(*arguments):
+        asked.append(arguments)
+        raise FileNotFoundError("not today")
+
+    monkeypatch.setattr(suites, "load_suites", load)  # what `read_suites` asks
+    monkeypatch.setattr(benchmark, "load_suites", load)
+    for command in ("answer", "benchmark"):
+        poss(command, "out.jsonl", "--config", CONF / "suites/six.yaml")
+    assert asked == [([f"hub:{name}" for name in SIX], None)] * 2

@@ -1,6 +1,8 @@
 """A sweep: every choice with every seed, once; killed and gone on with; shared out; summed up."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,6 +193,22 @@ def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path
     assert {record.seed for record in records} == {7}
 
 
+def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, monkeypatch):
+    """Lightning's other processes would run the first one's command line, which is then that of a fit alone."""
+    folder, started = experiment(seeds=[0], fit={"trainer": {**TRAINER, "devices": 2}}), []
+
+    def run(command):
+        started.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(fitting.subprocess, "run", run)
+    with pytest.raises(ValueError, match="the training ended with exit code 3"):
+        sweep(folder)
+    assert [command[:4] for command in started] == [[sys.executable, "-m", "poss_lightning.cli", "fit"]]
+    assert str(tmp_path / "cells/one/seed-0/fit.yaml") in started[0]
+    assert not (tmp_path / "cells/one/seed-0/finished").exists()
+
+
 BAD = [
     ({"choices": {}}, r"choices are \[\]"),
     ({"seeds": []}, r"seeds \[\]"),
@@ -243,7 +261,8 @@ def test_the_experiments_parse(experiment, tmp_path, capsys):
         printed = yaml.safe_load(capsys.readouterr().out)
         for name, value in cell.fit.get("model", {}).items():
             assert printed["model"][name] == value
-        assert printed["trainer"]["max_steps"] % printed["trainer"]["val_check_interval"] == 0  # the end is validated
+        trainer = printed["trainer"]  # the end is validated: an epoch's by itself
+        assert trainer["max_steps"] == -1 or trainer["max_steps"] % trainer["val_check_interval"] == 0
         classes = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
         assert {"DraftFolders", "Replay"} <= set(classes)
         assert ("PublishedMask" in classes) == (cell.choice == "published")
