@@ -4,6 +4,7 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 """
 
 import logging
+import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -27,6 +28,7 @@ TOOLS = {
     "merge": ("poss_lightning.features.merge", "several feature stores of one target as one"),
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder, in any dtype"),
+    "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
@@ -110,8 +112,11 @@ def trainer(arguments: list[str]) -> None:
 
 
 def _switched(arguments: list[str], tool: Callable) -> list[str]:
-    """A bare `--chat` says `--chat=true`; jsonargparse wants a value."""
+    """What jsonargparse wants: `--chat=true` for a bare `--chat`; and `--from_` for `--from`, no name in Python."""
     kinds = {f"--{name}": given.annotation for name, given in signature(tool).parameters.items()}
+    arguments = [
+        re.sub(r"^--\w+", lambda found: found[0] + "_" * (found[0] + "_" in kinds), each) for each in arguments
+    ]
     following = [*arguments[1:], ""]
     return [
         f"{argument}=true" if kinds.get(argument) in (bool, bool | None) and then not in VALUES else argument

@@ -143,6 +143,20 @@ MUTANTS = (
         "return kept, len(kept)",
         "test_engine.py",
     ),
+    Mutant(
+        "interop: fc's bias, moved to attention, is not in the residual",
+        "interop/layouts.py",
+        '(made | {"o_proj": bias})',
+        "made",
+        "test_interop.py",
+    ),
+    Mutant(
+        "interop: gate and up change places",
+        "interop/layouts.py",
+        '"layers.{}.mlp.gate_proj.weight",\n    "layers.{}.up_proj.weight": "layers.{}.mlp.up_proj.weight"',
+        '"layers.{}.mlp.up_proj.weight",\n    "layers.{}.up_proj.weight": "layers.{}.mlp.gate_proj.weight"',
+        "test_interop.py",
+    ),
 )
 
 

@@ -124,3 +124,66 @@ def judge(tokens: list[int], parents: list[int], choice: list[int]) -> tuple[lis
         if not children:
             return path, emitted
         path.append(children[0])
+
+
+class PublishedDraft:
+    """An EAGLE-2 draft as its authors compute it, by the names in their file: every slot anew at every step, no cache.
+
+    Args:
+        tensors, config: of model.safetensors and config.json.
+        run: positions that each layer serves; the last goes on.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], config: dict, run: int):
+        self.tensors = {name: tensor.float() for name, tensor in tensors.items()}
+        self.config, self.run = config, run
+        self.layers = sum(name.endswith("q_proj.weight") for name in tensors)
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
+
+    def heads(self, name: str, x: Tensor, count: int) -> list[Tensor]:
+        """Queries, keys or values of slots (T, D), head by head: (T, d) each."""
+        return list(self.linear(name, x).chunk(count, dim=-1))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Pairs (i, i + d/2) of slot t by t * theta^(-2i/d)."""
+        half = x.shape[-1] // 2
+        turned = x.clone()
+        for t in range(len(x)):
+            for i in range(half):
+                angle = torch.tensor(t * self.config["rope_theta"] ** (-i / half))
+                turned[t, i] = x[t, i] * angle.cos() - x[t, i + half] * angle.sin()
+                turned[t, i + half] = x[t, i + half] * angle.cos() + x[t, i] * angle.sin()
+        return turned
+
+    def layer(self, index: int, z: Tensor) -> Tensor:
+        """(T, D) -> (T, D)"""
+        of, count = f"layers.{index}", self.config["num_attention_heads"]
+        shared = self.config["num_key_value_heads"]
+        queries = [self.turn(head) for head in self.heads(f"{of}.self_attn.q_proj", z, count)]
+        keys = [self.turn(head) for head in self.heads(f"{of}.self_attn.k_proj", z, shared)]
+        values = self.heads(f"{of}.self_attn.v_proj", z, shared)
+        hidden = torch.full((len(z), len(z)), -torch.inf).triu(1)
+        attended = []
+        for head, query in enumerate(queries):
+            key, value = keys[head * shared // count], values[head * shared // count]
+            attended.append((query @ key.T / query.shape[-1] ** 0.5 + hidden).softmax(-1) @ value)
+        h = z + self.linear(f"{of}.self_attn.o_proj", torch.cat(attended, dim=-1))
+        normed = h * (h.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+        normed = normed * self.tensors[f"{of}.post_attention_layernorm.weight"]
+        gate = torch.nn.functional.silu(self.linear(f"{of}.mlp.gate_proj", normed))
+        return h + self.linear(f"{of}.mlp.down_proj", gate * self.linear(f"{of}.mlp.up_proj", normed))
+
+    def chain(self, embedding: Tensor, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
+        """What it predicts at the newest slot, step by step: K features (D,).
+
+        Args:
+            tokens: (T + K - 1,), x_{t+1} of every slot; features: (T, D), the target's of the first T.
+        """
+        outputs = []
+        for k in range(1, depth + 1):
+            slots = torch.cat([embedding[tokens[: len(features)]].float(), features], dim=-1)
+            outputs.append(self.layer(min((k - 1) // self.run, self.layers - 1), self.linear("fc", slots))[-1])
+            features = torch.cat([features, outputs[-1][None]])
+        return outputs

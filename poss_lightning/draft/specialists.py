@@ -194,9 +194,7 @@ class Specialists(nn.Module):
             FileNotFoundError: none of them, or a file is missing.
             ValueError: the config or the weights contradict it; the message names file and tensor.
         """
-        folder = Path(source)
-        if not folder.is_dir():
-            folder = HEADS / source if source in shipped() else _download(str(source))
+        folder = locate(source)
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")
@@ -214,6 +212,17 @@ class Specialists(nn.Module):
 def shipped() -> list[str]:
     """Names of the heads that come with the package, e.g. embedded-eagle."""
     return sorted(folder.name for folder in HEADS.iterdir()) if HEADS.is_dir() else []
+
+
+def locate(source: str | Path) -> Path:
+    """The folder of a draft: a local one, a shipped head's, or a hub id's after its download.
+
+    Raises:
+        FileNotFoundError: none of them.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    return HEADS / source if source in shipped() else _download(str(source))
 
 
 def _download(name: str) -> Path:

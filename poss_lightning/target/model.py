@@ -45,19 +45,19 @@ class Target(nn.Module):
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 
     @classmethod
-    def load(cls, name: str = embedded.NAME, dtype: str = "bfloat16", device: str = "cpu") -> "Target":
+    def load(cls, name: str = embedded.NAME, dtype: str | None = "bfloat16", device: str = "cpu") -> "Target":
         """Load a target.
 
         Args:
             name: "embedded", a local folder, or a hub id.
-            dtype: "bfloat16", "float16" or "float32".
+            dtype: "bfloat16", "float16" or "float32"; None for that of its files.
             device: where it computes, "cpu" or "cuda".
 
         Raises:
             FileNotFoundError: no such folder or hub id, a damaged one, or the embedded target's package is missing.
             ValueError: an unknown dtype or device; weights missing; a model whose logits are not head(feature).
         """
-        if dtype not in ("bfloat16", "float16", "float32"):
+        if dtype not in ("bfloat16", "float16", "float32", None):
             raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float16 or float32")
         check_device(device)
         disable_progress_bar()  # loading is a matter of seconds here, and the bar would cut through ours
@@ -65,7 +65,7 @@ class Target(nn.Module):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             model, loading = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype), output_loading_info=True
+                source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             needs = "config.json, tokenizer.json and model.safetensors"
