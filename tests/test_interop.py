@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from poss_lightning import cli
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.interop.layouts import LAYOUTS, check_holds
+from poss_lightning.interop.layouts import LAYOUTS, check_config, check_holds
 from poss_lightning.target.model import Target
 
 D, INNER, VOCABULARY = 32, 48, 320  # of the tiny target
@@ -186,6 +186,14 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     convert(tmp_path / "ours", tmp_path / "back", "--to", "eagle", target=tmp_path / "target")
     assert same(read(tmp_path / "back"), tensors)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is tied
+
+
+def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):
+    """And a number that a GGUF file rounded to float32 is still the same."""
+    left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
+    check_config(left_out, target.spec)
+    check_config(CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, target.spec)
+    check_config(left_out | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, target.spec)
 
 
 # --- engines ---

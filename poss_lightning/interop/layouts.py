@@ -7,6 +7,7 @@ norm before attention (SafeAILab/EAGLE, eagle/model/cnets1.py; shrango/PosS, HAS
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ def check_config(given: dict[str, Any], spec: TargetSpec) -> None:
         ("rope_scaling", kind, "default"),
         ("hidden_act", given.get("hidden_act", "silu"), "silu"),
     ):
-        if value != own:
+        if not _same(value, own):
             raise ValueError(f"config.json: {name} is {value!r}; a draft of ours for {spec.name} has {own!r}")
     if not isinstance(width := given.get("intermediate_size"), int):
         raise ValueError(f"config.json: intermediate_size is {width!r}; it must be the width of a layer's MLP")
@@ -222,6 +223,11 @@ def attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         f"layers.0.self_attn.{name}.bias": value.to(bias.dtype) for name, value in (made | {"o_proj": bias}).items()
     }
+
+
+def _same(a: Any, b: Any) -> bool:
+    floats = isinstance(a, float) and isinstance(b, float)
+    return a == b or (floats and isclose(a, b, rel_tol=1e-6))  # a target read from a GGUF file has them in float32
 
 
 def _more(names: list[str]) -> str:
