@@ -27,7 +27,7 @@ def locate(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        return Path(snapshot_download(source, allow_patterns=[CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]))
     except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
         raise FileNotFoundError(f"{source!r} is neither a local folder nor a hub id that can be reached") from error
 
