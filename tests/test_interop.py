@@ -358,7 +358,10 @@ def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["theirs", "out", "--from", "poss"], 'give --allocation "[2, 2, 2]"'),
+        (
+            ["theirs", "out", "--from", "poss"],
+            "it has 3 layers, and does not say how many positions each",
+        ),
         (["theirs", "out", "--from", "poss", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
         (["theirs", "out", "--from", "poss", "--allocation", [2, 2, 0]], "allocation is [2, 2, 0]; it must be"),
         (["theirs", "out", "--from", "eagle"], "it has 3 layers; if they are specialists, say --from poss"),

@@ -103,8 +103,10 @@ def _allocation(layout: Layout, given: list[int] | None, layers: int) -> list[in
     if layers > 1 and not layout.several:
         raise ValueError(f"it has {layers} layers; if they are specialists, say --from poss")
     if given is None and layout.several:
-        example = [2] * max(layers, 1)
-        raise ValueError(f'it has {layers} layers, and does not say which serve which: give --allocation "{example}"')
+        raise ValueError(
+            f"it has {layers} layers, and does not say how many positions each serves: give --allocation, "
+            "as [2, 2, 2] for three of two each"
+        )
     given = given or [6]
     if layers and len(given) != layers:  # where there is none, the first tensor missing is named
         raise ValueError(f"allocation {given} is of {len(given)} specialists, and it has {layers} layers")
