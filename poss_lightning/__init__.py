@@ -11,6 +11,7 @@ Letters used in every shape comment:
     D  width of the target's hidden state    P  tokens already verified
     V  vocabulary (the draft's, in a loss)   S  slots, where sequences are flattened
     H  attention heads                       C  capacity of a cache, in slots
+    Z  width of a slot's z                   R  width of what a draft reads of the target
 """
 
 from importlib import import_module

@@ -45,6 +45,8 @@ def tiny_draft(target: Target, allocation: list[int], seed: int = 0, **config) -
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
+        elif draft.fuses:  # a norm's
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return draft
 
 

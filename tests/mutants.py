@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "the wrong specialist serves: positions counted from 0",
-        "draft/specialists.py",
+        "draft/config.py",
         "self.served[min(position, len(self.served)) - 1]",
         "self.served[min(position, len(self.served) - 1)]",
         "test_draft.py",

@@ -64,14 +64,15 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     """Draft along given tokens: slots 0..start hold the target's features, then the drafter feeds on itself.
 
     Args:
-        embedded: (T, D), token on the right of each slot; features: (T, D).
+        embedded: (T, D), token on the right of each slot; features: (T, R).
 
     Returns:
         K outputs (D,): pass k stands at slot start + k - 1.
     """
     drafter = SlotBySlot(draft)
     for slot in range(start + 1):
-        drafter.slots.append((draft.join(embedded[slot][None, None], features[slot][None, None])[0, 0], slot, 1))
+        left = draft.fuse(features[slot][None, None])
+        drafter.slots.append((draft.join(embedded[slot][None, None], left)[0, 0], slot, 1))
     outputs = []
     for k in range(1, depth + 1):
         outputs.append(drafter.output(k))
@@ -80,6 +81,22 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
             break
         drafter.slots.append((draft.join(embedded[slot][None, None], outputs[-1][None, None])[0, 0], slot, k + 1))
     return outputs
+
+
+def eagle3(state: dict[str, Tensor], e: Tensor, h: Tensor, heads: int, eps: float) -> Tensor:
+    """EAGLE-3's layer over a text, by its published names, without positions: e and h (T, D) -> (T, D)."""
+
+    def norm(name, x):
+        return state[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+    x = torch.cat([norm("input_layernorm", e), norm("hidden_norm", h)], dim=-1)  # (T, 2D)
+    q, k, v = (x @ state[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    q, k, v = (y.view(len(x), -1, q.shape[1] // heads) for y in (q, k, v))  # (T, heads, d)
+    seen = torch.stack([attention(q[t], list(k[: t + 1]), list(v[: t + 1])) for t in range(len(x))])  # (T, H, d)
+    h = h + seen.flatten(1) @ state["self_attn.o_proj.weight"].T
+    y = norm("post_attention_layernorm", h)
+    gated = torch.nn.functional.silu(y @ state["mlp.gate_proj.weight"].T) * (y @ state["mlp.up_proj.weight"].T)
+    return h + gated @ state["mlp.down_proj.weight"].T
 
 
 def pass_losses(predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None):

@@ -1,6 +1,7 @@
 """The draft's config, folder and start."""
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from poss_lightning.draft import specialists
 from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.target.spec import Ends
 from poss_lightning.training.export import export
 
 
@@ -43,6 +45,27 @@ def test_a_kv_that_cannot_be_is_refused(target):
         tiny_draft(target, [2, 2, 2], kv="half")
 
 
+def test_a_kind_that_cannot_be_is_refused(target, deep):
+    with pytest.raises(ValueError, match="kind is 'eagle4'; it must be eagle2 or eagle3"):
+        tiny_draft(deep, [2], kind="eagle4")
+    with pytest.raises(ValueError, match="of a target with 4 or more; tiny has 2"):
+        tiny_draft(target, [2], kind="eagle3")
+    uncounted = replace(deep.spec, layers=None)
+    with pytest.raises(ValueError, match="tiny has layers that nobody counted: extract anew"):
+        DraftConfig(uncounted, (2,), 2, kind="eagle3")
+    assert uncounted.difference(deep.spec) is None and deep.spec.difference(uncounted) is None
+    assert deep.spec.difference(target.spec) is not None
+
+
+def test_a_config_from_before_there_were_kinds_is_read(target, deep):
+    config = tiny_draft(target, [2, 2]).config
+    older = {name: value for name, value in asdict(config).items() if name != "kind"}
+    del older["target"]["layers"]
+    read = DraftConfig.from_json(json.dumps(older), "config.json")
+    assert (read.kind, read.layers, read.target.layers) == ("eagle2", (), None)
+    assert tiny_draft(deep, [2], kind="eagle3").config.layers == (2, 3, 4)
+
+
 @pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
 def test_an_allocation_that_cannot_be_is_refused(target, allocation):
     with pytest.raises(ValueError, match=r"allocation is .* positive integers"):
@@ -54,10 +77,17 @@ def test_a_depth_that_cannot_be_is_refused(target):
         DraftConfig(target.spec, (2,), 0)
 
 
+@pytest.fixture(scope="module")
+def deep():
+    """A target with inner layers to read."""
+    return tiny_target(num_hidden_layers=7)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 7)])
-def test_save_then_load_is_identity(target, tmp_path, vocabulary):
+def test_save_then_load_is_identity(deep, tmp_path, vocabulary, kind):
     size = None if vocabulary is None else len(vocabulary)
-    draft = Specialists(DraftConfig(target.spec, (1, 3, 2), 7, False, 40, size), vocabulary)
+    draft = Specialists(DraftConfig(deep.spec, (1, 3, 2), 7, False, 40, size, kind=kind), vocabulary)
     draft.save_pretrained(tmp_path)
     loaded = Specialists.from_pretrained(tmp_path)
     assert loaded.config == draft.config
@@ -105,10 +135,13 @@ def test_a_draft_from_before_inputs_were_scaled_is_read(target, tmp_path):
     assert torch.equal(Specialists.from_pretrained(tmp_path).scale, torch.ones(64))
 
 
-def test_nothing_frozen_is_stored(target, tmp_path):
-    tiny_draft(target, [2, 2]).save_pretrained(tmp_path)
-    vocabulary = target.spec.vocab_size
-    assert all(vocabulary not in tensor.shape for tensor in load_file(tmp_path / "model.safetensors").values())
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_nothing_frozen_is_stored(deep, tmp_path, kind):
+    tiny_draft(deep, [2, 2], kind=kind).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name for name, tensor in stored.items() if deep.spec.vocab_size in tensor.shape} == (
+        {"lm_head.weight"} if kind == "eagle3" else set()
+    )
 
 
 def test_a_wrong_allocation_does_not_load(target, tmp_path):
@@ -139,6 +172,23 @@ def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
         Specialists.from_pretrained("nobody/no-draft")
 
 
+def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep):
+    vocabularies = torch.arange(0, 320, 2), torch.arange(0, 320, 3)
+    config = DraftConfig(deep.spec, (2, 2), 4, kind="eagle3")
+    draft, other = (Specialists(replace(config, vocabulary_size=len(own)), own) for own in vocabularies)
+    ends = Ends(deep.ends.embedding, deep.ends.head, scale=0.5)
+    draft.take_head(ends.restrict(draft.vocabulary))
+    features = torch.randn(3, 32)
+    scaled = draft.norm(features)  # what its head reads
+    torch.testing.assert_close(draft.logits(features, ends), ends.restrict(draft.vocabulary).logits(scaled))
+    draft.start_from(other)
+    assert torch.equal(draft.lm_head.weight[::3], other.lm_head.weight[::2])  # tokens 0, 6, 12, …
+    assert torch.equal(draft.lm_head.weight[1], deep.ends.head[2] * 0.5)  # the other does not have it
+    assert torch.equal(draft.fc.weight, other.fc.weight)
+    with pytest.raises(ValueError, match="the draft to start from is eagle2, and this one eagle3"):
+        draft.start_from(tiny_draft(deep, [4]))
+
+
 def test_starting_from_fewer_specialists_copies_who_served_the_first_position(target):
     single, pair, triple = (tiny_draft(target, a, seed) for seed, a in enumerate(([6], [2, 4], [2, 2, 2])))
     triple.start_from(pair)
@@ -158,14 +208,14 @@ def test_a_start_of_other_sizes_or_another_target_is_refused(target):
         tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
 
 
-def test_a_single_layer_copied_into_specialists_drafts_the_same(target):
-    from poss_lightning.draft.unroll import unroll
-
-    single, many = tiny_draft(target, [6]), tiny_draft(target, [1, 2, 3], 1)
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind):
+    single, many = tiny_draft(deep, [6], kind=kind), tiny_draft(deep, [1, 2, 3], 1, kind=kind)
     many.start_from(single)
-    embedded, features = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
-    for a, b in zip(unroll(single, embedded, features, 6), unroll(many, embedded, features, 6), strict=True):
+    embedded, read = torch.randn(2, 9, 32), torch.randn(2, 9, 96 if kind == "eagle3" else 32)
+    for a, b in zip(single(embedded, read, 6), many(embedded, read, 6), strict=True):
         torch.testing.assert_close(a, b)
+        torch.testing.assert_close(single.logits(a, deep.ends), many.logits(b, deep.ends))
 
 
 def test_a_wider_layer_starts_as_the_narrow_one_and_has_more_to_learn_with(target):

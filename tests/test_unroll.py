@@ -3,7 +3,7 @@
 import naive
 import pytest
 import torch
-from conftest import tiny_draft
+from conftest import tiny_draft, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -12,6 +12,7 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestors, rerank
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import Packing, attend
+from poss_lightning.draft.layer import rotation
 from poss_lightning.draft.unroll import unroll
 
 KINDS = [
@@ -19,7 +20,12 @@ KINDS = [
     pytest.param([2, 2, 2], {"kv": "shared"}, id="one cache for all"),
     pytest.param([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, id="in turn"),
     pytest.param([1, 3, 2], {"order": (2, 1, 1, 0, 2, 1), "kv": "shared"}, id="out of order, one cache"),
+    pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
+    pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
+    pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
 ]
+
+HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask
 
 DRAWINGS = {
     1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
@@ -50,17 +56,25 @@ def test_what_a_pass_sees_is_the_drawing(k):
     assert "\n".join(rows) == DRAWINGS[k] == naive.draw_sets(k, range(k - 1, slots), slots)
 
 
-def inputs(target, count=12, batch=1, seed=1):
+@pytest.fixture(scope="module")
+def target():
+    """With inner layers to read; nothing here runs it."""
+    return tiny_target(num_hidden_layers=7)
+
+
+def inputs(target, count=12, batch=1, seed=1, draft=None):
+    """Tokens, their embeddings, and what a draft reads of the target."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator)
-    features = torch.randn(batch, count, target.spec.hidden_size, generator=generator)
+    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.fuses else 1)
+    features = torch.randn(batch, count, width, generator=generator)
     return tokens, target.ends.embed(tokens), features
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation, config):
     draft, depth = tiny_draft(target, allocation, **config), 8  # two past the allocation: the last specialist goes on
-    _, embedded, features = inputs(target)
+    _, embedded, features = inputs(target, draft=draft)
     passes = unroll(draft, embedded, features, depth)
     for start in range(embedded.shape[1]):
         for k, output in enumerate(naive.chain(draft, embedded[0], features[0], start, depth), 1):
@@ -71,7 +85,7 @@ def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target
 def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
     """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
     draft, start, depth = tiny_draft(target, allocation, **config), 7, 6
-    tokens, _, features = inputs(target, start + 1)
+    tokens, _, features = inputs(target, start + 1, draft=draft)
     drafter = Drafter(draft, target.ends, depth, top_k=1)
     drafter.start(1, 64)
     stepped, step = [], drafter.step
@@ -83,14 +97,14 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
     passes = unroll(draft, target.ends.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
     for k in range(1, depth + 1):
         torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0][0, 0], rtol=1e-4, atol=1e-5)
-        assert target.ends.logits(passes[k - 1][0, start + k - 1]).argmax() == chain[0, k - 1]
+        assert draft.logits(passes[k - 1][0, start + k - 1], target.ends).argmax() == chain[0, k - 1]
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, config):
     """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
     draft, depth, counts = tiny_draft(target, allocation, **config), 4, [8, 5]
-    tokens, _, features = inputs(target, 8, batch=2)
+    tokens, _, features = inputs(target, 8, batch=2, draft=draft)
     drafter = Drafter(draft, target.ends, depth, top_k=4)
     drafter.start(2, 64)
     drafter.read(tokens, features, torch.tensor(counts))
@@ -104,7 +118,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
             known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
             passes = unroll(draft, target.ends.embed(text)[None], known[None], len(path))
             steps = [
-                target.ends.logits(output[0, count - 1 + k]).log_softmax(-1)[token]
+                draft.logits(output[0, count - 1 + k], target.ends).log_softmax(-1)[token]
                 for k, (output, token) in enumerate(zip(passes, path, strict=True))
             ]
             torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
@@ -185,14 +199,14 @@ def test_flex_attention_sees_the_same(skip):
 def test_packed_is_padded_is_alone(target, allocation, config):
     """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
     draft, lengths, depth = tiny_draft(target, allocation, **config), [7, 12, 9], 6
-    texts = [inputs(target, length, seed=length)[1:] for length in lengths]  # embedded and features, (1, T, D) each
+    texts = [inputs(target, length, seed=length, draft=draft)[1:] for length in lengths]  # (1, T, D) and (1, T, R)
 
     def run(embedded, features, packing, places):
         draft.zero_grad()
         passes = draft(embedded, features, depth, packing)
         real = [torch.stack([p[row, slots][depth - 1 :] for p in passes]) for row, slots in places]
         sum(part.square().sum() for part in real).backward()
-        return real, [p.grad.clone() for p in draft.parameters()]
+        return real, [p.grad.clone() for name, p in draft.named_parameters() if name not in HEAD]
 
     def padded(x):
         return torch.nn.functional.pad(x, (0, 0, 0, 12 - x.shape[1]))
@@ -244,7 +258,7 @@ def test_padding_and_neighbours_change_nothing(target):
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_a_specialist_learns_from_its_own_positions_only(target, allocation, config):
     draft = tiny_draft(target, allocation, **config)
-    _, embedded, features = inputs(target)
+    _, embedded, features = inputs(target, draft=draft)
     for k in range(1, 7):
         draft.zero_grad()
         unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
@@ -254,18 +268,40 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
         assert config.get("kv") == "shared" or touched == {draft.config.serving(k)}
 
 
-def test_without_detaching_earlier_specialists_learn_too(target):
-    draft = tiny_draft(target, [1, 1, 1], detach=False)
-    _, embedded, features = inputs(target)
-    unroll(draft, embedded, features, 3)[2].square().sum().backward()
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_without_detaching_earlier_specialists_learn_too(target, kind):
+    draft = tiny_draft(target, [1, 1, 1], detach=False, kind=kind)
+    _, embedded, features = inputs(target, draft=draft)
+    draft.logits(unroll(draft, embedded, features, 3)[2], target.ends).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
 
 
-def test_every_parameter_gets_a_gradient(target):
-    draft = tiny_draft(target, [2, 2, 2])
-    _, embedded, features = inputs(target)
-    sum(output.square().sum() for output in unroll(draft, embedded, features, 6)).backward()
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_every_parameter_gets_a_gradient(target, kind):
+    draft = tiny_draft(target, [2, 2, 2], kind=kind)
+    _, embedded, features = inputs(target, draft=draft)
+    passes = unroll(draft, embedded, features, 6)
+    sum(draft.logits(output, target.ends).square().sum() for output in passes).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+
+
+def test_the_eagle_3_layer_is_the_published_one(target):
+    """By its published names, from the definition; at position 0 everywhere nothing is turned."""
+    draft = tiny_draft(target, [8], kind="eagle3")
+    (layer,), spec = draft.layers, target.spec
+    names = {f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"}
+    names |= {f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")}
+    names |= {"input_layernorm": "input_norm", "hidden_norm": "hidden_norm", "post_attention_layernorm": "norm"}
+    state = {f"{theirs}.weight": layer.get_submodule(ours).weight for theirs, ours in names.items()}
+    assert len(state) == len(list(layer.parameters()))
+    _, embedded, read = inputs(target, draft=draft)
+    draft.rotation = lambda positions: rotation(positions * 0, spec.head_dim, spec.rope_theta)
+    ours = unroll(draft, embedded, read, 1)[0][0]
+    features = read[0] @ draft.fc.weight.T
+    expected = naive.eagle3(state, embedded[0], features, spec.heads, spec.norm_eps)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    normed = expected / (expected.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * draft.norm.weight
+    torch.testing.assert_close(draft.logits(ours, target.ends), normed @ draft.lm_head.weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_keys_are_projected_once_for_every_specialist_that_reads_them(target):

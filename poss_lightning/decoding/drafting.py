@@ -25,7 +25,7 @@ BLOCK = 128  # logits looked at together, where the likeliest few of a large voc
 class Frontier(NamedTuple):
     """The M nodes of a row that are expanded next."""
 
-    z: Tensor  # (B, M, D)
+    z: Tensor  # (B, M, Z)
     turn: Rotation  # of their slots
     above: Tensor  # (B, M, top_k * K) drafted slots that each of them sees, itself included
 
@@ -52,8 +52,8 @@ class Drafter:
         self.slots: Slots | None = None
         self.room = self.top_k * (depth - 1)  # slots of drafted nodes
         self.scored = 1 + self.top_k + self.top_k**2 * (depth - 1)  # nodes, root included
-        # Keys and values of all specialists in one product: (S * 2 * kv heads * d, D).
-        self.projection = torch.cat([torch.cat([own.k_proj.weight, own.v_proj.weight]) for own in draft.layers])
+        # Keys and values of all specialists in one product: (S * 2 * kv heads * d, Z).
+        self.projection = torch.cat([own.projection() for own in draft.layers])
 
     def start(self, batch: int, capacity: int) -> None:
         """Begin with empty caches of `capacity` verified slots a row, in the memory of earlier ones where they fit."""
@@ -68,18 +68,19 @@ class Drafter:
         self.slots.cover = self.room  # one extent for all steps of a round
         self.store = SlotStore(*shape, weight.dtype, weight.device)
         self.root = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
-        self.root_z = weight.new_zeros(batch, 1, spec.hidden_size)
+        self.root_z = weight.new_zeros(batch, 1, self.projection.shape[1])
 
     def read(self, tokens: Tensor, features: Tensor, counts: Tensor) -> None:
         """Take in newly verified slots, and remember the root's; the host is not told (`slots.note`).
 
         Args:
             tokens: (B, n) the tokens on the right of the slots; the last real one is the root.
-            features: (B, n, D) the target's features on their left.
+            features: (B, n, R) what the draft reads of the target on their left.
             counts: (B,) how many of the n are real; a row with none stays as it is, but for its root.
         """
         positions = self.slots.length[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # (B, n)
-        z = self.draft.join(self.ends.embed(tokens), features.to(self.draft.fc.weight.dtype))  # (B, n, D)
+        left = self.draft.fuse(features.to(self.draft.fc.weight.dtype))  # (B, n, D)
+        z = self.draft.join(self.ends.embed(tokens), left)  # (B, n, Z)
         self.slots.open(tokens.shape[1])
         self._remember(z, self.draft.rotation(positions), first_reader=1)
         last = (counts - 1).clamp(min=0)[:, None]  # (B, 1)
@@ -140,7 +141,7 @@ class Drafter:
             enable_gqa=True,
         )
         predicted = layer.finish(z, attended)
-        return predicted, self.ends.logits(predicted)
+        return predicted, self.draft.logits(predicted, self.ends)
 
     def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""
@@ -161,7 +162,7 @@ class Drafter:
         return Frontier(z, turn, seen)
 
     def _remember(self, z: Tensor, turn: Rotation, first_reader: int) -> None:
-        """Project z (B, n, D) once for every specialist that serves `first_reader` or a later position.
+        """Project z (B, n, Z) once for every specialist that serves `first_reader` or a later position.
 
         One between them that serves none is not left out. A shared cache takes the first reader's alone.
         """
@@ -170,7 +171,8 @@ class Drafter:
         run = slice(min(makers), max(makers) + 1)
         weight = self.projection.unflatten(0, (len(self.draft.layers), -1))[run].flatten(0, 1)
         shape = (-1, 2, config.target.kv_heads, config.target.head_dim)
-        keys, values = torch.nn.functional.linear(z, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
+        read = self.draft.layers[0].common(z)
+        keys, values = torch.nn.functional.linear(read, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
         caches = slice(0, 1) if self.shared else run  # keys, values: (caches, B, kv heads, n, d)
         self.store.write(caches, self.slots.index, rotate(keys, turn), values)
 

@@ -1,9 +1,12 @@
-"""One specialist: a target-shaped decoder layer without a norm before attention (the EAGLE-2 layout).
+"""One specialist: a target-shaped decoder layer, of the EAGLE-2 or the EAGLE-3 layout.
 
 The layer is cut in two where attention happens, because training (unroll) and decoding (drafting) bring different keys:
 
     z --+--> queries --------> attention -> o_proj -> + z -> norm, gated MLP, residual -> F̂ (predicts the next feature)
         +--> keys_values --^      ^---- keys and values of earlier slots
+
+In EAGLE-2 z is one vector, and nothing stands before attention. In EAGLE-3 (arXiv 2503.01840) z is [e; h], an embedding
+and a feature: attention reads both behind norms of their own, and the residual goes on from h.
 """
 
 from typing import NamedTuple
@@ -42,14 +45,16 @@ class Norm(nn.RMSNorm):
 
 
 class Specialist(nn.Module):
-    """A decoder layer that serves one run of draft positions."""
+    """A decoder layer that serves one run of draft positions, in the EAGLE-2 layout: Z is D."""
+
+    parts = 1  # of z, each D wide
 
     def __init__(self, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.q_proj = nn.Linear(self.parts * width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(self.parts * width, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(self.parts * width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
         self.norm = Norm(width, eps=norm_eps)
         self.gate_proj = nn.Linear(width, intermediate, bias=False)
@@ -57,17 +62,18 @@ class Specialist(nn.Module):
         self.down_proj = nn.Linear(intermediate, width, bias=False)
 
     def queries(self, z: Tensor, turn: Rotation) -> Tensor:
-        """(B, T, D) -> (B, H, T, d)"""
-        return rotate(_heads(self.q_proj(z), self.head_dim), turn)
+        """(B, T, Z) -> (B, H, T, d)"""
+        return rotate(_heads(self.q_proj(self.read(z)), self.head_dim), turn)
 
     def keys_values(self, z: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-        """(B, T, D) -> keys and values, (B, kv heads, T, d) each."""
-        keys, values = _heads(self.k_proj(z), self.head_dim), _heads(self.v_proj(z), self.head_dim)
+        """(B, T, Z) -> keys and values, (B, kv heads, T, d) each."""
+        read = self.read(z)
+        keys, values = _heads(self.k_proj(read), self.head_dim), _heads(self.v_proj(read), self.head_dim)
         return rotate(keys, turn), values
 
     def finish(self, z: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: z (B, T, D) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
-        hidden = z + self.o_proj(attended.transpose(1, 2).flatten(2))
+        """What follows attention: z (B, T, Z) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
+        hidden = self.residual(z) + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.norm(hidden)
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
@@ -84,6 +90,49 @@ class Specialist(nn.Module):
         beyond = torch.zeros_like(own["down_proj.weight"][:, inner:])
         given["down_proj.weight"] = torch.cat([given["down_proj.weight"], beyond], dim=1)
         self.load_state_dict(given)
+
+    def read(self, z: Tensor) -> Tensor:
+        """What queries, keys and values are projected from: (B, T, Z) -> (B, T, Z)."""
+        return z
+
+    def residual(self, z: Tensor) -> Tensor:
+        """What attention is added to: (B, T, Z) -> (B, T, D)."""
+        return z
+
+    def common(self, z: Tensor) -> Tensor:
+        """What of `read` is the same for all specialists: (B, T, Z) -> (B, T, Z)."""
+        return z
+
+    def projection(self) -> Tensor:
+        """From `common` to keys and values, before they are turned: (2 * kv heads * d, Z)."""
+        return torch.cat([self.k_proj.weight, self.v_proj.weight])
+
+
+class NormedSpecialist(Specialist):
+    """The EAGLE-3 layout: z is [e; h], not yet normed, and Z is 2D."""
+
+    parts = 2
+
+    def __init__(self, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
+        super().__init__(width, intermediate, heads, kv_heads, head_dim, norm_eps)
+        self.input_norm = Norm(width, eps=norm_eps)
+        self.hidden_norm = Norm(width, eps=norm_eps)
+
+    def read(self, z: Tensor) -> Tensor:
+        return self.common(z) * self._weights().to(z.dtype)
+
+    def residual(self, z: Tensor) -> Tensor:
+        return z.chunk(2, dim=-1)[1]
+
+    def common(self, z: Tensor) -> Tensor:
+        halves = z.unflatten(-1, (2, -1))  # (B, T, 2, D)
+        return nn.functional.rms_norm(halves, self.norm.normalized_shape, None, self.norm.eps).flatten(-2).to(z.dtype)
+
+    def projection(self) -> Tensor:
+        return super().projection() * self._weights()
+
+    def _weights(self) -> Tensor:
+        return torch.cat([self.input_norm.weight, self.hidden_norm.weight])  # (Z,)
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -1,7 +1,14 @@
-"""The draft model: one `fc`, and one decoder layer for every run of positions. Its config says which serves which."""
+"""The draft model: one `fc`, and one decoder layer for every run of positions. Its config says which serves which.
 
-import json
-from dataclasses import asdict, dataclass, fields
+Its two kinds differ in what a slot's z is, and in whose head turns a prediction into logits (docs/METHOD.md, 2 and 9):
+
+                       eagle2                                eagle3
+    read of the target the feature f                         outputs g of three inner layers, side by side
+    fuse               F = f                                 h = fc(scale * g), 3D -> D
+    join, z            fc(scale * [e; F]), 2D -> D           [e; h], or [e; F̂] where the draft made F̂ itself
+    logits of F̂        the target's head, its ends' scale    the draft's own lm_head(norm(F̂))
+"""
+
 from importlib.resources import files
 from pathlib import Path
 
@@ -12,101 +19,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.layer import Rotation, Specialist, rotation
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.layer import Norm, NormedSpecialist, Rotation, Specialist, rotation
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target.spec import Ends
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HEADS = Path(str(files("poss_lightning") / "draft" / "heads"))  # drafts of the embedded target, shipped
 
 
-@dataclass(frozen=True)
-class DraftConfig:
-    """What defines a draft; stored with it, and asked by training and decoding alike.
-
-    Args:
-        target: the target it drafts for.
-        allocation: positions served by each specialist, e.g. [2, 2, 2]; past the end the last one goes on.
-        depth: passes it was trained for.
-        detach: whether features are detached between passes.
-        intermediate_size: width of a specialist's MLP; None for the target's.
-        vocabulary_size: rows of the target's head the draft may propose; None for all.
-        order: the specialist, from 0, of each position, where they do not serve runs, e.g. [0, 1, 2, 0, 1, 2]; the
-            allocation counts the same positions.
-        kv: "separate", each specialist reads keys and values of its own making; or "shared", all read those that the
-            specialist made which served a slot first (SPEED): one cache instead of one a specialist.
-    """
-
-    target: TargetSpec
-    allocation: tuple[int, ...]
-    depth: int
-    detach: bool = True
-    intermediate_size: int | None = None
-    vocabulary_size: int | None = None
-    order: tuple[int, ...] | None = None
-    kv: str = "separate"
-
-    def __post_init__(self):
-        object.__setattr__(self, "allocation", tuple(self.allocation))
-        object.__setattr__(self, "order", None if self.order is None else tuple(self.order))
-        if not self.allocation or any(not isinstance(a, int) or a < 1 for a in self.allocation):
-            raise ValueError(
-                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
-            )
-        for name in ("depth", "intermediate_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.kv not in ("separate", "shared"):
-            raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
-        if sorted(self.served) != (runs := [i for i, run in enumerate(self.allocation) for _ in range(run)]):
-            raise ValueError(
-                f"order is {list(self.order)}; for the allocation {list(self.allocation)} it must be a rearrangement "
-                f"of {runs}"
-            )
-
-    @property
-    def served(self) -> tuple[int, ...]:
-        """The specialist, from 0, of each position that the allocation names."""
-        return self.order or tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
-
-    def serving(self, position: int) -> int:
-        """Which specialist (from 0) serves draft position `position` (from 1); past the end the last one goes on."""
-        return self.served[min(position, len(self.served)) - 1]
-
-    def projector(self, position: int, first: int) -> int:
-        """Whose keys and values position `position` reads of a slot that position `first` was the first to read."""
-        return self.serving(first if self.kv == "shared" else position)
-
-    def projections(self, depth: int) -> set[tuple[int, int]]:
-        """All (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
-        return {(self.projector(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
-
-    def unserved(self, depth: int) -> set[int]:
-        """Specialists that `depth` positions never come to."""
-        return set(range(len(self.allocation))) - {self.serving(k) for k in range(1, depth + 1)}
-
-    def to_json(self) -> str:
-        """What config.json holds."""
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str, where: str | Path) -> "DraftConfig":
-        """Read what `to_json` wrote; `where` it stood is for the message.
-
-        Raises:
-            ValueError: it is not JSON, or a field is missing or unknown; the message names file and field.
-        """
-        try:
-            stored = json.loads(text)
-            return cls(**{**stored, "target": TargetSpec(**stored["target"])})
-        except (KeyError, TypeError, ValueError) as error:  # JSON's among them
-            known = ", ".join(f.name for f in fields(cls))
-            raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
-
-
 class Specialists(nn.Module):
-    """S decoder layers behind one `fc`. Embedding and head are the target's (`Ends`) and not part of it.
+    """S decoder layers behind one `fc`. The embedding is the target's (`Ends`) and no part of it; so is EAGLE-2's head.
 
     Args:
         config: the sizes and the allocation.
@@ -125,23 +49,37 @@ class Specialists(nn.Module):
         width, intermediate = spec.hidden_size, config.intermediate_size or spec.intermediate_size
         sizes = (width, intermediate, spec.heads, spec.kv_heads, spec.head_dim, spec.norm_eps)
         self.config = config
-        self.fc = nn.Linear(2 * width, width)
-        self.layers = nn.ModuleList(Specialist(*sizes) for _ in config.allocation)
+        self.fuses = config.kind == "eagle3"  # fuses inner layers, and has a head of its own
+        layer, parts = (NormedSpecialist, len(config.layers)) if self.fuses else (Specialist, 2)
+        self.fc = nn.Linear(parts * width, width, bias=not self.fuses)
+        self.layers = nn.ModuleList(layer(*sizes) for _ in config.allocation)
         self.register_buffer("vocabulary", vocabulary)
-        self.register_buffer("scale", torch.ones(2 * width))  # of what `fc` reads; not learnt
+        self.register_buffer("scale", torch.ones(self.fc.in_features))  # of what `fc` reads; not learnt
+        if self.fuses:
+            self.norm = Norm(width, eps=spec.norm_eps)
+            self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        nn.init.zeros_(self.fc.bias)
+        if not self.fuses:
+            nn.init.zeros_(self.fc.bias)
 
     def forward(self, embedded: Tensor, features: Tensor, depth: int, packing: Packing | None = None) -> list[Tensor]:
         """The unroll, so that a strategy that shards or wraps the draft sees one call a step; see `unroll`."""
         return unroll(self, embedded, features, depth, packing)
 
+    def fuse(self, read: Tensor) -> Tensor:
+        """What is read of the target as features that `join` takes: (B, T, R) -> (B, T, D)."""
+        return self.fc(read * self.scale.to(read.dtype)) if self.fuses else read
+
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, D)."""
+        """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, Z)."""
         joined = torch.cat([embedded.to(features.dtype), features], dim=-1)
-        return self.fc(joined * self.scale.to(joined.dtype))
+        return joined if self.fuses else self.fc(joined * self.scale.to(joined.dtype))
+
+    def logits(self, predicted: Tensor, ends: Ends) -> Tensor:
+        """Of predicted features (..., D), over the draft's vocabulary: (..., V); `ends` are cut to it."""
+        return self.lm_head(self.norm(predicted)) if self.fuses else ends.logits(predicted)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotary angles of slots at positions (B or 1, T)."""
@@ -152,15 +90,23 @@ class Specialists(nn.Module):
         return self.layers[self.config.serving(position)]
 
     def normalise(self, embedded: Tensor, features: Tensor) -> None:
-        """Let `fc` read both halves with a mean square of 1: (D,) root mean squares of each.
+        """Let `fc` read all with a mean square of 1: root mean squares of embeddings (D,) and what is fused (R,).
 
         A few dimensions of a target's features are many times larger than the rest, and would rule its gradient.
         """
         least = 1e-3 * features.median()  # a dimension that is dead in these samples is not blown up
-        self.scale.copy_(1 / torch.cat([embedded, features.clamp(min=least)]))
+        features = features.clamp(min=least)
+        self.scale.copy_(1 / (features if self.fuses else torch.cat([embedded, features])))
+
+    def take_head(self, ends: Ends) -> None:
+        """Let an own head begin as the target's, whose `ends` are cut to the draft's vocabulary."""
+        if self.fuses:
+            self.lm_head.weight.data.copy_(ends.head * ends.scale)
 
     def start_from(self, other: "Specialists") -> None:
         """Take `fc` and its scale, and for every specialist the layer of `other` that serves its first position.
+
+        Of an own head what both vocabularies have.
 
         The published start of PosS is a single layer, copied into every specialist. A wider MLP starts from a narrower.
 
@@ -169,14 +115,26 @@ class Specialists(nn.Module):
         """
         if difference := self.config.target.difference(other.config.target):
             raise ValueError(f"the draft to start from has another target: {difference}")
+        if self.config.kind != other.config.kind:
+            raise ValueError(f"the draft to start from is {other.config.kind}, and this one {self.config.kind}")
         try:
             self.fc.load_state_dict(other.fc.state_dict())
             self.scale.copy_(other.scale)
             for index, layer in enumerate(self.layers):
                 first = self.config.served.index(index) + 1  # its first position
                 layer.start_from(other.serving(first))
+            if self.fuses:
+                self.norm.load_state_dict(other.norm.state_dict())
+                self._start_head(other)
         except RuntimeError as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
+
+    def _start_head(self, other: "Specialists") -> None:
+        total = self.config.target.vocab_size
+        mine, theirs = (
+            torch.arange(total) if draft.vocabulary is None else draft.vocabulary.cpu() for draft in (self, other)
+        )
+        self.lm_head.weight.data[torch.isin(mine, theirs)] = other.lm_head.weight.data[torch.isin(theirs, mine)]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors; a file is replaced only when the new one is whole."""
@@ -201,8 +159,8 @@ class Specialists(nn.Module):
         config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
-            state.setdefault("scale", torch.ones(2 * config.target.hidden_size))  # drafts of before there was one
             draft = cls(config, state.get("vocabulary"))
+            state.setdefault("scale", draft.scale)  # drafts of before there was one
             draft.load_state_dict(state)
         except (SafetensorError, RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error

@@ -34,7 +34,7 @@ def unroll(
 
     Args:
         embedded: (B, T, D), embeddings of the token to the right of each slot, x_{t+1}.
-        features: (B, T, D), the target's features f_t (with noise, in training).
+        features: (B, T, R), what the draft reads of the target: f_t, or inner layers (with noise, in training).
         depth: number of passes K.
         packing: which conversation a slot belongs to; None for one a row, without padding.
 
@@ -44,7 +44,7 @@ def unroll(
     """
     packing = packing or Packing.whole(*features.shape[:2], features.device)
     turn = draft.rotation(packing.positions)
-    joined = [draft.join(embedded, features)]  # z^0, z^1, ...: (B, T, D)
+    joined = [draft.join(embedded, draft.fuse(features))]  # z^0, z^1, ...: (B, T, Z)
     projected: dict[tuple[int, int], KeysValues] = {}  # (specialist, set) -> keys and values: each is made once
     outputs = []
     for k in range(1, depth + 1):

@@ -28,12 +28,13 @@ class TargetSpec:
     norm_eps: float
     logit_scale: float = 1.0  # what stands between head and softmax; see `Ends`
     logit_cap: float | None = None
+    layers: int | None = None  # decoder layers; None in what was written before they were counted
 
     def difference(self, other: "TargetSpec") -> str | None:
         """The first way in which two specs are not the same target, in words; None where they are."""
         for field, mine in asdict(self).items():
             theirs = getattr(other, field)
-            if field != "name" and mine != theirs:
+            if field != "name" and mine != theirs and not (field == "layers" and None in (mine, theirs)):
                 return f"{field} {mine!r} ({self.name}) against {theirs!r} ({other.name})"
         return None
 
@@ -125,6 +126,7 @@ def read_spec(model: nn.Module, name: str, template: str) -> TargetSpec:
         norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         logit_scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
         logit_cap=getattr(config, "final_logit_softcapping", None),
+        layers=config.num_hidden_layers,
     )
 
 
