@@ -99,7 +99,9 @@ def eagle3(state: dict[str, Tensor], e: Tensor, h: Tensor, heads: int, eps: floa
     return h + gated @ state["mlp.down_proj.weight"].T
 
 
-def pass_losses(predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None):
+def pass_losses(
+    predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None, own=None
+):
     """The loss of docs/METHOD.md, section 5, slot by slot, with autograd through everything: K sums."""
 
     def logits(feature):
@@ -111,7 +113,8 @@ def pass_losses(predictions, features, counts, head, w_feature, w_token, w_topk,
         total = torch.zeros((), dtype=torch.float64)
         for row, column in (counts >= k).nonzero().tolist():
             f, guess = features[row, column].double(), prediction[row, column].double()
-            p, log_q = logits(f).softmax(-1), logits(guess).log_softmax(-1)
+            guessed = logits(guess) if own is None else own.double() @ guess
+            p, log_q = logits(f).softmax(-1), guessed.log_softmax(-1)
             top = p.topk(topk).indices
             distance = (guess - f).abs()
             smooth = torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean()

@@ -3,6 +3,8 @@
 import naive
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from poss_lightning.losses import pass_losses
 
@@ -20,14 +22,73 @@ def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):
 @pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
 def test_loss_and_gradient_are_the_definition_s(weights, chunk, between):
     predictions, features, counts, head = problem()
-    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk, **between)
     by = torch.tensor([1.0, 0.5, 2.0])
-    ours_gradient = torch.autograd.grad((ours.weighted * by).sum(), predictions)
+    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk, **between, by=by / 4)
+    ours_gradient = torch.autograd.grad(4 * ours.total, predictions)
     naive_sums = naive.pass_losses(predictions, features, counts, head, *weights, **between)
     naive_gradient = torch.autograd.grad((naive_sums * by).sum(), predictions)
     torch.testing.assert_close(ours.weighted.double(), naive_sums, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours_gradient, naive_gradient, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.3, 0.7)])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("between", [{}, {"scale": 0.3, "cap": 1.0}], ids=str)
+def test_a_head_of_the_draft_s_own_learns_by_the_definition(weights, chunk, between):
+    """Only the target's logits are scaled and capped."""
+    predictions, features, counts, head = problem()
+    own = torch.randn(head.shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    by = torch.tensor([1.0, 0.5, 2.0])
+    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk, **between, own=own, by=by / 4)
+    twin = naive.pass_losses(predictions, features, counts, head, *weights, **between, own=own)
+    torch.testing.assert_close(ours.weighted.double(), twin, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(4 * ours.total.double(), (twin * by).sum(), rtol=1e-5, atol=1e-5)
+    assert not ours.feature.any()
+    gradients = (torch.autograd.grad(loss, [*predictions, own]) for loss in (4 * ours.total, (twin * by).sum()))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for k, prediction in enumerate(predictions):
+        guessed = (prediction @ own.T).argmax(-1)
+        assert torch.equal(ours.guesses[k][counts > 0], guessed[counts > 0])
+
+
+def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
+    """As with float16 features, a long batch, and a loss scaled up by the trainer."""
+    predictions, features, counts, head = problem()
+    own, by = torch.randn_like(head), torch.tensor([1.0, 0.9, 0.81]) / 1e6
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = [x.detach().to(dtype).requires_grad_() for x in (*predictions, own)]
+        losses = pass_losses(
+            given[:3], features.to(dtype), counts, head.to(dtype), 0.0, 1.0, 0.0, own=given[3].float(), by=by
+        )
+        found.append(torch.autograd.grad(1e6 * losses.total, given[3])[0].float())
+    assert all((other - found[0]).norm() < 0.03 * found[0].norm() for other in found[1:])
+
+
+def test_a_feature_loss_where_no_feature_is_predicted_is_refused():
+    predictions, features, counts, head = problem()
+    with pytest.raises(ValueError, match=r"w_feature is 1\.0, but a draft with a head of its own"):
+        pass_losses(predictions, features, counts, head, own=head.clone())
+
+
+def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
+    """Of what forward keeps and backward makes, and of all that is ever made, with a head of the draft's own."""
+    predictions, features, counts, head = problem(count=64, vocabulary=200)
+    own, largest = torch.randn_like(head).requires_grad_(), 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+            return out
+
+    with Watch():
+        pass_losses(predictions, features, counts, head, 0.0, 1.0, 0.0, chunk=4, own=own).total.backward()
+    passes, slots = len(predictions), int((counts > 0).sum())
+    assert largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
 
 
 def test_parts_and_counts():
@@ -49,7 +110,7 @@ def test_guesses_are_the_draft_s_likeliest_rows():
 def test_no_slot_counts():
     predictions, features, counts, head = problem()
     losses = pass_losses(predictions, features, counts * 0, head)
-    losses.weighted.sum().backward()
+    losses.total.backward()
     assert losses.weighted.tolist() == [0, 0, 0] and all((p.grad == 0).all() for p in predictions)
 
 
@@ -59,13 +120,13 @@ def test_the_gradient_is_that_of_finite_differences():
 
     def entropies(*passes):
         losses = pass_losses(list(passes), features.double(), counts.clamp(min=1), head.double(), 0.0, 0.3, 0.7, topk=2)
-        return losses.weighted
+        return losses.total
 
-    analytic = torch.autograd.grad(entropies(*double).sum(), double)[0]
+    analytic = torch.autograd.grad(entropies(*double), double)[0]
     for index in range(double[0].numel()):
         step = torch.zeros_like(double[0]).flatten()
         step[index] = 1e-2
         step = step.view_as(double[0])
         with torch.no_grad():
-            slope = (entropies(double[0] + step) - entropies(double[0] - step)).sum() / 2e-2
+            slope = (entropies(double[0] + step) - entropies(double[0] - step)) / 2e-2
         assert abs(float(slope) - float(analytic.flatten()[index])) < 1e-3

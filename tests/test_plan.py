@@ -6,7 +6,7 @@ from dataclasses import replace
 import plan as bench
 import pytest
 import torch
-from conftest import tiny_draft
+from conftest import tiny_draft, tiny_target
 from torch.utils.flop_counter import FlopCounterMode
 
 from poss_lightning import cli
@@ -27,9 +27,16 @@ def shared(strategy: str, **changes) -> Setup:
 # --- parameters and FLOPs ---
 
 
+@pytest.fixture(scope="module")
+def deep():
+    """A target with inner layers to read."""
+    return tiny_target(num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 @pytest.mark.parametrize("allocation", [[6], [2, 2, 2], [1, 3, 2]], ids=str)
-def test_parameters_are_those_of_the_real_draft(target, allocation):
-    draft = tiny_draft(target, allocation)
+def test_parameters_are_those_of_the_real_draft(deep, allocation, kind):
+    draft = tiny_draft(deep, allocation, kind=kind)
     assert sorted(shapes(draft.config)) == sorted(tuple(p.shape) for p in draft.parameters())
     assert parameters(draft.config) == sum(p.numel() for p in draft.parameters())
     assert specialist_parameters(draft.config) == sum(p.numel() for p in draft.layers[0].parameters())
@@ -46,16 +53,19 @@ def test_keys_are_projected_once_for_every_specialist_that_reads_them(target, al
     assert config.projections(depth) == pairs
 
 
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("allocation", [[3], [1, 2], [1, 1, 1]], ids=str)
-def test_flops_are_those_that_torch_counts(target, allocation, detach):
+def test_flops_are_those_that_torch_counts(target, deep, allocation, detach, kind):
     """All but attention's, which torch sees made again in backward: those are the only batched products."""
-    draft = tiny_draft(target, allocation, detach=detach)
-    embedded, inputs, features = torch.randn(3, 1, 24, 32)
+    draft = tiny_draft(deep, allocation, detach=detach, kind=kind)
+    embedded, features = torch.randn(2, 1, 24, 32)
+    inputs = torch.randn(1, 24, 96 if draft.fuses else 32)
+    own = {"own": draft.lm_head.weight, "w_feature": 0.0} if draft.fuses else {}
     counts = (torch.arange(24) % 4)[None]
     slots = (counts > 0).sum()
     with FlopCounterMode(display=False) as counter:
-        pass_losses(draft(embedded, inputs, 3), features, counts, target.ends.head).weighted.sum().backward()
+        pass_losses(draft(embedded, inputs, 3), features, counts, target.ends.head, **own).total.backward()
     plain = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
     assert step_flops(draft.config, target.spec.vocab_size, 24, slots, 0.0) == sum(plain.values())
 

@@ -9,21 +9,29 @@ from poss_lightning.draft.specialists import DraftConfig
 def shapes(config: DraftConfig) -> Iterator[tuple[int, ...]]:
     """Of every parameter of the draft."""
     width, inner, attended, shared = widths(config)
-    yield from ((width, 2 * width), (width,))
+    read = _read(config)
+    if config.layers:
+        yield (width, len(config.layers) * width)
+    else:
+        yield from ((width, 2 * width), (width,))
     for _ in config.allocation:
-        yield from ((attended, width), (shared, width), (shared, width), (width, attended))
+        yield from ((attended, read), (shared, read), (shared, read), (width, attended))
         yield from ((width,), (inner, width), (inner, width), (width, inner))
+        yield from ((width,), (width,)) if config.layers else ()
+    if config.layers:
+        yield from ((width,), (config.vocabulary_size or config.target.vocab_size, width))
 
 
 def parameters(config: DraftConfig) -> int:
-    """Trained numbers of the draft: `fc`, and a layer a specialist."""
+    """Trained numbers of the draft: `fc`, a layer a specialist, and an own head."""
     return sum(map(prod, shapes(config)))
 
 
 def specialist_parameters(config: DraftConfig) -> int:
     """Trained numbers of one specialist."""
     width, inner, attended, shared = widths(config)
-    return width * (2 * attended + 2 * shared + 3 * inner + 1)
+    norms = 3 if config.layers else 1
+    return _read(config) * (attended + 2 * shared) + width * (attended + 3 * inner + norms)
 
 
 def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, context: float) -> float:
@@ -36,14 +44,20 @@ def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, co
         context: keys that a query sees, on average.
     """
     width, inner, attended, shared = widths(config)
-    depth = config.depth
+    depth, read = config.depth, _read(config)
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
-    joins = (2 * depth + inputs) * 2 * width * width
-    layers = 3 * depth * width * (2 * attended + 3 * inner)  # queries, output, and the gated MLP
-    pairs = 3 * len(config.projections(depth)) * width * 2 * shared
+    joins = 2 * len(config.layers) * width * width if config.layers else (2 * depth + inputs) * 2 * width * width
+    layers = 3 * depth * (read * attended + width * (attended + 3 * inner))  # queries, output, and the gated MLP
+    pairs = 3 * len(config.projections(depth)) * read * 2 * shared
     attention = 3 * depth * 2 * attended * context  # scores and values
-    head = (1 + 2 * depth) * width * vocabulary  # the target's logits; a pass's, and its gradient
+    # the target's logits; a pass's, and its gradient by what is read; and by an own head
+    head = (1 + (3 if config.layers else 2) * depth) * width * vocabulary
     return 2 * tokens * (joins + layers + pairs + attention) + 2 * slots * head
+
+
+def _read(config: DraftConfig) -> int:
+    """Width of what queries, keys and values are projected from."""
+    return config.target.hidden_size * (2 if config.layers else 1)
 
 
 def widths(config: DraftConfig) -> tuple[int, int, int, int]:

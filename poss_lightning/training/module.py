@@ -136,21 +136,22 @@ class SpecialistTraining(lightning.LightningModule):
     def training_step(self, batch: Batch) -> Tensor:
         # Finding guesses and reading values takes time, so not at every step.
         logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
-        losses, _ = self._losses(batch, self.draft.config.depth, guessing=logs)
+        depth = self.draft.config.depth
         # The mean is over the whole step; what strategies average over is undone.
-        counted = batch.step.slots(len(losses.slots)) if self.hparams.mean_over == "slots" else batch.step.tokens
-        loss = self._over_passes(losses.weighted / counted.clamp(min=1)) * batch.step.batches
-        own = losses.weighted.detach() / losses.slots.clamp(min=1)  # (K,)
+        counted = batch.step.slots(depth) if self.hparams.mean_over == "slots" else batch.step.tokens
+        by = self._discounts(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
+        losses, _ = self._losses(batch, depth, by, guessing=logs)
+        own = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         self.log("train/loss", self._over_passes(own), prog_bar=True)
-        self._step.append((batch, losses.weighted.detach()))
+        self._step.append((batch, losses.weighted))
         if logs:
             self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
-            self.log_by_depth("train_loss", losses.weighted.detach() / losses.slots)
+            self.log_by_depth("train_loss", losses.weighted / losses.slots)
             for name in ("feature", "token", "topk"):
                 self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
             reached, passed = self._acceptance(batch, losses)
             self.log_by_depth("train_pos_acc_unroll", passed / reached)
-        return loss
+        return losses.total
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure) -> None:
         """Forward and backward, and the step if all is finite on every process."""
@@ -175,7 +176,7 @@ class SpecialistTraining(lightning.LightningModule):
     def validation_step(self, batch: Batch) -> dict[str, list[Tensor]]:
         losses, predictions = self._losses(batch, self.looks)
         for name, mean in self.val_losses.items():
-            mean.update(getattr(losses, name).detach(), losses.slots)
+            mean.update(getattr(losses, name), losses.slots)
         self.val_acceptance.update(*self._acceptance(batch, losses))
         self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
         return {"predictions": predictions}  # for callbacks to look at
@@ -225,9 +226,14 @@ class SpecialistTraining(lightning.LightningModule):
 
     def _over_passes(self, means: Tensor) -> Tensor:
         """L = Σ_k γ^{k-1} L_k of means (K,)."""
-        return (means * self.hparams.gamma ** torch.arange(len(means), device=means.device)).sum()
+        return (means * self._discounts(len(means))).sum()
 
-    def _losses(self, batch: Batch, depth: int, guessing: bool = True) -> tuple[PassLosses, list[Tensor]]:
+    def _discounts(self, depth: int) -> Tensor:
+        return self.hparams.gamma ** torch.arange(depth, device=self.device)  # (K,)
+
+    def _losses(
+        self, batch: Batch, depth: int, by: Tensor | None = None, guessing: bool = True
+    ) -> tuple[PassLosses, list[Tensor]]:
         """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
         torch.set_autocast_cache_enabled(True)  # Lightning's would cast a weight anew at each use, and keep all copies
         embedded = self.ends.embed(batch.tokens[:, 1:])
@@ -247,6 +253,7 @@ class SpecialistTraining(lightning.LightningModule):
             guessing=guessing,
             scale=self.ends.scale,
             cap=self.ends.cap,
+            by=by,
         )
         return losses, predictions
 
