@@ -92,6 +92,9 @@ class Random:
     def common_tokens(self, size: int) -> Tensor:
         return torch.arange(size)
 
+    def select(self, layers: tuple[int, ...]) -> "Random":
+        return self
+
     def root_mean_square(self) -> Tensor:
         return torch.ones(self.target.hidden_size)
 

@@ -7,8 +7,8 @@ logits l, with gradient softmax(l)·Σc - c. So forward can leave behind the gra
 tensor of (slots, V) outlives its chunk. Where the target caps its logits, l = cap tanh(scale u / cap) of the head's
 product u, and the gradient by u is that by l times scale (1 - (l / cap)²).
 
-A head of the draft's own (EAGLE-3) learns too. Its gradient sums over slots and passes, so forward must know each pass'
-share of the loss: hence one `total`, with the shares given, and not K losses to be weighed later.
+A head of the draft's own (EAGLE-3) learns too. Its gradient sums over slots and passes, so forward must know what each
+pass weighs in the loss: hence one `total`, of weights that are given, and not K losses to be weighed later.
 """
 
 from typing import NamedTuple

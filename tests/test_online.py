@@ -5,7 +5,10 @@ import json
 import lightning
 import pytest
 import torch
+from conftest import tiny_model
 from test_extract import make_conversations
+from test_training import EAGLE3
+from tiny import tiny_tokenizer
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import extract
@@ -18,15 +21,21 @@ def both(tmp_path_factory, tiny_folder) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("online")
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"messages": c.messages}) + "\n" for c in make_conversations()))
-    extract(str(corpus), str(folder / "store"), tiny_folder, max_length=60, dtype="float32")
-    online = {"corpus": str(corpus), "target": tiny_folder, "max_length": 60, "dtype": "float32"}
-    return {"store": {"store": str(folder / "store")}, "online": online}
+    deep = folder / "deep"
+    tiny_model(num_hidden_layers=7).save_pretrained(deep)
+    tiny_tokenizer().save_pretrained(deep)
+    found = {}
+    for name, target, layers in (("", tiny_folder, None), ("-eagle3", str(deep), [2, 3, 4])):
+        extract(str(corpus), str(folder / f"store{name}"), target, max_length=60, dtype="float32", layers=layers)
+        found[f"online{name}"] = {"corpus": str(corpus), "target": target, "max_length": 60, "dtype": "float32"}
+        found[f"store{name}"] = {"store": str(folder / f"store{name}")}
+    return found
 
 
-def fit(source: dict, packed: bool) -> tuple[SpecialistTraining, list]:
+def fit(source: dict, packed: bool, **options) -> tuple[SpecialistTraining, list]:
     lightning.seed_everything(0)
     data = FeatureData(**source, batch_tokens=200, validation=0.2, packed=packed)
-    module = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, vocabulary_size=60)
+    module = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, vocabulary_size=60, **options)
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=3,
@@ -46,9 +55,10 @@ def fit(source: dict, packed: bool) -> tuple[SpecialistTraining, list]:
     return module, seen
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_online_is_the_store(both, packed):
-    (stored, seen), (online, made) = (fit(both[name], packed) for name in ("store", "online"))
+@pytest.mark.parametrize("kind, packed", [("", True), ("", False), ("-eagle3", True)])
+def test_online_is_the_store(both, packed, kind):
+    options = EAGLE3 if kind else {}
+    (stored, seen), (online, made) = (fit(both[name + kind], packed, **options) for name in ("store", "online"))
     assert len(seen) == len(made) > 3
     for ours, theirs in zip(seen, made, strict=True):
         assert ours.tokens.equal(theirs.tokens) and ours.counts.equal(theirs.counts)

@@ -2,14 +2,17 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import lightning
+import naive
 import pytest
 import torch
+from conftest import tiny_target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from poss_lightning.corpus.readers import Conversation
@@ -17,19 +20,23 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.probe import Probe
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
+from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, Throughput
+from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, tiny_folder):
-    conversations = [
+EAGLE3 = {"kind": "eagle3", "w_feature": 0.0, "w_token": 1.0, "w_topk": 0.0, "gamma": 0.9, "detach": False}
+
+
+def talks() -> list[Conversation]:
+    return [
         Conversation(
             str(i),
             [
@@ -39,9 +46,27 @@ def store(tmp_path_factory, tiny_folder):
         )
         for i in range(40)
     ]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, tiny_folder):
     folder = tmp_path_factory.mktemp("store")
-    write_store(folder, Target.load(tiny_folder, "float32"), conversations, 128, 1024, 2**20)
+    write_store(folder, Target.load(tiny_folder, "float32"), talks(), 128, 1024, 2**20)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory):
+    """A store with inner layers, and one more than a draft reads."""
+    folder = tmp_path_factory.mktemp("inner")
+    write_store(folder, tiny_target(num_hidden_layers=7), talks(), 128, 1024, 2**20, layers=(2, 6, 3, 4))
+    return str(folder)
+
+
+@pytest.fixture
+def source(request, store, inner):
+    """The store of a kind of draft, and the options of its training."""
+    return (inner, EAGLE3 | {"vocabulary_size": 200}) if request.param == "eagle3" else (store, {})
 
 
 def gradients(module, batch):
@@ -51,25 +76,28 @@ def gradients(module, batch):
     return losses.weighted, [p.grad.clone() for p in module.draft.parameters()]
 
 
+@pytest.mark.parametrize("source", ["eagle2", "eagle3"], indirect=True)
 @pytest.mark.parametrize("allocation", [[6], [2, 2, 2], [1, 3, 2]], ids=str)
-def test_alone_padded_and_in_a_batch_are_one(store, allocation):
+def test_alone_padded_and_in_a_batch_are_one(source, allocation):
     lightning.seed_everything(0)
-    module = SpecialistTraining(store, allocation, 6)
-    samples = [FeatureStore(store)[i] for i in (0, 20, 39)]
+    store, options = source
+    module = SpecialistTraining(store, allocation, 6, **options)
+    samples = [FeatureStore(store).select(module.draft.config.layers)[i] for i in (0, 20, 39)]
     loss, gradient = gradients(module, collate([[sample] for sample in samples]))
     apart = [gradients(module, collate([[sample]])) for sample in samples]
+    assert loss.all()
     torch.testing.assert_close(loss, sum(a for a, _ in apart), rtol=1e-4, atol=1e-5)
     for i, together in enumerate(gradient):
         torch.testing.assert_close(together, sum(g[i] for _, g in apart), rtol=1e-3, atol=1e-5)
 
 
-def fit(store, folder, **changes):
+def fit(store, folder, steps=60, callbacks=(), **changes):
     lightning.seed_everything(0)
     module = SpecialistTraining(store, [2, 2], learning_rate=3e-3, warmup=0.05, **changes)
     trainer = lightning.Trainer(
-        max_steps=60,
+        max_steps=steps,
         accelerator="cpu",
-        val_check_interval=30,
+        val_check_interval=steps // 2,
         check_val_every_n_epoch=None,
         gradient_clip_val=0.5,
         num_sanity_val_steps=0,
@@ -77,7 +105,7 @@ def fit(store, folder, **changes):
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=lightning.pytorch.loggers.TensorBoardLogger(folder, name="", version=""),
-        callbacks=[DraftFolders("val/loss", "min")],
+        callbacks=[*callbacks, DraftFolders("val/loss", "min")],
     )
     trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2))
     return module, trainer
@@ -111,11 +139,72 @@ def test_it_learns_logs_and_leaves_a_draft(store, tmp_path):
     assert (tmp_path / "draft-last" / "model.safetensors").is_file()
 
 
-def test_checkpoints_hold_nothing_frozen_and_resume(store, tmp_path):
-    module, trainer = fit(store, tmp_path)
+def test_an_eagle_3_draft_learns_and_says_nothing_of_features(inner, tmp_path):
+    """Its head too; and it stands beside no target, so nothing of drift is logged."""
+    fit(inner, tmp_path, steps=30, **EAGLE3, vocabulary_size=200, callbacks=[Dashboard()])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {
+        f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_token_loss")
+    } <= names
+    assert "val_pos_acc_unroll/depth_1" in names
+    assert not any("drift" in name or "feature" in name for name in names)
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses[-1] < 0.97 * losses[0]
+    draft = Specialists.from_pretrained(tmp_path / "draft-best")
+    assert draft.config.kind == "eagle3" and len(draft.vocabulary) == 200
+    begun = FeatureStore(inner).ends().head[draft.vocabulary]
+    assert draft.lm_head.weight.shape == begun.shape and not torch.equal(draft.lm_head.weight, begun)
+
+
+@pytest.mark.parametrize("size", [200, None])
+def test_an_own_head_is_taught_what_it_can_say(inner, size):
+    """Token loss against the target within the vocabulary, where the target's likeliest token is in it."""
+    lightning.seed_everything(0)
+    module = SpecialistTraining(inner, [2, 2], **EAGLE3, vocabulary_size=size)
+    batch = collate([[FeatureStore(inner).select((2, 3, 4))[i]] for i in (5, 30)])
+    assert batch.inputs.shape[-1] == 3 * batch.features.shape[-1]
+    losses, predictions = module._losses(batch, 4)
+    said = range(320) if size is None else module.draft.vocabulary.tolist()
+    counts = batch.counts[:, :-1].clone()
+    for row, slot in counts.nonzero().tolist():
+        counts[row, slot] *= int(batch.greedy[row, slot + 1]) in said
+    assert size is None or 0 < (counts > 0).sum() < (batch.counts[:, :-1] > 0).sum()
+    read = [module.draft.norm(prediction) for prediction in predictions]
+    given = read, batch.features[:, 1:], counts, module.ends.head, 0.0, 1.0, 0.0
+    torch.testing.assert_close(
+        losses.weighted.double(), naive.pass_losses(*given, own=module.draft.lm_head.weight), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_what_an_eagle_3_draft_needs_is_said(store, inner):
+    with pytest.raises(ValueError, match=r"tiny.* has 2$"):
+        SpecialistTraining(store, [2, 2], **EAGLE3)
+    with pytest.raises(
+        ValueError, match=r"w_feature is 1\.0, but a draft of kind eagle3 predicts no feature: make it 0"
+    ):
+        SpecialistTraining(inner, [2, 2], kind="eagle3")
+    with pytest.raises(StoreError, match=r"keeps no outputs of layer 5, .* extract it with --layers \[2,5,3\]"):
+        FeatureStore(inner).select((2, 5, 3))
+
+
+def test_samples_carry_only_the_layers_that_are_read(inner):
+    whole = FeatureStore(inner)
+    outputs = dict(zip(whole.manifest.layers, whole[3].layers.unbind(1), strict=True))
+    chosen = pickle.loads(pickle.dumps(whole.select((4, 2))))[3]  # as a loader's process gets it
+    assert torch.equal(chosen.layers, torch.stack([outputs[4], outputs[2]], dim=1))
+    assert torch.equal(chosen.read, torch.cat([outputs[4], outputs[2]], dim=1))
+    none = whole.select(())[3]
+    assert none.layers.shape[1] == 0 and none.read is none.features
+
+
+@pytest.mark.parametrize("source", ["eagle2", "eagle3"], indirect=True)
+def test_checkpoints_hold_nothing_frozen_and_resume(source, tmp_path):
+    store, options = source
+    module, trainer = fit(store, tmp_path, steps=4, **options)
     assert not any("ends" in name for name in module.state_dict())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = SpecialistTraining(store, [2, 2])
+    again = SpecialistTraining(store, [2, 2], **options)
     again.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
     assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
 

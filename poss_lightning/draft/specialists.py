@@ -79,7 +79,12 @@ class Specialists(nn.Module):
 
     def logits(self, predicted: Tensor, ends: Ends) -> Tensor:
         """Of predicted features (..., D), over the draft's vocabulary: (..., V); `ends` are cut to it."""
-        return self.lm_head(self.norm(predicted)) if self.fuses else ends.logits(predicted)
+        (read,), own = self.own_head([predicted])
+        return ends.logits(read) if own is None else nn.functional.linear(read, own)
+
+    def own_head(self, predictions: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """What a head reads of predicted features (..., D), and the draft's own head (V, D); None for the target's."""
+        return ([self.norm(one) for one in predictions], self.lm_head.weight) if self.fuses else (predictions, None)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotary angles of slots at positions (B or 1, T)."""

@@ -36,6 +36,7 @@ def describe(draft: Specialists) -> dict:
         "allocation": list(config.allocation),
         **order,
         "kv": config.kv,
+        "kind": config.kind,
         "training_depth": config.depth,
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "weights": digest.hexdigest()[:16],

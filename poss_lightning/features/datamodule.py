@@ -67,17 +67,17 @@ class FeatureData(lightning.LightningDataModule):
         self.schedule = self._schedule(self.train, training=True)
         if self.resumed:
             self.schedule.load_state_dict(self.resumed)
-        return Loader(self.source, self.schedule, self.workers)
+        return Loader(self._read(), self.schedule, self.workers)
 
     def val_dataloader(self) -> Loader:
-        return Loader(self.source, self._schedule(self.held_out, training=False), self.workers)
+        return Loader(self._read(), self._schedule(self.held_out, training=False), self.workers)
 
     test_dataloader = val_dataloader
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""
         if isinstance(self.source, OnlineFeatures):
-            batch = self.source.fill(batch)
+            batch = self._read().fill(batch)
         if not (self.noise and self.trainer.training):
             return batch
         epoch = self.trainer.current_epoch
@@ -115,6 +115,11 @@ class FeatureData(lightning.LightningDataModule):
             taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
             progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
         return -(-state["total"] // schedule.share) / -(-state["total"] // state["share"])
+
+    def _read(self) -> FeatureStore | OnlineFeatures:
+        """The source, with the inner layers that the draft in training reads and no others."""
+        draft = getattr(getattr(self.trainer, "lightning_module", None), "draft", None)
+        return self.source if draft is None else self.source.select(draft.config.layers)
 
     def _schedule(self, indices: list[int], training: bool) -> Schedule:
         rank, world, accumulate = 0, 1, 1

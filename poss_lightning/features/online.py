@@ -1,5 +1,7 @@
 """Online features: the target reads every batch when it is needed, in the training process; nothing is on disk."""
 
+import copy
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ class OnlineFeatures:
         self.ids = [text.id for text in texts]
         self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
+        self.layers: tuple[int, ...] = ()  # that a draft reads
 
     @classmethod
     def read(cls, corpus: str, target: str, max_length: int, dtype: str) -> "OnlineFeatures":
@@ -42,6 +45,13 @@ class OnlineFeatures:
         text = self.texts[index]
         tokens = torch.tensor(text.tokens)
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
+
+    def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
+        """The same, for a draft that reads these layers."""
+        self.model.check_layers(layers)
+        selected = copy.copy(self)
+        selected.layers = tuple(layers)
+        return selected
 
     @property
     def target(self) -> TargetSpec:
@@ -61,23 +71,32 @@ class OnlineFeatures:
     def root_mean_square(self) -> Tensor:
         """As of a `FeatureStore`."""
         some = self.texts[:: max(1, len(self.texts) // SOME)]
-        read = [self.model.read(torch.tensor([text.tokens], device=self.model.device))[0] for text in some]
+        read = [self._read(torch.tensor([text.tokens], device=self.model.device))[1][0] for text in some]
         return torch.cat(read).float().square().mean(0).sqrt()
+
+    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Features, and what a draft reads: (B, T) -> (B, T, D), (B, T, R)."""
+        if not self.layers:
+            return (self.model.read(tokens),) * 2
+        features, layers = self.model.read_layers(tokens, self.layers)
+        return features, layers.flatten(2)
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
-        """The batch with features (B, T, D), and the target's likeliest tokens wherever a pass counts."""
+        """The batch with features, what the draft reads, and the target's likeliest tokens wherever a pass counts."""
         self.model.to(batch.tokens.device)
         parts = batch.parts()
         texts = [batch.tokens[part].tolist() for part in parts]
         lengths = np.array(list(map(len, texts)))
-        features = self.model.ends.embedding.new_zeros(*batch.tokens.shape, self.target.hidden_size)
+        width = self.target.hidden_size
+        features = self.model.ends.embedding.new_zeros(*batch.tokens.shape, width)
+        inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
         for group in buckets(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum())):
-            read = self.model.read(pad([texts[i] for (i,) in group], batch.tokens.device))
-            for (i,), row in zip(group, read, strict=True):
-                features[parts[i]] = row[: lengths[i]]
+            both = self._read(pad([texts[i] for (i,) in group], batch.tokens.device))
+            for (i,), row, read in zip(group, *both, strict=True):
+                features[parts[i]], inputs[parts[i]] = row[: lengths[i]], read[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
         for row, slot in (some.unbind(1) for some in known.split(ROWS)):
             greedy[row, slot] = self.model.ends.logits(features[row, slot]).max(-1).indices
-        return batch._replace(features=features, inputs=features, greedy=greedy)
+        return batch._replace(features=features, inputs=inputs, greedy=greedy)

@@ -51,7 +51,12 @@ class Sample(NamedTuple):
     greedy: Tensor  # (T,) int64, the target's likeliest token after each; -1 outside assistant spans
     spans: list[tuple[int, int]]  # half-open token ranges the assistant wrote
     features: Tensor  # (T, D), in the target's dtype
-    layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of the manifest's layers; n is 0 where it names none
+    layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of inner layers; n is 0 where there are none
+
+    @property
+    def read(self) -> Tensor:
+        """(T, R), what a draft reads: the inner layers side by side where there are any, else the features."""
+        return self.layers.flatten(1) if self.layers.shape[1] else self.features
 
 
 class FeatureStore:
@@ -59,12 +64,13 @@ class FeatureStore:
 
     Args:
         address: a folder; or any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`.
+        layers: inner layers whose outputs a sample carries; None for all that are kept.
 
     Raises:
-        StoreError: no finished store there, or a file is missing or damaged.
+        StoreError: no finished store there, or a file is missing or damaged; or it does not keep one of the layers.
     """
 
-    def __init__(self, address: str | Path):
+    def __init__(self, address: str | Path, layers: tuple[int, ...] | None = None):
         self.folder = local(address)
         self.manifest = check(self.folder)
         shards = (_open(self.folder / note.name, self.manifest) for note in self.manifest.shards)
@@ -74,9 +80,17 @@ class FeatureStore:
         self.ids: list[str] = self._table["id"].to_pylist()
         self.lengths = self._table["length"].to_numpy()  # (samples,)
         self._dtype = getattr(torch, self.manifest.dtype)
+        self.layers = self.manifest.layers if layers is None else layers
+        if missing := [layer for layer in self.layers if layer not in self.manifest.layers]:
+            needed = ", ".join(map(str, self.layers))
+            raise StoreError(
+                f"{self.folder} keeps no outputs of layer {missing[0]}, and the draft reads those of {needed}: "
+                f"extract it with --layers [{needed.replace(' ', '')}]"
+            )
 
     def __reduce__(self) -> tuple:
-        return FeatureStore, (self.folder,)  # a loader's process maps the files itself; Arrow would send their bytes
+        # A loader's process maps the files itself; Arrow would send their bytes.
+        return FeatureStore, (self.folder, self.layers)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,8 +106,12 @@ class FeatureStore:
             torch.from_numpy(greedy),
             [tuple(span) for span in self.spans[index].tolist()],
             self._vectors(columns, row, "features", 1)[:, 0],
-            self._vectors(columns, row, "layers", len(self.manifest.layers)),
+            self._inner(columns, row),
         )
+
+    def select(self, layers: tuple[int, ...]) -> "FeatureStore":
+        """The same store with samples that carry the outputs of these layers; errors as above."""
+        return self if layers == self.layers else FeatureStore(self.folder, layers)
 
     @cached_property
     def spans(self) -> list[np.ndarray]:
@@ -124,9 +142,17 @@ class FeatureStore:
         return commonest(answers, self.target.vocab_size, size)
 
     def root_mean_square(self) -> Tensor:
-        """Of every dimension of the features, over some samples: (D,) float32."""
+        """Of every dimension of what a draft reads, over some samples: (R,) float32."""
         some = range(0, len(self), max(1, len(self) // SOME))
-        return torch.cat([self[i].features for i in some]).float().square().mean(0).sqrt()
+        return torch.cat([self[i].read for i in some]).float().square().mean(0).sqrt()
+
+    def _inner(self, columns: pa.RecordBatch, row: int) -> Tensor:
+        """(T, n, D)"""
+        held = self.manifest.layers
+        if not self.layers:
+            return self._vectors(columns, row, "layers", 0)
+        outputs = self._vectors(columns, row, "layers", len(held))
+        return outputs if self.layers == held else outputs[:, [held.index(layer) for layer in self.layers]]
 
     def _vectors(self, columns: pa.RecordBatch, row: int, name: str, count: int) -> Tensor:
         """(T, count, D); copied out of the map once, since a tensor may be written to and the files may not."""

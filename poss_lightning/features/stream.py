@@ -18,7 +18,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (B, T) int64
     features: Tensor  # (B, T, D), the target's
-    inputs: Tensor  # (B, T, D), the same with noise in training
+    inputs: Tensor  # (B, T, R), what the draft reads of it: the same, or inner layers; with noise in training
     greedy: Tensor  # (B, T) the target's likeliest next token, -1 where unknown
     counts: Tensor  # (B, T) pass k counts at slot t where k <= counts[t]
     positions: Tensor  # (B, T) a token's place in its conversation
@@ -54,10 +54,10 @@ def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
     Args:
         seeds: one a conversation, so that its noise depends on nothing beside it.
     """
-    noisy = batch.features.clone()
+    noisy = batch.inputs.clone()
     generator = torch.Generator(noisy.device)
     for part, seed in zip(batch.parts(), seeds, strict=True):
-        here = noisy[part]  # (length, D)
+        here = noisy[part]  # (length, R)
         noise = torch.rand(here.shape, generator=generator.manual_seed(seed), device=here.device) - 0.5
         here += noise * (strength * 512 / len(here))
     return noisy
@@ -77,6 +77,7 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
         return out
 
     features = padded([sample.features for sample in samples])
+    inner = samples[0].layers.shape[1] > 0
     spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 2) for sample in samples]
     if step is None:
         found = [answers(len(sample.tokens), edges) for sample, edges in zip(samples, spans, strict=True)]
@@ -84,7 +85,7 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
     return Batch(
         tokens=padded([sample.tokens for sample in samples]),
         features=features,
-        inputs=features,
+        inputs=padded([sample.read for sample in samples]) if inner else features,
         greedy=padded([sample.greedy for sample in samples], -1),
         counts=padded([passes_that_count(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)]),
         positions=padded([torch.arange(len(sample.tokens)) for sample in samples]),

@@ -83,6 +83,13 @@ class Ends(nn.Module):
         """Rows of the head -> the target's token ids."""
         return rows if self.vocabulary is None else self.vocabulary[rows]
 
+    def holds(self, tokens: Tensor) -> Tensor:
+        """Which of the target's token ids the head has a row of; not of -1, which is none."""
+        if self.vocabulary is None:
+            return tokens >= 0
+        rows = torch.searchsorted(self.vocabulary, tokens.contiguous()).clamp(max=len(self.vocabulary) - 1)
+        return self.vocabulary[rows] == tokens
+
     def restrict(self, vocabulary: Tensor | None) -> "Ends":
         """The same ends with the head cut to `vocabulary`; None leaves it whole."""
         if vocabulary is None:

@@ -30,6 +30,7 @@ def hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) ->
         "depth": config.depth,
         "detach": str(config.detach),
         "kv": config.kv,
+        "kind": config.kind,
         "intermediate_size": config.intermediate_size or config.target.intermediate_size,
         "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
         "parameters": parameters(config),

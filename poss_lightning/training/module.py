@@ -33,6 +33,8 @@ class SpecialistTraining(lightning.LightningModule):
         intermediate_size: width of a specialist's MLP; None for the target's.
         order: the specialist, from 0, of each position, where they do not serve runs.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
+        kind: "eagle2"; or "eagle3", of a store with inner layers: it predicts no feature, so w_feature must be 0, and
+            has a head of its own, which learns where the target's likeliest token is in the vocabulary.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all.
         start_from: draft folder, hub id or shipped head whose layers to start from; None starts from random weights.
         normalise: whether a draft that starts from random weights reads embeddings and features scaled to a mean
@@ -62,6 +64,7 @@ class SpecialistTraining(lightning.LightningModule):
         intermediate_size: int | None = None,
         order: list[int] | None = None,
         kv: Literal["separate", "shared"] = "separate",
+        kind: Literal["eagle2", "eagle3"] = "eagle2",
         vocabulary_size: int | None = None,
         start_from: str | None = None,
         normalise: bool = True,
@@ -83,6 +86,8 @@ class SpecialistTraining(lightning.LightningModule):
             raise ValueError(f"warmup is {warmup}; it must be a fraction of the steps, between 0 and 1")
         if gamma <= 0 or learning_rate <= 0:
             raise ValueError(f"gamma is {gamma} and learning_rate {learning_rate}; both must be above 0")
+        if kind == "eagle3" and w_feature:
+            raise ValueError(f"w_feature is {w_feature}, but a draft of kind eagle3 predicts no feature: make it 0")
         self.save_hyperparameters(ignore="store")
         features = FeatureStore(store) if isinstance(store, str) else store
         vocabulary = None if vocabulary_size is None else features.common_tokens(vocabulary_size)
@@ -95,7 +100,9 @@ class SpecialistTraining(lightning.LightningModule):
             vocabulary_size,
             None if order is None else tuple(order),
             kv,
+            kind,
         )
+        features = features.select(config.layers)
         if config.unserved(config.depth):
             least = next(depth for depth in count(1) if not config.unserved(depth))
             raise ValueError(
@@ -104,23 +111,23 @@ class SpecialistTraining(lightning.LightningModule):
             )
         self.draft = Specialists(config, vocabulary)
         ends = features.ends()
+        self.ends = ends.restrict(vocabulary)
+        self.draft.take_head(self.ends)
         if start_from:
             self.draft.start_from(Specialists.from_pretrained(start_from))
         elif normalise:
             embedded = ends.embedding.float().square().mean().sqrt()
             read = features.root_mean_square()
-            self.draft.normalise(embedded.to(read.device).expand_as(read), read)
-        self.ends = ends.restrict(vocabulary)
+            self.draft.normalise(embedded.to(read.device).expand(config.target.hidden_size), read)
         # The ends never change: DDP need not send them around before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"ends.{name}" for name, _ in self.ends.named_buffers()]
         self._step: list[tuple[Batch, Tensor]] = []  # batches since the last optimizer step, and their losses (K,)
         # Validation looks as deep as the draft will be used, whatever depth it is trained at.
         self.looks = max(config.depth, sum(allocation))
-        self.val_losses = torch.nn.ModuleDict(
-            {name: PassMeans(self.looks) for name in ("weighted", "feature", "token", "topk")}
-        )
+        self.parts = ("token", "topk") if self.draft.fuses else ("feature", "token", "topk")  # of the loss
+        self.val_losses = torch.nn.ModuleDict({name: PassMeans(self.looks) for name in ("weighted", *self.parts)})
         self.val_acceptance = PositionAcceptance(self.looks)
-        self.val_drift = FeatureDrift(self.looks)
+        self.val_drift = None if self.draft.fuses else FeatureDrift(self.looks)  # of what predicts a feature
 
     def configure_model(self) -> None:
         """FSDP2 shards the draft before the optimizer is made."""
@@ -147,7 +154,7 @@ class SpecialistTraining(lightning.LightningModule):
         if logs:
             self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
-            for name in ("feature", "token", "topk"):
+            for name in self.parts:
                 self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
             reached, passed = self._acceptance(batch, losses)
             self.log_by_depth("train_pos_acc_unroll", passed / reached)
@@ -178,21 +185,24 @@ class SpecialistTraining(lightning.LightningModule):
         for name, mean in self.val_losses.items():
             mean.update(getattr(losses, name), losses.slots)
         self.val_acceptance.update(*self._acceptance(batch, losses))
-        self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
+        if self.val_drift is not None:
+            self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
         return {"predictions": predictions}  # for callbacks to look at
 
     def on_validation_epoch_end(self) -> None:
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
         self.log("val/loss", self._over_passes(means[: self.draft.config.depth]), prog_bar=True)
         self.log_by_depth("val_loss", means)
-        for name in ("feature", "token", "topk"):
+        for name in self.parts:
             self.log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
         self.log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
-        drift = self.val_drift.compute()
-        for name in ("cosine", "l2", "norm_ratio"):
-            self.log_by_depth(f"val_drift_{name}", drift[name])
-        for metric in (*self.val_losses.values(), self.val_acceptance, self.val_drift):
+        for metric in (*self.val_losses.values(), self.val_acceptance):
             metric.reset()
+        if self.val_drift is not None:
+            drift = self.val_drift.compute()
+            for name in ("cosine", "l2", "norm_ratio"):
+                self.log_by_depth(f"val_drift_{name}", drift[name])
+            self.val_drift.reset()
 
     test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
@@ -240,11 +250,14 @@ class SpecialistTraining(lightning.LightningModule):
         inputs = batch.inputs[:, :-1].to(self.draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
         predictions = self.draft(embedded, inputs, depth, packing)
-        hp = self.hparams
+        read, own = self.draft.own_head(predictions)
+        counts, hp = batch.counts[:, :-1], self.hparams
+        if own is not None:  # as published: what the head cannot say it is not taught
+            counts = counts * self.ends.holds(batch.greedy[:, 1:])
         losses = pass_losses(
-            predictions,
+            read,
             batch.features[:, 1:],
-            batch.counts[:, :-1],
+            counts,
             self.ends.head,
             hp.w_feature,
             hp.w_token,
@@ -253,6 +266,7 @@ class SpecialistTraining(lightning.LightningModule):
             guessing=guessing,
             scale=self.ends.scale,
             cap=self.ends.cap,
+            own=own,
             by=by,
         )
         return losses, predictions
