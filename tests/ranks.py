@@ -26,6 +26,7 @@ STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale 
 DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "betas": (0.9, 0.95), "warmup": 0.0, "gamma": 0.9}
 MODEL |= {"weight_decay": 0.01, "vocabulary_size": 200}
+EAGLE3 = {"kind": "eagle3", "w_feature": 0.0, "w_token": 1.0, "w_topk": 0.0, "detach": False}
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger", "use_distributed_sampler"), False)
 
 
@@ -79,8 +80,9 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
     reductions = Reductions()
     for run in runs:
         folder, steps = Path(run["folder"]), run["accumulate"] * STEPS
-        module = SpecialistTraining(store, **MODEL)
-        module.draft.load_state_dict(load_file(initial))
+        source, weights = run.get("store", store), run.get("initial", initial)
+        module = SpecialistTraining(source, **MODEL | run.get("model", {}))
+        module.draft.load_state_dict(load_file(weights))
         trainer = lightning.Trainer(
             strategy=STRATEGIES[run["strategy"]](),
             accelerator="cpu",
@@ -100,7 +102,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             ],
             **QUIET,
         )
-        trainer.fit(module, FeatureData(store, **DATA), ckpt_path=run.get("resume"), weights_only=True)
+        trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
         draft = whole(module.draft)
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")

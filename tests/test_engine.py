@@ -19,6 +19,7 @@ from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.drafting import Drafter, likeliest
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import prefill
 from poss_lightning.target.model import Target
@@ -150,6 +151,20 @@ def test_a_seed_draws_the_tokens_of_plain_sampling_whatever_the_tree_and_the_bat
     assert law.temperature == 0 or drawn(speculative, law, seed + 1) != expected
 
 
+@pytest.mark.parametrize("tree, law", [((8, 40, 4), Sampling()), ((6, 7, 1), LAWS[1])], ids=str)
+def test_the_eagle_3_family_is_lossless(tree, law):
+    """EAGLE-3 and SPEED, whose features are the target's inner layers; in a batch, packed, and alone."""
+    target = tiny_target(1, num_hidden_layers=7)
+    expected = drawn(Autoregressive(target), law, 0, limit=24)
+    words = torch.arange(0, 320, 3)
+    for allocation, kv in (([8], "separate"), ([3, 3, 2], "shared"), ([1, 3, 4], "separate")):
+        config = DraftConfig(target.spec, tuple(allocation), 8, False, None, len(words), None, kv, "eagle3")
+        for share in (False, True):
+            engine = Speculative(target, Specialists(config, words), *tree, share=share)
+            assert drawn(engine, law, 0, limit=24) == expected
+        assert drawn(engine, law, 0, PROMPTS[:1], 24) == expected[:1]
+
+
 def test_processors_are_those_of_generate(target):
     law = LAWS[-1]
     expected = [decoded.tokens for decoded in Generate(target).decode(PROMPTS[:1], 40, STOPS, law)]
@@ -160,14 +175,14 @@ def test_processors_are_those_of_generate(target):
 def test_a_shared_budget_goes_where_the_draft_is_sure(target):
     """Of one batch, rows get different numbers of nodes, as many in all as without sharing."""
     speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5, share=True)
-    read, counts = target.features, []
+    read, counts = speculative.seen, []
 
     def count(tokens, ancestors, cache, packed=None):
         if packed is not None:
             counts.append(packed.rows.bincount(minlength=3).tolist())
         return read(tokens, ancestors, cache, packed)
 
-    speculative.features = count
+    speculative.seen = count
     assert tokens_of(speculative) == tokens_of(Autoregressive(target))
     assert any(len(set(row)) > 1 for row in counts)
     assert all(sum(row) == 12 * sum(n > 0 for n in row) and max(row) <= 48 for row in counts)
@@ -270,8 +285,9 @@ def test_a_tree_that_is_settled_changes_no_token(target):
 
 def test_a_round_never_asks_the_device_and_compiles_whole(target):
     """What must know a value would break the graph, and is refused: the host is told once, after the round."""
-    for law in (Sampling(), Sampling(0.7, top_k=20, top_p=0.9)):
-        speculative = Speculative(target, tiny_draft(target, [1, 2]), 3, 12, 4)
+    deep = tiny_target(num_hidden_layers=4)
+    for law, model, kind in ((Sampling(), target, "eagle2"), (Sampling(0.7, top_k=20, top_p=0.9), deep, "eagle3")):
+        speculative = Speculative(model, tiny_draft(model, [1, 2], kind=kind), 3, 12, 4)
         expected = drawn(speculative, law, 0, limit=6)
         untimed = SimpleNamespace(part=lambda name: nullcontext())
         whole = torch.compile(partial(speculative._act, speculative.fixed, untimed), fullgraph=True, backend="eager")

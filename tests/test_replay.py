@@ -18,44 +18,55 @@ LIMIT = 50
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target(3)
+    return tiny_target(3, num_hidden_layers=4)
 
 
-def read(target, prompt: list[int], answer: list[int], more: int = 1) -> Sample:
+def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tuple[int, ...] = ()) -> Sample:
     """A stored sample of one answer, and `more` tokens of the template's behind it."""
     tokens = torch.tensor(prompt + answer + [7] * more)
     with torch.inference_mode():
-        features = target.read(tokens[None])[0]
-        greedy = target.ends.logits(features).argmax(-1)
+        features, inner = target.read_layers(tokens[None], layers or (1,))
+        greedy = target.ends.logits(features[0]).argmax(-1)
     spans = [(len(prompt), len(prompt) + len(answer))]
-    return Sample("one", tokens, greedy, spans, features)
+    return Sample("one", tokens, greedy, spans, features[0], inner[0, :, : len(layers)])
 
 
-def ended(target, prompt: list[int], answer: list[int]) -> Sample:
+def ended(target, prompt: list[int], answer: list[int], layers: tuple[int, ...]) -> Sample:
     """A cut answer, which the template has ended where the target would have gone on."""
     (following,) = Autoregressive(target).decode([prompt + answer], 1, frozenset())
-    return read(target, prompt, answer + [(following.tokens[0] + 1) % 300])
+    return read(target, prompt, answer + [(following.tokens[0] + 1) % 300], layers=layers)
 
 
-def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int) -> Specialists:
+def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int, **options) -> Specialists:
     """A random draft that knows the target's eight commonest tokens, so that some of what it drafts is accepted."""
     common = Counter(token for answer in answers for token in answer).most_common(8)
     words = torch.tensor(sorted({token for token, _ in common}))
     torch.manual_seed(seed)
-    config = DraftConfig(target.spec, allocation, sum(allocation), vocabulary_size=len(words))
+    config = DraftConfig(target.spec, allocation, sum(allocation), vocabulary_size=len(words), **options)
     return Specialists(config, words).eval()
 
 
 @pytest.mark.parametrize("tree", [(6, 60, 10), (6, 7, 1), (3, 12, 3)], ids=str)
-@pytest.mark.parametrize("allocation", [(6,), (2, 2, 2), (1, 3, 2)], ids=str)
-def test_replayed_rounds_are_the_engines(target, allocation, tree):
+@pytest.mark.parametrize(
+    ("allocation", "options"),
+    [
+        ((6,), {}),
+        ((2, 2, 2), {}),
+        ((1, 3, 2), {}),
+        ((1, 3, 2), {"kind": "eagle3"}),
+        ((3, 3), {"kind": "eagle3", "kv": "shared"}),
+    ],
+    ids=str,
+)
+def test_replayed_rounds_are_the_engines(target, allocation, options, tree):
     depth, nodes, top_k = tree
     plain = [answer.tokens for answer in Autoregressive(target).decode(PROMPTS, LIMIT)]
-    draft = lucky(target, plain, allocation, sum(tree))
+    draft = lucky(target, plain, allocation, sum(tree), **options)
     decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT)
     cut = [answer[-1] not in target.chat.stops for answer in plain]
     given = zip(cut, PROMPTS, plain, strict=True)
-    samples = [(ended if own else read)(target, prompt, answer) for own, prompt, answer in given]
+    layers = draft.config.layers
+    samples = [(ended if own else read)(target, prompt, answer, layers=layers) for own, prompt, answer in given]
     for rows in (1, 2, 16):  # alone as side by side
         replayed = replay_rounds(draft, target.ends, samples, depth, nodes, top_k, rows)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):

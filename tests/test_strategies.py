@@ -8,6 +8,7 @@ Covered, each against a loop without Lightning: four AdamW steps in float32, som
     … resumed after step 2      itself   itself    itself      itself      itself      itself         -
     … resumed from                -       one       DDP        FSDP2       ZeRO-1      ZeRO-2         -
     … in bf16-mixed               4        2         2           2           2           2            -
+    4, of the EAGLE-3 kind        -        2         2           2           -           2            -
 
 The numbers are accumulated batches. At 4 batches a step the third is short: it ends the epoch.
 """
@@ -24,7 +25,8 @@ from pathlib import Path
 import naive
 import pytest
 import torch
-from ranks import CLIP, DATA, MODEL, STEPS
+from conftest import tiny_target
+from ranks import CLIP, DATA, EAGLE3, MODEL, STEPS
 from safetensors.torch import load_file, save_file
 
 from poss_lightning.corpus.readers import Conversation
@@ -45,6 +47,7 @@ needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not
 ZERO = [pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3)]
 SHARDED = ["ddp", "fsdp2", *ZERO]
 STRATEGIES = ["one", *SHARDED]
+OTHER_KIND = ("ddp", "fsdp2", "zero1", "zero3")
 TABLE = [(strategy, batches) for strategy in ("one", "ddp", "fsdp2") for batches in (2, 4)]
 TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
 TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
@@ -52,43 +55,67 @@ WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory, tiny_folder) -> str:
+def conversations() -> list[Conversation]:
     talks = [(WORDS[i % 6], f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)) for i in range(32)]
-    conversations = [
+    return [
         Conversation(str(i), [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}])
         for i, (asked, answered) in enumerate(talks)
     ]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, tiny_folder) -> str:
     folder = tmp_path_factory.mktemp("store")
-    write_store(folder, Target.load(tiny_folder, "float32"), conversations, 128, 1024, 2**20)
+    write_store(folder, Target.load(tiny_folder, "float32"), conversations(), 128, 1024, 2**20)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def initial(store, tmp_path_factory) -> Path:
-    """Weights to start from, spread so that every specialist matters."""
-    torch.manual_seed(0)
-    draft = SpecialistTraining(store, **MODEL).draft
-    for parameter in draft.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    path = tmp_path_factory.mktemp("initial") / "weights.safetensors"
-    save_file(draft.state_dict(), path)
-    return path
+def inner(tmp_path_factory) -> str:
+    """What a draft of the EAGLE-3 kind reads."""
+    folder = tmp_path_factory.mktemp("inner")
+    write_store(folder, tiny_target(num_hidden_layers=7), conversations(), 128, 1024, 2**20, layers=(2, 3, 4))
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
-def trained(store, initial, tmp_path_factory) -> Path:
+def initial(store, inner, tmp_path_factory) -> Path:
+    """Weights to start from, spread so that every specialist matters; those of the EAGLE-3 kind beside them."""
+    folder = tmp_path_factory.mktemp("initial")
+    for name, source, model in (("weights", store, MODEL), ("eagle3", inner, MODEL | EAGLE3)):
+        torch.manual_seed(0)
+        draft = SpecialistTraining(source, **model).draft
+        for parameter in draft.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        save_file(draft.state_dict(), folder / f"{name}.safetensors")
+    return folder / "weights.safetensors"
+
+
+def eagle3(initial: Path) -> Path:
+    return initial.with_name("eagle3.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(store, inner, initial, tmp_path_factory) -> Path:
     """A folder a run, strategy/name, of all trainings in the table; each library has processes of its own."""
     out = tmp_path_factory.mktemp("trained")
     launch(store, initial, out, 1, runs(out, "one"))
-    launch(store, initial, out, 2, runs(out, "ddp", "one") + runs(out, "fsdp2", "ddp"))
+    another = {name: other_kind(out, name, inner, initial) for name in OTHER_KIND}
+    sharded = [*runs(out, "fsdp2", "ddp"), another["fsdp2"]]
+    launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"], *sharded])
     if not HAS_DEEPSPEED:
         return out
     zero = runs(out, "zero1", "fsdp2") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
     offload = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2}
-    launch(store, initial, out, 2, [*zero, offload])
+    launch(store, initial, out, 2, [*zero, another["zero1"], another["zero3"], offload])
     return out
+
+
+def other_kind(out: Path, strategy: str, inner: str, initial: Path) -> dict:
+    """A draft whose own head learns outside the unroll, without detaching."""
+    beginning = {"store": inner, "model": EAGLE3, "initial": str(eagle3(initial))}
+    return {"strategy": strategy, "world": 2, "accumulate": 2, "folder": str(out / strategy / "eagle3"), **beginning}
 
 
 def runs(out: Path, strategy: str, other: str | None = None) -> list[dict]:
@@ -127,38 +154,48 @@ def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -
 
 
 @pytest.fixture(scope="module")
-def reference(store, initial) -> dict[int, Weights]:
+def reference(store, inner, initial) -> dict[int | str, Weights]:
     """Batches a step -> weights after plain steps: every conversation alone, one loss, no Lightning."""
-    return {share: plain_steps(store, initial, share) for share in (2, 4)}
+    plain = {share: plain_steps(store, initial, share) for share in (2, 4)}
+    return plain | {"eagle3": plain_steps(inner, eagle3(initial), 4, **EAGLE3)}
 
 
-def plain_steps(store: str, initial: Path, share: int) -> Weights:
-    module = SpecialistTraining(store, **MODEL)
+def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
+    module = SpecialistTraining(store, **MODEL | changes)
     draft, depth = module.draft, module.draft.config.depth
     draft.load_state_dict(load_file(initial))
     optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
     clipped = []
-    for step, conversations in enumerate(step_by_step(store, share)):
+    for step, conversations in enumerate(step_by_step(store, share, draft.config.layers)):
         sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
         for conversation in conversations:
             batch = collate([[conversation]])
             embedded, packing = module.ends.embed(batch.tokens[:, 1:]), Packing(batch.lengths, batch.positions[:, :-1])
             predictions = draft(embedded, batch.inputs[:, :-1], depth, packing)
-            counts = batch.counts[:, :-1]
-            sums = sums + naive.pass_losses(predictions, batch.features[:, 1:], counts, module.ends.head, 1.0, 0.1, 1.0)
+            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.ends.head)
+            sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
             slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
         optimizer.zero_grad()
         (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
         clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP) > CLIP))
         optimizer.param_groups[0]["lr"] = MODEL["learning_rate"] * min(1, (STEPS - step) / (STEPS - 1))
         optimizer.step()
-    assert set(clipped) == {True, False}
+    assert set(clipped) == {True, False} or changes
     return draft.state_dict()
 
 
-def step_by_step(store: str, share: int) -> list[list]:
+def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Tensor:
+    if not draft.fuses:
+        return naive.pass_losses(predictions, features, counts, head, 1.0, 0.1, 1.0)
+    read = [draft.norm(one) for one in predictions]
+    said = torch.isin(greedy, draft.vocabulary)
+    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, own=draft.lm_head.weight)
+
+
+def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:
     """The conversations of every optimizer step."""
     data = FeatureData(store, **DATA)
+    data.source = data.source.select(layers)
     schedule, steps = data.train_dataloader().sampler, []
     for epoch in range(2):
         schedule.set_epoch(epoch)
@@ -195,6 +232,12 @@ def test_processes_have_uneven_slot_counts(store):
 @pytest.mark.parametrize(("strategy", "batches"), TABLE)
 def test_every_strategy_takes_the_same_steps(trained, reference, initial, strategy, batches):
     assert difference(weights(trained / strategy / str(batches)), reference[batches], initial) <= 1e-5
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(n, marks=[needs_deepspeed] * ("zero" in n)) for n in OTHER_KIND])
+def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, strategy):
+    beginning = eagle3(initial)
+    assert difference(weights(trained / strategy / "eagle3"), reference["eagle3"], beginning) <= 5e-5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -32,18 +32,22 @@ def test_logits_are_head_of_feature(target):
     torch.testing.assert_close(target.ends.logits(target.read(tokens)), target.model(tokens).logits)
 
 
-def test_a_tree_in_one_forward_equals_its_paths_one_by_one(target):
+@pytest.mark.parametrize("layers", [(), (2, 3, 1)], ids=str)
+def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
+    """Features and what a draft reads: the same, or inner layers side by side."""
+    target = tiny_target(num_hidden_layers=4)
     prompts = [[5, 6, 7, 8, 9], [10, 11]]
     rows = [random_tree(seed, nodes=12, vocabulary=300) for seed in range(2)]
     cache, _, _ = prefill(target, prompts, 20)
     parents = torch.tensor([p for _, p in rows])
-    features = target.features(torch.tensor([t for t, _ in rows]), ancestors(parents, 12), cache)
+    both = target.seen(torch.tensor([t for t, _ in rows]), ancestors(parents, 12), cache, layers=layers)
     for row, (tokens, up) in enumerate(rows):
         for node, seen in enumerate(naive.ancestors(up)):
             path = [tokens[n] for n, on in enumerate(seen) if on]
-            torch.testing.assert_close(
-                features[row, node], fresh(target, prompts[row] + path)[-1], rtol=1e-4, atol=1e-5
-            )
+            features, inner = target.read_layers(torch.tensor([prompts[row] + path]), layers or (1,))
+            alone = features[0, -1], (inner.flatten(2) if layers else features)[0, -1]
+            for found, expected in zip(both, alone, strict=True):
+                torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_mask_off_by_one_is_seen(target):
@@ -91,11 +95,11 @@ def test_nodes_packed_side_by_side_are_those_of_the_batch(target):
     readings = []
     for packed in (None, kept):
         cache, _, _ = prefill(target, prompts, 20)
-        features = target.features(tokens, above, cache, packed)
+        features, inner = target.seen(tokens, above, cache, packed, layers=(1,))
         cache.keep(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))
         cache.slots.note([2, 2, 1])
         after = target.features(torch.tensor([[20]] * 3), causal(1, target.device), cache)
-        readings.append((features if packed else kept.lay(features), after))
+        readings.append((*((features, inner) if packed else map(kept.lay, (features, inner))), after))
     for plain, side_by_side in zip(*readings, strict=True):
         torch.testing.assert_close(side_by_side, plain, rtol=1e-4, atol=1e-5)
 

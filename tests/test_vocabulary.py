@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_draft, tiny_model
+from conftest import tiny_draft, tiny_model, tiny_target
 from test_engine import tokens_of
 from test_extract import contents, make_conversations
 from tiny import tiny_tokenizer
@@ -177,6 +177,12 @@ def test_a_killed_command_leaves_no_folder(given, tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="small is there already"):
         run(given, tmp_path / "small", "--size", "30")
     assert len(Specialists.from_pretrained(tmp_path / "small").vocabulary) == 20
+
+
+def test_a_draft_with_a_head_of_its_own_is_refused(given, tmp_path):
+    tiny_draft(tiny_target(num_hidden_layers=4), [2], kind="eagle3").save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="own has a head of its own, whose vocabulary is chosen when it is trained"):
+        run(given | {"draft": str(tmp_path / "own")}, tmp_path / "small", "--size", "20")
 
 
 def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):

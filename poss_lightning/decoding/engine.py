@@ -84,9 +84,9 @@ class Speculative(Decoder):
         self.cache: TreeCache | None = None
         self.law, self.turn = GREEDY, 0  # of the text in hand; which text that is
         self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
-        self.features = target.features
+        self.seen = partial(target.seen, layers=draft.config.layers)
         if compile:
-            self.features = torch.compile(target.features, fullgraph=True)
+            self.seen = torch.compile(self.seen, fullgraph=True)
             self.drafter.step = torch.compile(self.drafter.step, fullgraph=True)
 
     @torch.inference_mode()
@@ -120,7 +120,8 @@ class Speculative(Decoder):
         drafter, target = self.drafter, self.target
         prompts, _, _, sampling, generator = request
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
-        cache, features, last = prefill(target, prompts, reach + self.most, self.cache)
+        layers = drafter.draft.config.layers
+        cache, read, last = prefill(target, prompts, reach + self.most, self.cache, layers)
         if cache is not self.cache:
             cache.slots.cover = self.most if self.graphs.enabled else 0
             self.cache, self.going = cache, torch.ones_like(cache.slots.length)
@@ -132,7 +133,7 @@ class Speculative(Decoder):
         first = self.choose(target.ends.logits(last), self.cache.slots.length).tolist()
         joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
         drafter.start(len(prompts), self.cache.slots.capacity)
-        drafter.read(joined, features, self.cache.slots.length)
+        drafter.read(joined, read, self.cache.slots.length)
         drafter.slots.note(self.cache.slots.lengths)
         self.going.fill_(1)
         self.counted = list(range(len(prompts)))
@@ -158,12 +159,12 @@ class Speculative(Decoder):
             tree, packed = self._prune(grown, budget.size(grown.scores))
         with clock.part("verify"):
             above = ancestors(tree.parents, drafter.depth)
-            features, logits = self._verify(tree, above, packed)
+            read, logits = self._verify(tree, above, packed)
         with clock.part("commit"):
             where = _where(tree, packed)
             verdict = judge(tree, logits, where, self.choose, self.cache.slots.length + 1, drafter.depth)
             counts = (verdict.accepted + 1) * self.going
-            taken = features[where.gather(1, verdict.path)]  # (B, K+1, D)
+            taken = read[where.gather(1, verdict.path)]  # (B, K+1, R)
             self.cache.keep(verdict.path, counts)
             drafter.read(verdict.tokens, taken, counts)
         return Round(tree, above, verdict, torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1))
@@ -175,9 +176,9 @@ class Speculative(Decoder):
         return share(rerank(grown, min(SHARE * nodes, self.most)), nodes * len(grown.tokens), self.going)
 
     def _verify(self, tree: Tree, above: Tensor, packed: Packed | None) -> tuple[Tensor, Tensor]:
-        """Features (M, D) and logits (M, V) after all nodes, row by row, or after those that are packed."""
-        features = self.features(tree.tokens, above, self.cache, packed).flatten(0, 1)
-        return features, self.target.ends.logits(features)
+        """What the draft reads (M, R) and logits (M, V) after all nodes, row by row, or after those that are packed."""
+        features, read = self.seen(tree.tokens, above, self.cache, packed)
+        return read.flatten(0, 1), self.target.ends.logits(features.flatten(0, 1))
 
     def _note(self, counts: list[int]) -> None:
         """Tell the host's copies of the lengths."""

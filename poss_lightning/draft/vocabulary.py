@@ -47,12 +47,14 @@ def vocabulary(
         FileExistsError: `out` is there already.
         FileNotFoundError: no such draft or target.
         CorpusError: no such corpus, a malformed one, or one without an answer.
-        ValueError: the draft is another target's, or size does not fit the target's vocabulary.
+        ValueError: the draft has another target or a head of its own, or size does not fit the target's vocabulary.
     """
     if Path(out).exists():
         raise FileExistsError(f"{out} is there already: choose another name or remove it")
     given, conversations = Specialists.from_pretrained(draft), read_conversations(corpus, split, limit)
     loaded = Target.load(target)
+    if given.fuses:
+        raise ValueError(f"{draft} has a head of its own, whose vocabulary is chosen when it is trained")
     if difference := given.config.target.difference(loaded.spec):
         raise ValueError(f"{draft} was trained for another target: {difference}")
     total, stops = loaded.spec.vocab_size, loaded.chat.stops

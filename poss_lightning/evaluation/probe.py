@@ -117,7 +117,9 @@ def samples(batch: Batch) -> list[Sample]:
     found = []
     for name, part in zip(batch.ids, batch.parts(), strict=True):
         if spans := answered(batch.counts[part]):
-            found.append(Sample(name, batch.tokens[part], batch.greedy[part], spans, batch.features[part]))
+            features = batch.features[part]
+            read = batch.inputs[part].unflatten(-1, (-1, features.shape[-1]))  # (T, R/D, D), without noise here
+            found.append(Sample(name, batch.tokens[part], batch.greedy[part], spans, features, read))
     return found
 
 

@@ -38,7 +38,7 @@ class Answer(NamedTuple):
     """One assistant's answer of a stored sample, as far as it is the target's own."""
 
     tokens: Tensor  # (T,) prompt and answer
-    features: Tensor  # (T, D) after each
+    read: Tensor  # (T, R) what the draft reads after each
     start: int  # of the answer
     whole: bool  # it ends because the target ended it; else it was cut, and what would have followed is not known
 
@@ -71,12 +71,13 @@ def replay(
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     features = FeatureStore(store)
-    ends, samples = features.ends().to(device), [features[i] for i in range(len(features))]
-    records, methods = [], {}
+    ends, records, methods = features.ends().to(device), [], {}
     for name, source in drafts.items():
         draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
         if difference := draft.config.target.difference(features.target):
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+        chosen = features.select(draft.config.layers)
+        samples = [chosen[i] for i in range(len(chosen))]
         deep = sum(draft.config.allocation) if depth is None else depth
         methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
         total = sum(1 for sample in samples for _ in answers(sample))
@@ -108,7 +109,7 @@ def replay_rounds(
     often a draft hits the text. Rounds that a cut answer does not hold to their full depth are left out.
 
     Args:
-        draft: in the features' dtype.
+        draft: in the features' dtype; the samples carry the layers that it reads, and no others.
         ends: the target's embedding and head.
         depth: K, positions drafted.
         nodes: of a tree, root included.
@@ -141,7 +142,7 @@ def answers(sample: Sample) -> Iterator[Answer]:
             continue  # no root, or nothing behind it
         whole = bool(sample.greedy[stop - 2] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
         known = stop if whole else stop - 1
-        yield Answer(sample.tokens[:known], sample.features[:known], start, whole)
+        yield Answer(sample.tokens[:known], sample.read[:known], start, whole)
 
 
 @torch.inference_mode()
@@ -151,12 +152,12 @@ def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]
     lengths = torch.tensor([len(answer.tokens) for answer in given], device=device)
     reach = int(lengths.max()) + depth + 1
     text = _laid([answer.tokens for answer in given], reach, UNKNOWN).to(device)  # (B, reach)
-    features = _laid([answer.features for answer in given], reach, 0).to(weight)  # (B, reach, D)
+    read = _laid([answer.read for answer in given], reach, 0).to(weight)  # (B, reach, R)
     whole = torch.tensor([answer.whole for answer in given], device=device)
     root = torch.tensor([answer.start for answer in given], device=device)  # (B,) the root's place in the text
     drafter.start(len(given), reach)
     first = int(root.max())
-    drafter.read(text[:, 1 : first + 1].clamp(min=0), features[:, :first], root)
+    drafter.read(text[:, 1 : first + 1].clamp(min=0), read[:, :first], root)
     drafter.slots.note(root.tolist())
     ahead = torch.arange(depth + 1, device=device)
     rounds: list[list[int]] = [[] for _ in given]
@@ -169,7 +170,7 @@ def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]
             if counted:
                 rounds[row].append(accepted)
         here = (root[:, None] + ahead).clamp(max=reach - 1)  # (B, K+1)
-        left = features.gather(1, here[..., None].expand(-1, -1, features.shape[-1]))
+        left = read.gather(1, here[..., None].expand(-1, -1, read.shape[-1]))
         drafter.read(verdict.tokens.clamp(min=0), left, counts)
         drafter.slots.note(counts.tolist())
         root = root + counts

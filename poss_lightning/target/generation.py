@@ -23,12 +23,16 @@ def pad(prompts: list[list[int]], device: torch.device) -> Tensor:
 
 
 def prefill(
-    target: Target, prompts: list[list[int]], room: int, cache: TreeCache | None = None
+    target: Target,
+    prompts: list[list[int]],
+    room: int,
+    cache: TreeCache | None = None,
+    layers: tuple[int, ...] = (),
 ) -> tuple[TreeCache, Tensor, Tensor]:
     """Read the prompts into a cache with `room` more slots: the one given, where it fits, else a new one.
 
     Returns:
-        The cache, the features (B, T, D), and of each row the last real one (B, D).
+        The cache, what a draft that reads `layers` reads (B, T, R), and of each row the last real feature (B, D).
     """
     tokens = pad(prompts, target.device)
     capacity = tokens.shape[1] + room
@@ -36,10 +40,10 @@ def prefill(
         cache = target.cache(len(prompts), capacity)
     else:
         cache.clear()
-    features = target.features(tokens, causal(tokens.shape[1], target.device), cache)
+    features, read = target.seen(tokens, causal(tokens.shape[1], target.device), cache, layers=layers)
     lengths = [len(prompt) for prompt in prompts]
     cache.append(lengths)
-    return cache, features, features[range(len(prompts)), [length - 1 for length in lengths]]
+    return cache, read, features[range(len(prompts)), [length - 1 for length in lengths]]
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:

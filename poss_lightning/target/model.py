@@ -103,6 +103,17 @@ class Target(nn.Module):
         Returns:
             (B, n, D), the features after each token; (1, M, D) where they are packed.
         """
+        return self.seen(tokens, ancestors, cache, packed)[0]
+
+    def seen(
+        self,
+        tokens: Tensor,
+        ancestors: Tensor,
+        cache: TreeCache,
+        packed: Packed | None = None,
+        layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """`features`, and what a draft reads: the same, or what these layers put out side by side, (B, n, R)."""
         cache.slots.open(tokens.shape[1])
         positions = cache.slots.length[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not turn others' angles, or ask for a position not learnt.
@@ -111,9 +122,16 @@ class Target(nn.Module):
         if packed is not None:
             cache.slots.pack(packed)
             tokens, positions = packed.lay(tokens), packed.lay(positions)
-        return self.model.base_model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state
+        read = self.model.base_model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=bool(layers),
+        )
+        features = read.last_hidden_state
+        return features, torch.cat([read.hidden_states[layer] for layer in layers], dim=-1) if layers else features
 
     def read(self, tokens: Tensor) -> Tensor:
         """Features of whole right-padded sequences, no cache: (B, T) -> (B, T, D). Padding harms nobody before it."""
