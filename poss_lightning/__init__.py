@@ -2,7 +2,7 @@
 
 A frozen *target* language model is sped up by a small *draft* that predicts its next features. Position Specialists
 (PosS, arXiv 2506.03566) give every run of draft positions a decoder layer of its own. There is one draft model, one
-unroll, one loss and one engine; EAGLE, HASS and PosS-n are configurations of them.
+unroll, one loss and one engine; EAGLE, HASS, PosS-n, EAGLE-3 and SPEED are configurations of them.
 
 Letters used in every shape comment:
 
