@@ -49,11 +49,11 @@ def tokens_of(decoder, law, prompts=PROMPTS, limit=40, seed=3):
     ]
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_rounds_replayed_are_lossless_whatever_came_before(share):
+@pytest.mark.parametrize("share, kind", [(False, "eagle2"), (True, "eagle2"), (True, "eagle3")])
+def test_rounds_replayed_are_lossless_whatever_came_before(share, kind):
     """One engine, other laws, seeds, batches and lengths in turn: no graph may speak of what is gone."""
-    target = tiny_target(0)
-    engine = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, share=share)
+    target = tiny_target(0, num_hidden_layers=4 if kind == "eagle3" else 2)
+    engine = Speculative(target, tiny_draft(target, [1, 1], kind=kind), 2, 6, 3, share=share)
     engine.graphs = Baked()
     long = [[7] * 90, [8] * 3, [9] * 5]
     for law, prompts, seed in (

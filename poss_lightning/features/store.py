@@ -82,7 +82,7 @@ class FeatureStore:
         self._dtype = getattr(torch, self.manifest.dtype)
         self.layers = self.manifest.layers if layers is None else layers
         if missing := [layer for layer in self.layers if layer not in self.manifest.layers]:
-            needed = ", ".join(map(str, self.layers))
+            needed = ", ".join(map(str, dict.fromkeys(self.layers)))  # of few layers two may be one
             raise StoreError(
                 f"{self.folder} keeps no outputs of layer {missing[0]}, and the draft reads those of {needed}: "
                 f"extract it with --layers [{needed.replace(' ', '')}]"
