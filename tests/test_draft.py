@@ -113,6 +113,15 @@ def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_
         export(str(tmp_path / "full"), str(tmp_path / "out"), "int8")
 
 
+def test_the_shipped_heads_are_whole_and_small():
+    names = specialists.shipped()
+    drafts = [Specialists.from_pretrained(name) for name in names]
+    assert names == ["embedded-eagle", "embedded-poss2"]
+    assert [draft.config.allocation for draft in drafts] == [(6,), (2, 2, 2)]
+    assert not drafts[0].config.target.difference(drafts[1].config.target)
+    assert sum((specialists.HEADS / name / specialists.WEIGHTS).stat().st_size for name in names) <= 32e6
+
+
 def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_it_reads_the_same(target):
     draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [4], seed=1)
     features = torch.randn(500, 32) * torch.logspace(-1, 1, 32)
