@@ -34,7 +34,11 @@ class Table:
 
 def filled(table: Table) -> Table:
     """Without the columns that say nothing, such as the speeds of replayed rounds."""
-    kept = [i for i in range(len(table.columns)) if any(cells[i].text for _, cells in table.rows if i < len(cells))]
+    kept = [
+        i
+        for i in range(len(table.columns))
+        if any(cells[i].text.strip("–") for _, cells in table.rows if i < len(cells))
+    ]
     rows = [(names, [cells[i] for i in kept if i < len(cells)]) for names, cells in table.rows]
     return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
 
