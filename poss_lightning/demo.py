@@ -27,7 +27,7 @@ def demo(
     new_tokens: int = 64,
     vocabulary_size: int = 8192,
 ) -> None:
-    """From a frozen target to a faster decode in a few minutes on two CPU cores.
+    """From a frozen target to a faster decode in about ten minutes on two CPU cores.
 
     Features of conversations; from a single layer (EAGLE), for equal steps, the same layer on its own features (HASS)
     and position specialists (PosS-2); then real answers by all of them, by a head that was trained for longer, and by
