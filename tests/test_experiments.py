@@ -18,10 +18,10 @@ def test_gains_are_read_pair_by_pair(tmp_path, capsys):
                 records = [replace(record, method=method + setting) for record in make_records(("eagle",), seed=seed)]
                 write_records(tmp_path / f"{method}{setting}" / f"seed-{seed}", records, {"methods": {}})
     script = runpy.run_path(str(EXPERIMENTS / "scale" / "gains.py"))
-    script["main"].__globals__["CELLS"] = str(tmp_path)
+    script["main"].__globals__["CELLS"] = [tmp_path]
     script["main"]()
     said = capsys.readouterr().out
-    assert said.index("as the others") < said.index("Against hass,") < said.index("Against hass.wide")
+    assert said.index("80 steps") < said.index("Against hass,") < said.index("Against hass.wide")
 
 
 def test_prompts_are_made_about_texts(tmp_path):

@@ -11,8 +11,9 @@ from poss_lightning.reports.compare import show
 from poss_lightning.reports.seeds import over_seeds
 from poss_lightning.reports.tables import seed_tables
 
-CELLS = str(Path(__file__).parent / "cells")
 METHOD, REFERENCE = "poss2", "hass"
+HERE = Path(__file__).parent
+CELLS = [HERE / "cells", *(HERE.parent / "methods" / "cells" / choice for choice in (METHOD, REFERENCE))]
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
         pair = [name + ("." + setting if setting else "") for name in (METHOD, REFERENCE)]
         own = {cell: records for cell, records in cells.items() if cell[0] in pair}
         means, gains, *_ = seed_tables(over_seeds(own, pair[1], depths=known), pair[1])
-        tables += [replace(means, title=setting or "as the others"), gains]
+        tables += [replace(means, title=setting or "80 steps, all texts, the target's width"), gains]
     show(tables)
 
 
