@@ -30,13 +30,14 @@ def test_all_directions_of_a_step_are_as_long(shape):
         assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.85
 
 
-def test_matrices_take_torch_s_muon_and_vectors_adamw():
+@pytest.mark.parametrize("turned", [3, 2])
+def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(turned):
     ours, theirs = parameters(), parameters()
     law = {"lr": 0.01, "weight_decay": 0.1}
-    mine = Muon(ours, betas=(0.9, 0.95), **law)
+    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[turned:3], **law)
     others = [
-        torch.optim.Muon(theirs[:3], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
-        torch.optim.AdamW(theirs[3:], betas=(0.9, 0.95), **law),
+        torch.optim.Muon(theirs[:turned], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
+        torch.optim.AdamW(theirs[turned:], betas=(0.9, 0.95), **law),
     ]
     for step in range(4):
         gradients(ours, step)

@@ -43,8 +43,8 @@ class SpecialistTraining(lightning.LightningModule):
         w_token: weight of the cross-entropy.
         w_topk: weight of the cross-entropy over the target's ten likeliest tokens.
         gamma: weight of a pass relative to the one before.
-        optimizer: "adamw", or "muon" for all matrices (and AdamW for the rest): fewer steps to the same loss, where
-            each process has whole matrices.
+        optimizer: "adamw", or "muon" for all matrices but a head (and AdamW for the rest): fewer steps to the same
+            loss, where each process has whole matrices.
         learning_rate: of either, at the end of warm-up.
         betas: of AdamW.
         weight_decay: of either.
@@ -207,13 +207,10 @@ class SpecialistTraining(lightning.LightningModule):
     test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
     def configure_optimizers(self):
-        kind = Muon if self.hparams.optimizer == "muon" else torch.optim.AdamW
-        optimizer = kind(
-            self.draft.parameters(),
-            lr=self.hparams.learning_rate,
-            betas=tuple(self.hparams.betas),
-            weight_decay=self.hparams.weight_decay,
-        )
+        hp, given = self.hparams, self.draft.parameters()
+        law = {"lr": hp.learning_rate, "betas": tuple(hp.betas), "weight_decay": hp.weight_decay}
+        heads = [self.draft.lm_head.weight] if self.draft.fuses else []
+        optimizer = Muon(given, **law, heads=heads) if hp.optimizer == "muon" else torch.optim.AdamW(given, **law)
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")

@@ -2,10 +2,11 @@
 
 A gradient of a draft's matrix has a few large singular values, those of the features' few large dimensions; a step that
 follows them learns the other directions slowly. Muon gives all directions the same length. Steps are as long as
-AdamW's usual ones (2502.16982), so one learning rate does for matrices and for vectors, which AdamW takes.
+AdamW's usual ones (2502.16982), so one learning rate does for matrices and for vectors, which AdamW takes. So it does a
+head, as is the custom: its rows are tokens, many of them hardly ever seen, and need no steps of one length.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ LENGTH = 0.2  # root mean square of an AdamW step, in learning rates
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW for vectors; for matrices (n, m), Nesterov momentum made orthogonal.
+    """AdamW for vectors and heads; for other matrices (n, m), Nesterov momentum made orthogonal.
 
     Args:
         params: of one process, whole.
         lr, betas, weight_decay: of AdamW; weight decay of matrices too.
         momentum: of matrices.
+        heads: those of `params` that are matrices and that AdamW takes all the same.
     """
 
     def __init__(
@@ -31,9 +33,11 @@ class Muon(torch.optim.AdamW):
         betas: tuple[float, float],
         weight_decay: float = 0.0,
         momentum: float = 0.95,
+        heads: Sequence[Tensor] = (),
     ):
-        params = list(params)
-        groups = [[p for p in params if p.ndim < 2], [p for p in params if p.ndim == 2]]
+        params, apart = list(params), {id(head) for head in heads}
+        turned = [p.ndim == 2 and id(p) not in apart for p in params]
+        groups = [[p for p, own in zip(params, turned, strict=True) if own == kind] for kind in (False, True)]
         super().__init__([{"params": own} for own in groups], lr=lr, betas=betas, weight_decay=weight_decay)
         self.param_groups[1]["momentum"] = momentum
 
