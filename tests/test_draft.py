@@ -219,7 +219,7 @@ def test_a_start_of_other_sizes_or_another_target_is_refused(target):
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind):
-    single, many = tiny_draft(deep, [6], kind=kind), tiny_draft(deep, [1, 2, 3], 1, kind=kind)
+    single, many = tiny_draft(deep, [6], kind=kind, rope_theta=50.0), tiny_draft(deep, [1, 2, 3], 1, kind=kind)
     many.start_from(single)
     embedded, read = torch.randn(2, 9, 32), torch.randn(2, 9, 96 if kind == "eagle3" else 32)
     for a, b in zip(single(embedded, read, 6), many(embedded, read, 6), strict=True):

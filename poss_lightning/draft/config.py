@@ -25,6 +25,7 @@ class DraftConfig:
         kv: "separate", each specialist reads keys and values of its own making; or "shared", all read those that the
             specialist made which served a slot first (SPEED): one cache instead of one a specialist.
         kind: "eagle2", or "eagle3": fused inner layers, norms on both inputs, and a head of its own.
+        rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
     """
 
     target: TargetSpec
@@ -36,6 +37,7 @@ class DraftConfig:
     order: tuple[int, ...] | None = None
     kv: str = "separate"
     kind: str = "eagle2"
+    rope_theta: float | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "allocation", tuple(self.allocation))
@@ -44,7 +46,7 @@ class DraftConfig:
             raise ValueError(
                 f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
             )
-        for name in ("depth", "intermediate_size"):
+        for name in ("depth", "intermediate_size", "rope_theta"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.kv not in ("separate", "shared"):

@@ -9,6 +9,7 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
     logits of F̂        the target's head, its ends' scale    the draft's own lm_head(norm(F̂))
 """
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -88,7 +89,8 @@ class Specialists(nn.Module):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Rotary angles of slots at positions (B or 1, T)."""
-        return rotation(positions, self.config.target.head_dim, self.config.target.rope_theta)
+        spec = self.config.target
+        return rotation(positions, spec.head_dim, self.config.rope_theta or spec.rope_theta)
 
     def serving(self, position: int) -> Specialist:
         """The layer that serves draft position `position` (from 1)."""
@@ -109,7 +111,7 @@ class Specialists(nn.Module):
             self.lm_head.weight.data.copy_(ends.head * ends.scale)
 
     def start_from(self, other: "Specialists") -> None:
-        """Take `fc` and its scale, and for every specialist the layer of `other` that serves its first position.
+        """Take `fc`, its scale and the rotary base, and for every specialist the layer that serves its first position.
 
         Of an own head what both vocabularies have.
 
@@ -125,6 +127,7 @@ class Specialists(nn.Module):
         try:
             self.fc.load_state_dict(other.fc.state_dict())
             self.scale.copy_(other.scale)
+            self.config = replace(self.config, rope_theta=other.config.rope_theta)
             for index, layer in enumerate(self.layers):
                 first = self.config.served.index(index) + 1  # its first position
                 layer.start_from(other.serving(first))
