@@ -4,11 +4,14 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from poss_lightning import cli
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 
@@ -62,3 +65,13 @@ def tiny_folder(tmp_path_factory) -> str:
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def convert(tiny_folder):
+    """`poss convert` for the tiny target, or a `target` given."""
+
+    def run(*arguments: object, target: str | Path = tiny_folder) -> None:
+        cli.run("convert", [*map(str, arguments), "--target", str(target)])
+
+    return run

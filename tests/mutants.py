@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         "interop: fc's bias, moved to attention, is not in the residual",
-        "interop/layouts.py",
+        "interop/tensors.py",
         '(made | {"o_proj": bias})',
         "made",
         "test_interop.py",
@@ -188,9 +188,23 @@ MUTANTS = (
     Mutant(
         "interop: gate and up change places",
         "interop/layouts.py",
-        '"layers.{}.mlp.gate_proj.weight",\n    "layers.{}.up_proj.weight": "layers.{}.mlp.up_proj.weight"',
-        '"layers.{}.mlp.up_proj.weight",\n    "layers.{}.up_proj.weight": "layers.{}.mlp.gate_proj.weight"',
+        '"mlp.gate_proj",\n    "up_proj": "mlp.up_proj"',
+        '"mlp.up_proj",\n    "up_proj": "mlp.gate_proj"',
         "test_interop.py",
+    ),
+    Mutant(
+        "interop: EAGLE-3's two norms change places",
+        "interop/layouts.py",
+        '"input_layernorm", "hidden_norm": "hidden_norm"',
+        '"hidden_norm", "hidden_norm": "input_layernorm"',
+        "test_interop3.py",
+    ),
+    Mutant(
+        "interop: d2t holds ids and not offsets",
+        "interop/tensors.py",
+        "TO_TARGET: ids - torch.arange(len(ids))",
+        "TO_TARGET: ids",
+        "test_interop3.py",
     ),
 )
 

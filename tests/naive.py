@@ -177,21 +177,26 @@ class PublishedDraft:
                 turned[t, i + half] = x[t, i + half] * angle.cos() + x[t, i] * angle.sin()
         return turned
 
-    def layer(self, index: int, z: Tensor) -> Tensor:
-        """(T, D) -> (T, D)"""
-        of, count = f"layers.{index}", self.config["num_attention_heads"]
-        shared = self.config["num_key_value_heads"]
-        queries = [self.turn(head) for head in self.heads(f"{of}.self_attn.q_proj", z, count)]
-        keys = [self.turn(head) for head in self.heads(f"{of}.self_attn.k_proj", z, shared)]
-        values = self.heads(f"{of}.self_attn.v_proj", z, shared)
-        hidden = torch.full((len(z), len(z)), -torch.inf).triu(1)
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def attend(self, of: str, x: Tensor) -> Tensor:
+        """What the layer of that name attends to: (T, whatever it reads) -> (T, D)"""
+        count, shared = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        queries = [self.turn(head) for head in self.heads(f"{of}.self_attn.q_proj", x, count)]
+        keys = [self.turn(head) for head in self.heads(f"{of}.self_attn.k_proj", x, shared)]
+        values = self.heads(f"{of}.self_attn.v_proj", x, shared)
+        hidden = torch.full((len(x), len(x)), -torch.inf).triu(1)
         attended = []
         for head, query in enumerate(queries):
             key, value = keys[head * shared // count], values[head * shared // count]
             attended.append((query @ key.T / query.shape[-1] ** 0.5 + hidden).softmax(-1) @ value)
-        h = z + self.linear(f"{of}.self_attn.o_proj", torch.cat(attended, dim=-1))
-        normed = h * (h.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
-        normed = normed * self.tensors[f"{of}.post_attention_layernorm.weight"]
+        return self.linear(f"{of}.self_attn.o_proj", torch.cat(attended, dim=-1))
+
+    def rest(self, of: str, h: Tensor) -> Tensor:
+        """What the layer of that name makes of its residual after attention: (T, D) -> (T, D)"""
+        normed = self.norm(f"{of}.post_attention_layernorm", h)
         gate = torch.nn.functional.silu(self.linear(f"{of}.mlp.gate_proj", normed))
         return h + self.linear(f"{of}.mlp.down_proj", gate * self.linear(f"{of}.mlp.up_proj", normed))
 
@@ -204,6 +209,28 @@ class PublishedDraft:
         outputs = []
         for k in range(1, depth + 1):
             slots = torch.cat([embedding[tokens[: len(features)]].float(), features], dim=-1)
-            outputs.append(self.layer(min((k - 1) // self.run, self.layers - 1), self.linear("fc", slots))[-1])
+            of, z = f"layers.{min((k - 1) // self.run, self.layers - 1)}", self.linear("fc", slots)
+            outputs.append(self.rest(of, z + self.attend(of, z))[-1])
             features = torch.cat([features, outputs[-1][None]])
         return outputs
+
+
+class PublishedEagle3(PublishedDraft):
+    """An EAGLE-3 draft likewise."""
+
+    def chain(self, embedding: Tensor, tokens: Tensor, read: Tensor, depth: int) -> list[Tensor]:
+        """What it says at the newest slot, step by step: K logits (V,) of the target's tokens, -inf where it has none.
+
+        Args:
+            tokens: as above; read: (T, 3D), outputs of the target's layers low, middle and high, side by side.
+        """
+        h, said = self.linear("fc", read), []
+        for _ in range(depth):
+            e = embedding[tokens[: len(h)]].float()
+            joined = torch.cat([self.norm("midlayer.input_layernorm", e), self.norm("midlayer.hidden_norm", h)], dim=-1)
+            h = torch.cat([h, self.rest("midlayer", h + self.attend("midlayer", joined))[-1:]])
+            said.append(torch.full((len(embedding),), -torch.inf))
+            for row, logit in enumerate(self.linear("lm_head", self.norm("norm", h[-1]))):
+                offset = int(self.tensors["d2t"][row]) if "d2t" in self.tensors else 0
+                said[-1][row + offset] = logit
+        return said

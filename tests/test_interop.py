@@ -14,9 +14,10 @@ from tiny import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoConfig
 
-from poss_lightning import cli
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.interop.layouts import LAYOUTS, check_config, check_holds
+from poss_lightning.interop import settings
+from poss_lightning.interop.layouts import LAYOUTS, check_holds
 from poss_lightning.target.model import Target
 
 D, INNER, VOCABULARY = 32, 48, 320  # of the tiny target
@@ -86,14 +87,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def read(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-@pytest.fixture
-def convert(tiny_folder):
-    def run(*arguments: object, target: str | Path = tiny_folder) -> None:
-        cli.run("convert", [*map(str, arguments), "--target", str(target)])
-
-    return run
 
 
 def agree(folder: Path, draft: Specialists, target: Target, depth: int = 6) -> None:
@@ -191,9 +184,18 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
 def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):
     """And a number that a GGUF file rounded to float32 is still the same."""
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
-    check_config(left_out, target.spec)
-    check_config(CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, target.spec)
-    check_config(left_out | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, target.spec)
+    turned = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | turned):
+        config = settings.read(given, LAYOUTS["eagle"], [6], target.spec, VOCABULARY)
+        assert config == DraftConfig(target.spec, (6,), 1)
+
+
+def test_a_rotary_base_of_its_own_is_kept(convert, target, tmp_path):
+    theirs = put(tmp_path / "theirs", published(target, 1, bias=False), bias=False, rope_theta=50.0)
+    convert(theirs, tmp_path / "ours", "--from", "eagle")
+    convert(tmp_path / "ours", tmp_path / "back", "--to", "vllm")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_theta"] == 50.0
+    agree(tmp_path / "back", Specialists.from_pretrained(tmp_path / "ours"), target)
 
 
 # --- engines ---
@@ -293,7 +295,7 @@ def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
             tensors["embed_tokens.weight"] = torch.zeros(7, D)
         case "code":
             tensors["layers.0.self_attn.q_proj.weight"] = Code()
-    wrong = {"eps": {"rms_norm_eps": 1e-5}, "theta": {"rope_theta": 500000.0}, "width": {"intermediate_size": None}}
+    wrong = {"eps": {"rms_norm_eps": 1e-5}, "width": {"intermediate_size": None}}
     wrong |= {"scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "size": {"hidden_size": 64}}
     kind = {"code": "bin", "list": "bin", "shard": "safetensors shards", "path": "safetensors shards"}
     put(folder, [1, 2] if how == "list" else tensors, kind.get(how, "safetensors"), **wrong.get(how, {}))
@@ -335,7 +337,6 @@ def refused(convert, tmp_path: Path, words: str, *arguments: object) -> None:
         ("embedding", "embed_tokens.weight is not the target's: 1 of 320 rows differ"),
         ("vocabulary", "embed_tokens.weight is [7, 32]; the target's is [320, 32]"),
         ("eps", "rms_norm_eps is 1e-05; a draft of ours for"),
-        ("theta", "rope_theta is 500000.0; a draft of ours for"),
         ("scaling", "rope_scaling is 'linear'"),
         ("size", "hidden_size is 64"),
         ("width", "intermediate_size is None; it must be the width"),

@@ -10,17 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, locate
-from poss_lightning.interop import checkpoints
-from poss_lightning.interop.layouts import (
-    LAYOUTS,
-    Draft,
-    Layout,
-    check_config,
-    check_frozen,
-    check_holds,
-    to_ours,
-    to_theirs,
-)
+from poss_lightning.interop import checkpoints, settings
+from poss_lightning.interop.layouts import LAYOUTS, Layout, check_holds, layout_of
+from poss_lightning.interop.tensors import Draft, check_frozen, check_names, to_ours, to_theirs, vocabulary
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import Ends
 
@@ -28,8 +20,8 @@ from poss_lightning.target.spec import Ends
 def convert(
     source: str,
     out: str,
-    from_: Literal["ours", "eagle", "hass", "poss"] = "ours",
-    to: Literal["ours", "eagle", "hass", "poss", "vllm", "sglang"] = "ours",
+    from_: Literal["ours", "eagle", "hass", "poss", "eagle3"] = "ours",
+    to: Literal["ours", "eagle", "hass", "poss", "eagle3", "vllm", "sglang"] = "ours",
     allocation: list[int] | None = None,
     target: str = "embedded",
     file: Literal["safetensors", "bin"] = "safetensors",
@@ -75,7 +67,7 @@ def convert(
             allocation = _allocation(LAYOUTS[from_], allocation, LAYOUTS[from_].layers(tensors))
         loaded = Target.load(target, dtype=None)
         with _naming(misfit):
-            draft = _published(given, tensors, LAYOUTS[from_], allocation, loaded)
+            draft = published(given, tensors, LAYOUTS[from_], allocation, loaded)
         _check(draft.config, to, source)
     _write(draft, Path(out), to, file == "bin", loaded.ends)
 
@@ -87,15 +79,19 @@ def _own(source: str) -> Draft:
     return Draft(draft.config, {"scale": draft.scale} | load_file(folder / WEIGHTS))
 
 
-def _published(
+def published(
     given: dict[str, Any], tensors: dict[str, Tensor], layout: Layout, allocation: list[int], target: Target
 ) -> Draft:
-    check_config(given, target.spec)
-    check_frozen(tensors, target.ends)
-    width = given["intermediate_size"]
-    own_width = None if width == target.spec.intermediate_size else width
-    depth = layout.depth or sum(allocation)
-    return to_ours(tensors, DraftConfig(target.spec, tuple(allocation), depth, intermediate_size=own_width), layout)
+    """A published draft as one of ours: what its config.json says, and its tensors.
+
+    Raises:
+        ValueError: they contradict each other, the layout, the allocation or the target.
+    """
+    check_names(tensors, layout, len(allocation))
+    ids = vocabulary(tensors, layout, target.spec.vocab_size)
+    config = settings.read(given, layout, allocation, target.spec, len(ids))
+    check_frozen(tensors, target.ends, layout)
+    return to_ours(tensors, config, layout, ids)
 
 
 def _allocation(layout: Layout, given: list[int] | None, layers: int) -> list[int]:
@@ -107,16 +103,17 @@ def _allocation(layout: Layout, given: list[int] | None, layers: int) -> list[in
             f"it has {layers} layers, and does not say how many positions each serves: give --allocation, "
             "as [2, 2, 2] for three of two each"
         )
-    given = given or [6]
+    given = given or [layout.positions]
     if layers and len(given) != layers:  # where there is none, the first tensor missing is named
-        raise ValueError(f"allocation {given} is of {len(given)} specialists, and it has {layers} layers")
+        has = f"{layers} layers" if layers > 1 else "one layer"
+        raise ValueError(f"allocation {given} is of {len(given)} specialists, and it has {has}")
     return given
 
 
 def _check(config: DraftConfig, to: str, source: str) -> None:
     if to != "ours":
         with _naming(f"{source} does not fit --to {to}"):
-            check_holds(config, LAYOUTS[to])
+            check_holds(config, layout_of(to, config.kind))
 
 
 @contextmanager
@@ -130,21 +127,30 @@ def _naming(what: str) -> Iterator[None]:
 
 def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
     """Write the folder, and say what its readers must be told."""
+    config, ids = draft.config, None
     if to == "ours":
-        checkpoints.write(out, draft.state, draft.config.to_json(), False, None)
-        return print(f"{out}: allocation {list(draft.config.allocation)}, for {draft.config.target.name}")
-    tensors, config = to_theirs(draft, LAYOUTS[to], ends)
-    ids = draft.state["vocabulary"].tolist() if "vocabulary" in draft.state else None
-    checkpoints.write(out, tensors, json.dumps(config, indent=2) + "\n", pickled, ids)
-    print(f"{out}: {_how(to, draft.config, out)}")
+        checkpoints.write(out, draft.state, config.to_json(), False, None)
+        how = f"allocation {list(config.allocation)}, for {config.target.name}"
+    else:
+        layout = layout_of(to, config.kind)
+        tensors, biases = to_theirs(draft, layout, ends)
+        written = settings.write(config, layout, draft.state["fc.weight"].dtype, ends.tied, biases)
+        if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
+            ids = draft.state["vocabulary"].tolist()
+        checkpoints.write(out, tensors, json.dumps(written, indent=2) + "\n", pickled, ids)
+        how = _how(to, config, out)
+    fused = f"; fused are layers {list(config.layers)} of the target, as EAGLE-3's code does" if config.layers else ""
+    print(f"{out}: {how}{fused}")
 
 
 def _how(to: str, config: DraftConfig, out: Path) -> str:
-    run, layers = config.allocation[0], len(config.allocation)
-    served = f'{{"method": "eagle", "model": "{out}", "num_speculative_tokens": {run}}}'
-    mapped = f" --speculative-token-map {out / 'token_map.pt'}" if config.vocabulary_size else ""
+    run, layers, third = config.allocation[0], len(config.allocation), "3" if config.kind == "eagle3" else ""
+    served = f'{{"method": "eagle{third}", "model": "{out}", "num_speculative_tokens": {run}}}'
+    options = f"--speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
+    if config.vocabulary_size and not third:
+        options += f" --speculative-token-map {out / 'token_map.pt'}"
     return {
         "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}",
         "vllm": f"vLLM reads it with --speculative-config '{served}'",
-        "sglang": f"SGLang reads it with --speculative-algorithm EAGLE --speculative-draft-model-path {out}{mapped}",
-    }.get(to, f"EAGLE reads it as ea_model_path={out}")
+        "sglang": f"SGLang reads it with {options}",
+    }.get(to, f"EAGLE reads it as ea_model_path={out}" + (" with use_eagle3=True" if third else ""))
