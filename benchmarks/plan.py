@@ -22,16 +22,17 @@ from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
 from poss_lightning.target.spec import Ends, TargetSpec
-from poss_lightning.training.memory import Setup, memory
+from poss_lightning.training.memory import memory
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.plan import TARGETS, TIED
+from poss_lightning.training.setup import Setup
 
 ALLOWED = 0.15
 
 
 def sizes(width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> TargetSpec:
     """A made-up target."""
-    return TargetSpec("made up", "", "", width, inner, heads, kv_heads, head_dim, vocabulary, 8192, 1e4, 1e-5)
+    return TargetSpec("made up", "", "", width, inner, heads, kv_heads, head_dim, vocabulary, 8192, 1e4, 1e-5, layers=8)
 
 
 class Case(NamedTuple):
@@ -45,18 +46,25 @@ class Case(NamedTuple):
     precision: str = "bf16-mixed"
     answers: float = 1.0
     detach: bool = True
+    kind: str = "eagle2"
+    optimizer: str = "adamw"
+
+    def config(self) -> DraftConfig:
+        return DraftConfig(
+            self.target, self.allocation, self.depth, self.detach, vocabulary_size=self.vocabulary, kind=self.kind
+        )
 
     def setup(self) -> Setup:
-        config = DraftConfig(self.target, self.allocation, self.depth, self.detach, None, self.vocabulary)
         tied = self.target.name in TIED
         return Setup(
-            config,
+            self.config(),
             tied,
             sum(self.lengths),
             max(self.lengths),
             self.answers,
             precision=self.precision,
             device="cpu",
+            optimizer=self.optimizer,
         )
 
 
@@ -74,6 +82,9 @@ CASES = [
     Case(WIDE, (6,), 1, [512, 512], precision="32-true"),
     Case(sizes(128, 1024, 4, 4, 32, 200), (6,), 1, [2048]),
     Case(sizes(64, 176, 8, 2, 16, 50000), (3, 3), 6, [1024]),
+    Case(NARROW, (3, 3, 2), 8, [1024], detach=False, kind="eagle3"),
+    Case(WIDE, (8,), 8, [200, 312], vocabulary=500, precision="32-true", detach=False, kind="eagle3"),
+    Case(WIDE, (2, 1), 3, [64], optimizer="muon"),
     Case(EMBEDDED, (3, 3), 6, [512], vocabulary=8192),
     Case(EMBEDDED, (2, 2, 2), 6, [300, 212]),
 ]
@@ -84,6 +95,7 @@ class Random:
 
     def __init__(self, case: Case):
         self.target, self.tied = case.target, case.target.name in TIED
+        self.read = case.target.hidden_size * (len(case.config().layers) or 1)
 
     def ends(self) -> Ends:
         embedding = torch.randn(self.target.vocab_size, self.target.hidden_size, dtype=torch.bfloat16)
@@ -96,7 +108,7 @@ class Random:
         return self
 
     def root_mean_square(self) -> Tensor:
-        return torch.ones(self.target.hidden_size)
+        return torch.ones(self.read)
 
 
 def batch(case: Case) -> Batch:
@@ -104,16 +116,23 @@ def batch(case: Case) -> Batch:
     samples = []
     for number, length in enumerate(case.lengths):
         tokens, spans = torch.zeros(length, dtype=torch.long), [(length - round(case.answers * length), length)]
-        features = torch.randn(length, case.target.hidden_size, dtype=torch.bfloat16)
-        samples.append(Sample(str(number), tokens, tokens, spans, features))
+        parts = torch.randn(length, 1 + len(case.config().layers), case.target.hidden_size, dtype=torch.bfloat16)
+        samples.append(Sample(str(number), tokens, tokens, spans, parts[:, 0].clone(), parts[:, 1:].clone()))
     made = collate([samples])
-    return made._replace(inputs=made.features.clone())
+    return made._replace(inputs=made.inputs.clone())
 
 
 def train(case: Case) -> None:
     """Two steps: only the second has AdamW's moments, and the gradients of the one before."""
     module = SpecialistTraining(
-        Random(case), list(case.allocation), case.depth, case.detach, vocabulary_size=case.vocabulary
+        Random(case),
+        list(case.allocation),
+        case.depth,
+        case.detach,
+        vocabulary_size=case.vocabulary,
+        kind=case.kind,
+        w_feature=0.0 if case.kind == "eagle3" else 1.0,
+        optimizer=case.optimizer,
     )
     trainer = lightning.Trainer(
         max_steps=2,

@@ -10,11 +10,12 @@ from conftest import tiny_draft, tiny_target
 from torch.utils.flop_counter import FlopCounterMode
 
 from poss_lightning import cli
-from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.losses import pass_losses
-from poss_lightning.training.costs import parameters, shapes, specialist_parameters, step_flops
-from poss_lightning.training.memory import STRATEGIES, Setup, memory, most_tokens
+from poss_lightning.training.costs import head_parameters, parameters, shapes, specialist_parameters, step_flops
+from poss_lightning.training.memory import memory, most_tokens
 from poss_lightning.training.plan import GIB, TARGETS, find, plan, token_bytes
+from poss_lightning.training.setup import STRATEGIES, Setup
 
 LLAMA = DraftConfig(TARGETS["llama-3-8b"], (2, 2, 2), 6)
 SETUP = Setup(LLAMA, False, 2048)
@@ -44,6 +45,17 @@ def test_parameters_are_those_of_the_real_draft(deep, allocation, kind):
 
 def test_a_specialist_of_llama_3_8b():
     assert round(specialist_parameters(LLAMA) / 1e6, 1) == 218.1
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-13b", "qwen3-8b"])
+def test_an_eagle_3_draft_s_parameters_at_real_sizes(name):
+    config = DraftConfig(TARGETS[name], (3, 3, 2), 8, vocabulary_size=32000, kind="eagle3")
+    with torch.device("meta"):
+        draft = Specialists(config, torch.arange(32000, device="cpu"))
+    assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
+    assert parameters(config) == sum(p.numel() for p in draft.parameters())
+    assert head_parameters(config) == draft.lm_head.weight.numel()
+    assert specialist_parameters(config) == sum(p.numel() for p in draft.layers[0].parameters())
 
 
 @pytest.mark.parametrize(("allocation", "depth"), [([6], 1), ([6], 4), ([2, 2, 2], 6), ([1, 3], 6), ([3, 3], 2)])
@@ -89,6 +101,9 @@ def test_attention_s_flops_are_three_times_those_of_its_forward(target):
         bench.Case(bench.NARROW, (1, 2), 4, [256], 500, "32-true", 0.5, False),
         bench.Case(bench.sizes(256, 704, 4, 4, 64, 300), (1, 1), 2, [32]),  # all weights
         bench.Case(bench.sizes(32, 88, 8, 2, 8, 300), (3,), 3, [900]),  # all scores
+        bench.Case(bench.NARROW, (2, 1), 3, [256], detach=False, kind="eagle3"),
+        bench.Case(bench.sizes(64, 88, 4, 4, 16, 20000), (3,), 3, [32], kind="eagle3"),  # all head
+        bench.Case(bench.sizes(256, 704, 4, 4, 64, 300), (1, 1), 2, [8], precision="32-true", optimizer="muon"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -145,6 +160,16 @@ def test_offload_takes_the_optimizer_away(strategy):
     assert away.activations == here.activations
 
 
+def test_muon_keeps_one_moment_of_a_matrix():
+    adamw, muon = (memory(replace(SETUP, tokens=8192, optimizer=name)) for name in ("adamw", "muon"))
+    vectors = sum(shape[0] for shape in shapes(LLAMA) if len(shape) == 1)
+    assert adamw.moment == muon.moment == "forward"
+    assert (adamw.optimizer, muon.optimizer) == (
+        8 * parameters(LLAMA),
+        pytest.approx(4 * parameters(LLAMA) + 4 * vectors),
+    )
+
+
 def test_a_gathered_copy_is_as_large_as_the_draft():
     half, whole = (memory(shared("fsdp2", tokens=8192, precision=p)) for p in ("bf16-mixed", "32-true"))
     assert half.copies == 2 * parameters(LLAMA) and whole.copies == 4 * parameters(LLAMA)
@@ -157,6 +182,8 @@ def test_a_gathered_copy_is_as_large_as_the_draft():
         ({"strategy": "fsdp"}, "strategy is 'fsdp'; it must be one or ddp"),
         ({"processes": 2}, "processes is 2 with strategy one"),
         ({"offload": True}, "offload is true with strategy one; only zero1"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'; it must be adamw or muon"),
+        ({"optimizer": "muon", "strategy": "zero2"}, "optimizer is muon with strategy zero2; only one and ddp"),
         ({"precision": "16-mixed"}, "precision is '16-mixed'; it must be bf16-mixed or 32-true"),
         ({"answers": 0.0}, "answers is 0.0; it must be a share above 0"),
     ],
@@ -173,7 +200,8 @@ def test_what_cannot_be_is_refused(change, words):
 def test_a_local_folder_says_what_the_target_itself_would(tiny_folder, target):
     spec, tied = find(tiny_folder)
     assert tied == target.ends.tied
-    for field in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "rope_theta"):
+    sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "rope_theta", "layers")
+    for field in sizes:
         assert getattr(spec, field) == getattr(target.spec, field)
 
 
@@ -189,8 +217,10 @@ def test_an_unknown_target_and_a_broken_config_are_named(tmp_path):
 
 def test_bytes_of_a_token_keep_the_bars():
     for spec in TARGETS.values():
-        assert token_bytes(spec, "exact") == 2 * spec.hidden_size + 8 <= 2 * spec.hidden_size + 16
-        assert token_bytes(spec, "float8") <= spec.hidden_size + 24
+        config, inner = DraftConfig(spec, (6,), 6), DraftConfig(spec, (6,), 6, kind="eagle3")
+        assert token_bytes(config, "exact") == 2 * spec.hidden_size + 8 <= 2 * spec.hidden_size + 16
+        assert token_bytes(config, "float8") <= spec.hidden_size + 24
+        assert token_bytes(inner, "exact") == 8 * spec.hidden_size + 8  # its own features too, for the target's head
 
 
 def test_the_overview_has_a_line_for_every_target_and_allocation(capsys):
@@ -208,6 +238,9 @@ def test_the_report_of_one_training(capsys):
     most = int(out.split("largest batch")[1].split()[0])
     run([*options, f"--tokens={most + 1}"])
     assert "does not fit in 80 GiB" in capsys.readouterr().out
+    run(["--target=llama-3-8b", "--allocation=[8]", "--kind=eagle3", "--vocabulary_size=32000"])
+    out = capsys.readouterr().out
+    assert "vocabulary 32000: 424.7 M parameters, 243.3 M a specialist" in out and "32776 bytes a token" in out
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert [tuple(end.shape) for end in ends] == [(spec.vocab_size, spec.hidden_size)] * 2
     assert (config.max_position_embeddings, config.rms_norm_eps) == (spec.context, spec.norm_eps)
-    assert config.rope_parameters["rope_theta"] == spec.rope_theta
+    assert (config.rope_parameters["rope_theta"], config.num_hidden_layers) == (spec.rope_theta, spec.layers)
     LayerMasks.of(config, spec.context)  # refuses layers that a tree cannot be read with
 
     with torch.device("meta"):

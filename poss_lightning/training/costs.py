@@ -9,7 +9,7 @@ from poss_lightning.draft.specialists import DraftConfig
 def shapes(config: DraftConfig) -> Iterator[tuple[int, ...]]:
     """Of every parameter of the draft."""
     width, inner, attended, shared = widths(config)
-    read = _read(config)
+    read = read_width(config)
     if config.layers:
         yield (width, len(config.layers) * width)
     else:
@@ -19,7 +19,13 @@ def shapes(config: DraftConfig) -> Iterator[tuple[int, ...]]:
         yield from ((width,), (inner, width), (inner, width), (width, inner))
         yield from ((width,), (width,)) if config.layers else ()
     if config.layers:
-        yield from ((width,), (config.vocabulary_size or config.target.vocab_size, width))
+        yield from ((width,), (head_parameters(config) // width, width))
+
+
+def head_parameters(config: DraftConfig) -> int:
+    """Trained numbers of the draft's own head; 0 where the target's is asked."""
+    rows = config.vocabulary_size or config.target.vocab_size
+    return rows * config.target.hidden_size if config.layers else 0
 
 
 def parameters(config: DraftConfig) -> int:
@@ -31,7 +37,7 @@ def specialist_parameters(config: DraftConfig) -> int:
     """Trained numbers of one specialist."""
     width, inner, attended, shared = widths(config)
     norms = 3 if config.layers else 1
-    return _read(config) * (attended + 2 * shared) + width * (attended + 3 * inner + norms)
+    return read_width(config) * (attended + 2 * shared) + width * (attended + 3 * inner + norms)
 
 
 def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, context: float) -> float:
@@ -44,7 +50,7 @@ def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, co
         context: keys that a query sees, on average.
     """
     width, inner, attended, shared = widths(config)
-    depth, read = config.depth, _read(config)
+    depth, read = config.depth, read_width(config)
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     joins = 2 * len(config.layers) * width * width if config.layers else (2 * depth + inputs) * 2 * width * width
     layers = 3 * depth * (read * attended + width * (attended + 3 * inner))  # queries, output, and the gated MLP
@@ -55,7 +61,7 @@ def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, co
     return 2 * tokens * (joins + layers + pairs + attention) + 2 * slots * head
 
 
-def _read(config: DraftConfig) -> int:
+def read_width(config: DraftConfig) -> int:
     """Width of what queries, keys and values are projected from."""
     return config.target.hidden_size * (2 if config.layers else 1)
 

@@ -6,92 +6,18 @@ It is that of tensors; a GPU's context and the gaps of its allocator come on top
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 from poss_lightning.draft.attention import ROWS
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.training.costs import parameters, shapes, widths
+from poss_lightning.training.costs import head_parameters, parameters, shapes, widths
+from poss_lightning.training.setup import Setup
 
-STRATEGIES = ("one", "ddp", "fsdp2", "zero1", "zero2", "zero3")
-PRECISIONS = ("bf16-mixed", "32-true")
 BUCKET = 200_000_000  # numbers; Lightning's reduce_bucket_size of DeepSpeed, made whole however small the draft is
 LIVE = 1_000_000_000  # numbers; its max_live_parameters at stage 3
 MOST = 2**26  # tokens of a batch that `most_tokens` looks at
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A training as one of its processes sees it.
-
-    Args:
-        config: of the draft.
-        tied: whether the target's head is its embedding.
-        tokens: of a batch of one process.
-        conversation: tokens of the longest conversation; None for all of the batch. Only a CPU's attention asks.
-        answers: share of the slots that count.
-        strategy: one of `STRATEGIES`; "one" is a process alone.
-        processes: how many share the work.
-        offload: ZeRO keeps the optimizer's part on the CPU, stage 3 its weights too.
-        precision: one of `PRECISIONS`.
-        device: cpu or cuda.
-        chunk: slots whose (chunk, V) matrices exist at once.
-        ends: bytes of a number of the target's: of features, embedding and head.
-        accumulate: batches of a step, kept until it is known whether all of it is finite.
-
-    Raises:
-        ValueError: a value out of its range; the message names it.
-    """
-
-    config: DraftConfig
-    tied: bool
-    tokens: int
-    conversation: int | None = None
-    answers: float = 1.0
-    strategy: str = "one"
-    processes: int = 1
-    offload: bool = False
-    precision: str = "bf16-mixed"
-    device: str = "cuda"
-    chunk: int = 128
-    ends: int = 2
-    accumulate: int = 1
-
-    def __post_init__(self):
-        for name, least in (("tokens", 2), ("processes", 1), ("chunk", 1), ("accumulate", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name, known in (("strategy", STRATEGIES), ("precision", PRECISIONS), ("device", ("cpu", "cuda"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(known)}")
-        if not 0 < self.answers <= 1:
-            raise ValueError(f"answers is {self.answers}; it must be a share above 0, 1 at most")
-        if self.strategy == "one" and self.processes > 1:
-            raise ValueError(f"processes is {self.processes} with strategy one: name the strategy that they share by")
-        if self.offload and not self.zero:
-            raise ValueError(f"offload is true with strategy {self.strategy}; only zero1, zero2 and zero3 can")
-
-    @property
-    def zero(self) -> bool:
-        return self.strategy.startswith("zero")
-
-    @property
-    def item(self) -> int:
-        """Bytes of a number that a layer computes with."""
-        return 2 if self.precision == "bf16-mixed" else 4
-
-    @property
-    def slots(self) -> int:
-        return self.tokens - 1
-
-    @property
-    def counting(self) -> int:
-        return round(self.answers * self.slots)
-
-    @property
-    def vocabulary(self) -> int:
-        return self.config.vocabulary_size or self.config.target.vocab_size
 
 
 class Memory(NamedTuple):
@@ -100,7 +26,7 @@ class Memory(NamedTuple):
     moment: str  # "forward", "backward", "reduction" or "update"
     weights: float
     gradients: float
-    optimizer: float  # AdamW's two moments, and what its step needs
+    optimizer: float  # its moments, and what its step needs
     copies: float  # weights in bfloat16, or gathered
     ends: float  # the target's embedding and head
     batch: float
@@ -145,10 +71,13 @@ def kept(setup: Setup) -> float:
     spec, item = setup.config.target, setup.item
     width, inner, attended, shared = widths(setup.config)
     total = 2 * 4 * spec.head_dim  # cosines and sines
-    contexts = {maker for maker, m in setup.config.projections(setup.config.depth) if m == 0}
-    total += len(contexts) * 2 * shared * item  # of z^0, which the block reads
+    projections = setup.config.projections(setup.config.depth)
+    total += len({maker for maker, m in projections if m == 0}) * 2 * shared * item  # of z^0, which the block reads
+    if setup.config.layers:
+        total += len(setup.config.layers) * width * item  # what `fc` read, once
+        total += (len(projections) + setup.config.depth) * _halves(setup)  # keys and values, and queries
     for k in range(1, setup.config.depth + 1):
-        total += 3 * width * item  # what `fc` read, and z
+        total += (2 if setup.config.layers else 3) * width * item  # z, and what `fc` read
         total += 2 * attended * item + 4 * spec.heads  # queries, the block's output and norm
         total += _norm(setup) + 4 * inner * item  # gate, its silu, up, and their product
         if k > 1:
@@ -168,15 +97,29 @@ def _norm(setup: Setup) -> int:
     return width * (4 + item) + 4  # autocast norms in float32; what gate and up read is bfloat16 again
 
 
+def _halves(setup: Setup) -> int:
+    """Bytes a slot that the norms of both halves of EAGLE-3's z keep, each time that z is read."""
+    copied = setup.item == 2 and (setup.device == "cpu" or not setup.zero)  # in float32, to norm it
+    return 2 * setup.config.target.hidden_size * ((4 if copied else 0) + 2 * setup.item) + 2 * 4
+
+
+def _inputs(setup: Setup) -> int:
+    """Width of what a draft reads of the target."""
+    return setup.config.target.hidden_size * (len(setup.config.layers) or 1)
+
+
 def _forward(setup: Setup) -> Memory:
     """Inside the loss: the passes are over, and a chunk's matrices are there."""
     width, slots, counting = setup.config.target.hidden_size, setup.slots, setup.counting
-    inputs = 0 if setup.zero or setup.ends == 4 else 4 * slots * width  # features as the draft's own numbers
+    inputs = 0 if setup.zero or setup.ends == 4 else 4 * slots * _inputs(setup)  # as the draft's own numbers
     passes = setup.config.depth * width * setup.item
     loss = passes * (slots + 2 * counting)  # predictions; those that count, and their gradients
     loss += counting * (width * setup.ends + 9 * setup.config.depth)  # the features wanted there, guesses, what is live
     rows = min(setup.chunk, counting)
     loss += rows * setup.vocabulary * (16 + setup.ends * (setup.config.depth + 1))  # four in float32, and all logits
+    if setup.config.layers:
+        loss += setup.config.depth * slots * _norm(setup)  # of the predictions, before their own head
+        loss += head_parameters(setup.config) * (4 + 2 * setup.ends)  # its gradient and a chunk's, and its copy
     return _at("forward", setup, slots * (kept(setup) + width * setup.ends) + inputs, loss)
 
 
@@ -193,13 +136,18 @@ def _backward(setup: Setup) -> Memory:
         seen = min(setup.conversation or setup.slots, setup.slots)
         scores = 12 * config.target.heads * min(ROWS, seen) * seen  # weights, their gradients, the tile's before
         most = max(most, setup.slots * (own - freed) + scores)
-    return _at("backward", setup, held + most, setup.slots * config.depth * width * item)
+    loss = setup.slots * config.depth * width * item + 4 * head_parameters(config)
+    return _at("backward", setup, held + most, loss)
 
 
 def _update(setup: Setup) -> Memory:
     parts = _at("update", setup)
     if setup.offload:
         return parts
+    if setup.optimizer == "muon":
+        # Of one matrix at a time: its step, three times in bfloat16 while it is turned, and two of its smaller square.
+        matrices = [shape for shape in shapes(setup.config) if len(shape) == 2]
+        return parts._replace(optimizer=parts.optimizer + max(8 * n * m + 4 * min(n, m) ** 2 for n, m in matrices))
     # AdamW's denominator: of all parameters on CUDA; on a CPU two, of one tensor at a time, and ZeRO has but one.
     largest = max(map(prod, shapes(setup.config))) / (setup.processes if setup.strategy == "fsdp2" else 1)
     on_cpu = parts.optimizer if setup.zero else 8 * largest
@@ -218,17 +166,28 @@ def _at(moment: str, setup: Setup, activations: float = 0, loss: float = 0) -> M
         optimizer=held.optimizer * count,
         copies=held.copies,
         ends=rows * width * setup.ends,
-        # tokens, greedy, counts and positions in 64 bits, features, and these with noise
-        batch=setup.accumulate * setup.tokens * (4 * 8 + 2 * width * setup.ends),
+        # tokens, greedy, counts and positions in 64 bits, features, and what is read, with noise
+        batch=setup.accumulate * setup.tokens * (4 * 8 + (width + _inputs(setup)) * setup.ends),
         activations=activations,
         loss=loss,
     )
 
 
 def _casts(config: DraftConfig) -> int:
-    """Bytes of weights cast to bfloat16, once each; `fc`'s is kept where a gradient goes on to a pass before."""
-    spared = 2 * config.target.hidden_size**2 if config.detach or config.depth == 1 else 0
-    return 2 * (parameters(config) - spared)
+    """Bytes of weights cast to bfloat16, once each; `fc`'s is kept where a gradient goes on to a pass before.
+
+    An own head's belongs to the loss.
+    """
+    fused = len(config.layers)
+    spared = (fused or 2) * config.target.hidden_size**2 if fused or config.detach or config.depth == 1 else 0
+    return 2 * (parameters(config) - spared - head_parameters(config))
+
+
+def _moments(setup: Setup, count: int) -> float:
+    """Bytes a parameter: two of AdamW, one of Muon for a matrix."""
+    if setup.optimizer == "adamw":
+        return 8
+    return 8 - 4 * sum(prod(shape) for shape in shapes(setup.config) if len(shape) == 2) / count
 
 
 def _held(setup: Setup, moment: str, count: int) -> Held:
@@ -238,7 +197,8 @@ def _held(setup: Setup, moment: str, count: int) -> Held:
     if setup.strategy in ("one", "ddp"):
         # Lightning drops the old gradients between forward and backward; DDP keeps a bucket beside every gradient.
         gradients = (0 if moment == "backward" else 4) + (4 if setup.strategy == "ddp" else 0)
-        return Held(4, gradients, 8, _casts(setup.config) if item == 2 and moment != "update" else 0)
+        casts = _casts(setup.config) if item == 2 and moment != "update" else 0
+        return Held(4, gradients, _moments(setup, count), casts)
     if setup.strategy == "fsdp2":
         # Gathered from the first pass to the end of backward; then all gradients go into one float32 buffer, and from
         # there into shards. gloo clones the buffer.

@@ -10,7 +10,8 @@ from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import parameters, specialist_parameters, step_flops
-from poss_lightning.training.memory import Setup, memory, most_tokens
+from poss_lightning.training.memory import memory, most_tokens
+from poss_lightning.training.setup import Setup
 
 GIB, GB = 2**30, 10**9
 POSS = ([1] * 6, [2] * 3, [3] * 2)  # PosS-1, PosS-2, PosS-3 at depth 6
@@ -27,20 +28,21 @@ def _published(
     context: int,
     rope_theta: float,
     norm_eps: float,
+    layers: int,
 ) -> TargetSpec:
     sizes = (hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size, context, rope_theta, norm_eps)
-    return TargetSpec(name, "", "", *sizes)  # no weights, so no fingerprint, and no template
+    return TargetSpec(name, "", "", *sizes, layers=layers)  # no weights, so no fingerprint, and no template
 
 
 # Of their config.json files. Only the embedded one's head is its embedding.
 TARGETS = {
     spec.name: spec
     for spec in (
-        _published("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, 8192, 500000.0, 1e-5),
-        _published("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, 1e-5),
-        _published("llama-2-13b", 5120, 13824, 40, 40, 128, 32000, 4096, 10000.0, 1e-5),
-        _published("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, 1e-6),
-        _published("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, 1e-5),
+        _published("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, 8192, 500000.0, 1e-5, 32),
+        _published("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, 1e-5, 32),
+        _published("llama-2-13b", 5120, 13824, 40, 40, 128, 32000, 4096, 10000.0, 1e-5, 40),
+        _published("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, 1e-6, 36),
+        _published("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, 1e-5, 30),
     )
 }
 TIED = {"smollm2-135m"}
@@ -60,6 +62,9 @@ def plan(
     detach: bool = True,
     intermediate_size: int | None = None,
     vocabulary_size: int | None = None,
+    kv: Literal["separate", "shared"] = "separate",
+    kind: Literal["eagle2", "eagle3"] = "eagle2",
+    optimizer: Literal["adamw", "muon"] = "adamw",
     chunk: int = 128,
     answers: float = 1.0,
     conversation: int = 2048,
@@ -88,6 +93,9 @@ def plan(
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
         vocabulary_size: propose only that many tokens; None for all.
+        kv: whether specialists have keys and values of their own.
+        kind: of the draft; "eagle3" reads three inner layers, which the store keeps too, and learns a head of its own.
+        optimizer: adamw or muon.
         chunk: slots whose (chunk, V) matrices exist at once.
         answers: share of the slots that count; 1 is the worst case.
         conversation: tokens of the longest conversation.
@@ -102,10 +110,17 @@ def plan(
     for name, value in (("gpu", gpu), ("corpus_tokens", corpus_tokens), ("rate", rate)):
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
+    options = {
+        "detach": detach,
+        "intermediate_size": intermediate_size,
+        "vocabulary_size": vocabulary_size,
+        "kv": kv,
+        "kind": kind,
+    }
     specs = [find(target)] if target else [(spec, spec.name in TIED) for spec in TARGETS.values()]
     setups = [
         Setup(
-            _config(spec, own, depth, detach, intermediate_size, vocabulary_size),
+            _config(spec, own, depth, **options),
             tied,
             tokens,
             conversation,
@@ -117,6 +132,7 @@ def plan(
             device,
             chunk,
             accumulate=accumulate,
+            optimizer=optimizer,
         )
         for spec, tied in specs
         for own in ([allocation] if allocation else POSS)
@@ -154,15 +170,16 @@ def find(target: str) -> tuple[TargetSpec, bool]:
             config["max_position_embeddings"],
             (config.get("rope_parameters") or config).get("rope_theta", 10000.0),
             config.get("rms_norm_eps", 1e-6),
+            config["num_hidden_layers"],
         )
         return spec, bool(stored.get("tie_word_embeddings", False))
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is no config of a language model: {type(error).__name__} {error}") from error
 
 
-def token_bytes(spec: TargetSpec, stored: str) -> int:
-    """Bytes of a token in a feature store: its vector, itself and the greedy token; conversations add some 60 each."""
-    return vector_bytes(spec.hidden_size, torch.bfloat16, stored) + 4 + 4
+def token_bytes(config: DraftConfig, stored: str) -> int:
+    """Bytes of a token in a feature store: its vectors, itself and the greedy token; conversations add some 60 each."""
+    return (1 + len(config.layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4
 
 
 def epoch_flops(setup: Setup, corpus_tokens: float) -> float:
@@ -172,8 +189,8 @@ def epoch_flops(setup: Setup, corpus_tokens: float) -> float:
     return step * corpus_tokens / setup.tokens
 
 
-def _config(spec: TargetSpec, allocation: list[int], depth: int | None, *options) -> DraftConfig:
-    config = DraftConfig(spec, tuple(allocation), depth or sum(allocation), *options)
+def _config(spec: TargetSpec, allocation: list[int], depth: int | None, **options) -> DraftConfig:
+    config = DraftConfig(spec, tuple(allocation), depth or sum(allocation), **options)
     if config.unserved(config.depth):
         least = sum(allocation[:-1]) + 1
         raise ValueError(f"depth is {depth}, which never reaches the last of {list(allocation)}: give at least {least}")
@@ -193,7 +210,7 @@ def _sharing(setup: Setup) -> str:
 def _report(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
     config, spec, peak = setup.config, setup.config.target, memory(setup)
     hours = epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
-    size = token_bytes(spec, stored)
+    size = token_bytes(config, stored)
     parts = {name: value for name, value in peak._asdict().items() if name != "moment"}
     fits = "fits" if peak.total <= gpu * GIB else "does not fit"
     return [
@@ -213,7 +230,7 @@ def _overview(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float
     head = ("target", "allocation", "depth", "M parameters", "peak GiB", f"T in {gpu:g} GiB", "B/token", "store GB")
     lines = [f"{head[0]:<14}{head[1]:<20}" + "".join(f"{name:>14}" for name in (*head[2:], "epoch hours"))]
     for setup in setups:
-        config, size = setup.config, token_bytes(setup.config.target, stored)
+        config, size = setup.config, token_bytes(setup.config, stored)
         hours = epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
         numbers = (
             f"{config.depth}",
