@@ -77,7 +77,7 @@ def run(command: str, arguments: list[str]) -> None:
 def trainer(arguments: list[str]) -> None:
     """`fit`, `validate` and `test` through LightningCLI, which reads conf/trainer/base.yaml before all else."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.training.module import SpecialistTraining
@@ -89,6 +89,13 @@ def trainer(arguments: list[str]) -> None:
 
         def add_arguments_to_parser(self, parser) -> None:
             parser.link_arguments("data.source", "model.store", apply_on="instantiate")
+
+    class Settings(SaveConfigCallback):
+        """config.yaml is the training's: what looks at a checkpoint of it later leaves it as it is."""
+
+        def setup(self, trainer, pl_module, stage: str) -> None:
+            if stage == "fit":
+                super().setup(trainer, pl_module, stage)
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
@@ -103,6 +110,7 @@ def trainer(arguments: list[str]) -> None:
             FeatureData,
             args=arguments,
             parser_kwargs=parser | dict.fromkeys(TRAINER, begins),
+            save_config_callback=Settings,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             trainer_defaults={"use_distributed_sampler": False},  # the DataModule shares its batches out itself
