@@ -59,6 +59,7 @@ FAMILIES = {
     "qwen2": QWEN,
     "qwen3": QWEN | {"head_dim": 16},
     "mistral": {"sliding_window": WINDOW},
+    "olmo2": {},
     "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
     "phi3, longrope": {
         "rope_parameters": LONG | {"partial_rotary_factor": 0.5},
