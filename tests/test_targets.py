@@ -1,28 +1,24 @@
-"""The real targets at their real sizes, without weights; every command of docs/reproduce.md and docs/targets.md."""
+"""The real targets at their real sizes, without weights; and docs/reproduce.md, command by command."""
 
-import functools
 import inspect
-import re
 import shlex
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from documents import ROOT, Command, expanded, parsed, shell
 from huggingface_hub.cli.download import download
 from torch.distributed.run import get_args_parser
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from poss_lightning import cli
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.training.costs import parameters, shapes, specialist_parameters
 from poss_lightning.training.plan import TARGETS
 
-ROOT = Path(__file__).parents[1]
 LLAMA_3 = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -160,55 +156,10 @@ def test_the_published_settings():
 # --- the documents ---
 
 
-def plans() -> Iterator[tuple[str, str]]:
-    """Commands in docs/targets.md, and what is printed below each."""
-    for block in re.findall(r"```console\n(.*?)```", (ROOT / "docs/targets.md").read_text(), re.DOTALL):
-        for part in block.removeprefix("$ ").split("\n\n$ "):
-            command, _, said = part.partition("\n")
-            yield command, said.rstrip("\n")
-
-
-@pytest.mark.parametrize(("command", "said"), plans(), ids=lambda text: text[:48])
-def test_plans_are_what_is_printed(command, said, capsys):
-    poss, name, *arguments = shlex.split(command)
-    assert poss == "poss"
-    cli.run(name, arguments)
-    assert capsys.readouterr().out.rstrip("\n") == said
-
-
-def commands(target: str) -> Iterator[list[str]]:
+def lines(target: str) -> Iterator[list[str]]:
     """The command lines of docs/reproduce.md, in order, as the shell would have them for a target."""
-    names = {}
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs/reproduce.md").read_text(), re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            for name, value in names.items():
-                line = line.replace(f"${name}", value)
-            if given := re.fullmatch(r"([A-Z])=(\S+)", line):
-                names[given[1]] = target if given[1] == "T" else given[2]
-            else:
-                yield shlex.split(line)
-
-
-@pytest.fixture
-def called(monkeypatch):
-    """What a command of `poss` would be called with: its line is parsed as ever, and nothing is run."""
-
-    def arguments(name: str, line: list[str]) -> dict:
-        found, module = [], import_module(cli.TOOLS[name][0])
-        tool = getattr(module, name)
-
-        @functools.wraps(tool)
-        def instead(*args, **kwargs) -> None:
-            found.append(inspect.signature(tool).bind(*args, **kwargs).arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, instead)
-            patch.chdir(ROOT)
-            cli.run(name, line)
-        (only,) = found
-        return only
-
-    return arguments
+    for _, line in expanded(shell((ROOT / "docs/reproduce.md").read_text()), T=target):
+        yield shlex.split(line)
 
 
 OUTPUTS = {"extract": "out", "answer": "out", "benchmark": "out", "replay": "out", "report": "out"}
@@ -216,19 +167,18 @@ INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that
 
 
 @pytest.mark.parametrize("target", PUBLISHED)
-def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, called):
-    made, makefile, seen = set(), (ROOT / "Makefile").read_text(), []
-    for line in commands(target):
+def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made, seen = set(), []
+    for line in lines(target):
         if line[0] == "torchrun":
             line = [(ran := get_args_parser().parse_args(line[1:])).training_script, *ran.training_script_args]
             assert ran.no_python and ran.nproc_per_node == "8"
         seen.append(" ".join(line[:2]))
         if line[:2] == ["hf", "download"]:
             made.add(downloaded(line[2:]))
-        elif line[0] == "make":
-            assert re.search(rf"^{line[1]}:", makefile, re.MULTILINE)
         elif line[0] == "poss":
-            given = called(line[1], line[2:])
+            given = parsed(Command(0, *line[:1], line[1:]))
             read = [given[name] for name in INPUTS if name in given] + list((given.get("drafts") or {}).values())
             if line[1] == "sweep":
                 read += sweep_reads(target, made)
@@ -239,7 +189,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, calle
                 assert (given["depth"], given["nodes"], given["new_tokens"], len(given["suites"])) == (6, 60, 1024, 6)
                 assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{target}.yaml").read_text())["target"]
         else:
-            assert line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
+            assert line[0] == "make" or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
     asked = {f"poss {name}" for name in ("extract", "answer", "sweep", "benchmark", "compare", "report", "replay")}
     assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
