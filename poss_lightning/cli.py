@@ -89,7 +89,6 @@ def trainer(arguments: list[str]) -> None:
 
         def add_arguments_to_parser(self, parser) -> None:
             parser.link_arguments("data.source", "model.store", apply_on="instantiate")
-            parser.set_defaults(weights_only=True)  # Lightning would unpickle a checkpoint from an address
 
     class Settings(SaveConfigCallback):
         """config.yaml is the training's: what looks at a checkpoint of it later leaves it as it is."""
