@@ -1,6 +1,7 @@
-"""Prompts about long texts: each answer of a corpus becomes the text that a question is about.
+"""Prompts about long texts: answers of a corpus, one or several joined, become the text that a question is about.
 
 python experiments/data/about.py articles.jsonl.gz about.jsonl
+python experiments/data/about.py sampled.jsonl.gz joined.jsonl 4
 poss answer about.jsonl.gz --suites "[about.jsonl]"
 """
 
@@ -20,8 +21,9 @@ ASKED = (
 )
 
 
-def main(corpus: str, out: str) -> None:
-    texts = [chat.messages[-1]["content"] for chat in read_conversations(corpus)]
+def main(corpus: str, out: str, joined: str = "1") -> None:
+    answers, size = [chat.messages[-1]["content"] for chat in read_conversations(corpus)], int(joined)
+    texts = ["\n\n".join(answers[start : start + size]) for start in range(0, len(answers), size)]
     prompts = [ASKED[number % len(ASKED)].format(text) for number, text in enumerate(texts)]
     lines = [json.dumps({"id": number, "prompt": prompt}) for number, prompt in enumerate(prompts)]
     Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
