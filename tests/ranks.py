@@ -1,12 +1,9 @@
-"""One process of some trainings; tests/test_strategies.py starts as many as they have.
+"""One process of some trainings; tests/test_strategies.py forks as many as they have.
 
-    LOCAL_RANK=0 python tests/ranks.py '{"store": …, "initial": …, "runs": [{"strategy": "ddp", "world": 2, …}, …]}'
-
-Every run leaves the weights, a checkpoint of every step, what the callbacks wrote, and how much was reduced in a step.
+A run leaves the weights, a checkpoint of every second step, what the callbacks wrote, and how much a step reduced.
 """
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from poss_lightning import cli
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
@@ -77,8 +75,12 @@ class Reductions(lightning.Callback):
 
 
 def main(store: str, initial: str, runs: list[dict]) -> None:
+    """Do the runs, one after the other: {"strategy": "ddp", "world": 2, "folder": …, …}, or {"fit": arguments}."""
     reductions = Reductions()
     for run in runs:
+        if "fit" in run:
+            cli.run("fit", run["fit"])
+            continue
         folder, steps = Path(run["folder"]), run["accumulate"] * STEPS
         source, weights = run.get("store", store), run.get("initial", initial)
         module = SpecialistTraining(source, **MODEL | run.get("model", {}))
@@ -98,7 +100,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             callbacks=[
                 reductions,
                 DraftFolders("val/loss", "min"),
-                ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1),
+                ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
             ],
             **QUIET,
         )
@@ -107,7 +109,3 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

@@ -1,20 +1,18 @@
 """A loss or gradient that is not finite: who is blamed, what is left behind, and that training stops or goes on."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import lightning
 import pytest
 import torch
+from processes import forked, printed
 from test_training import store  # noqa: F401  (a fixture)
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.guard import NotFinite, load_batch
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import DeepSpeed
 
 
 class Sick(FeatureData):
@@ -93,25 +91,21 @@ def test_a_limit_that_cuts_a_step_is_refused(store, tmp_path):  # noqa: F811
         fit(FeatureData(store, validation=0.2), module, tmp_path, accumulate_grad_batches=2, limit_train_batches=3)
 
 
-ZERO = """
-import sys, lightning, torch
-from test_guard import fit, FeatureData, SpecialistTraining
-from poss_lightning.training.strategies import DeepSpeed
-module = SpecialistTraining(sys.argv[1], [1, 2], learning_rate=1e-3)
-module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)
-options = {"strategy": DeepSpeed(int(sys.argv[3])), "use_distributed_sampler": False}
-fit(FeatureData(sys.argv[1], batch_tokens=256, validation=0.2), module, sys.argv[2], **options)
-"""
+def overflow(store, folder, stages):  # noqa: F811
+    for stage in stages:
+        module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
+        module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)
+        data = FeatureData(store, batch_tokens=256, validation=0.2)
+        with pytest.raises(NotFinite, match="step 0: the gradient of"):
+            fit(data, module, folder / str(stage), strategy=DeepSpeed(stage), use_distributed_sampler=False)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_s_own_skipping_is_not_silent(store, tmp_path, stage):  # noqa: F811
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-c", ZERO, store, tmp_path, str(stage)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode and "NotFinite: step 0: the gradient of" in done.stderr, done.stderr[-1500:]
-    assert list(tmp_path.glob("not-finite-*/rank-0/0-batch.safetensors"))
+def test_deepspeed_s_own_skipping_is_not_silent(store, tmp_path):  # noqa: F811
+    stages, log = (2, 3), tmp_path / "log"
+    assert forked(log, 1, overflow, store, tmp_path, stages) == [0], printed(log)
+    for stage in stages:
+        assert list((tmp_path / str(stage)).glob("not-finite-*/rank-0/0-batch.safetensors"))
 
 
 def test_lightning_s_own_sampler_is_refused(store, tmp_path):  # noqa: F811

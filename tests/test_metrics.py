@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import forked, printed
 
 from poss_lightning.metrics import BINS, AcceptanceLength, FeatureDrift, PassMeans, PositionAcceptance, rounds, unrolled
 
@@ -94,19 +94,20 @@ def test_every_cosine_is_in_some_bin():
     assert histogram[0, -1] == histogram[1, 0] == 3 and histogram.sum() == 6
 
 
-def _rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def a_share(folder) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     shares = torch.tensor([0, 3, 1, 6, 6, 2, 0]).split([5, 2])
     length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(2)
     length.update(shares[rank])
     positions.update(*rounds(shares[rank], 6))
     means.update(torch.tensor([1.0, 4.0]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
-    torch.save((length.compute(), positions.compute(), means.compute()), f"{folder}/{rank}.pt")
+    torch.save((length.compute(), positions.compute(), means.compute()), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_count_as_one(tmp_path):
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
+    assert forked(tmp_path / "log", 2, a_share, tmp_path) == [0, 0], printed(tmp_path / "log")
     accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
     reached, passed = rounds(accepted, 6)
     for rank in range(2):

@@ -14,18 +14,16 @@ The numbers are accumulated batches. At 4 batches a step the third is short: it 
 """
 
 import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import naive
 import pytest
+import ranks
 import torch
 from conftest import tiny_target
+from processes import forked, printed
 from ranks import CLIP, DATA, EAGLE3, MODEL, STEPS
 from safetensors.torch import load_file, save_file
 
@@ -40,7 +38,6 @@ from poss_lightning.training.export import export
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import DeepSpeed
 
-RANKS = Path(__file__).with_name("ranks.py")
 CONF = Path(__file__).parents[1] / "conf"
 HAS_DEEPSPEED = find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
@@ -103,12 +100,12 @@ def trained(store, inner, initial, tmp_path_factory) -> Path:
     launch(store, initial, out, 1, runs(out, "one"))
     another = {name: other_kind(out, name, inner, initial) for name in OTHER_KIND}
     sharded = [*runs(out, "fsdp2", "ddp"), another["fsdp2"]]
-    launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"], *sharded])
+    launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"], *sharded, from_yaml(out, "fsdp2", store)])
     if not HAS_DEEPSPEED:
         return out
     zero = runs(out, "zero1", "fsdp2") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
     offload = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2}
-    launch(store, initial, out, 2, [*zero, another["zero1"], another["zero3"], offload])
+    launch(store, initial, out, 2, [*zero, another["zero1"], another["zero3"], offload, from_yaml(out, "zero3", store)])
     return out
 
 
@@ -116,6 +113,27 @@ def other_kind(out: Path, strategy: str, inner: str, initial: Path) -> dict:
     """A draft whose own head learns outside the unroll, without detaching."""
     beginning = {"store": inner, "model": EAGLE3, "initial": str(eagle3(initial))}
     return {"strategy": strategy, "world": 2, "accumulate": 2, "folder": str(out / strategy / "eagle3"), **beginning}
+
+
+def from_yaml(out: Path, name: str, store: str) -> dict:
+    """What the command line is given for a trainer's YAML on two CPU ranks."""
+    options = {
+        "data.store": store,
+        "data.validation": 0.2,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 2,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.log_every_n_steps": 1,
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.logger.save_dir": out,
+        "trainer.logger.name": f"{name}.yaml",
+        "trainer.logger.version": "",
+        "trainer.callbacks.init_args.every_n_train_steps": 1,  # of the last callback, which writes last.ckpt
+    }
+    configs = [CONF / "draft" / "poss3.yaml", CONF / "trainer" / f"{name}.yaml"]
+    return {"fit": [f"--config={path}" for path in configs] + [f"--{key}={value}" for key, value in options.items()]}
 
 
 def runs(out: Path, strategy: str, other: str | None = None) -> list[dict]:
@@ -132,25 +150,8 @@ def runs(out: Path, strategy: str, other: str | None = None) -> list[dict]:
 
 
 def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -> None:
-    """Run them in `world` processes, one of which is enough to stop all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    plan = json.dumps({"store": store, "initial": str(initial), "runs": runs})
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    logs = [out / f"{runs[0]['strategy']}.{rank}.log" for rank in range(world)]
-    processes = []
-    for rank, log in enumerate(logs):
-        environment = {**shared, "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-        command = [sys.executable, str(RANKS), plan]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(codes), "\n".join(log.read_text()[-2000:] for log in logs)
+    log = out / runs[0]["strategy"]
+    assert forked(log, world, ranks.main, store, str(initial), runs) == [0] * world, printed(log)
 
 
 @pytest.fixture(scope="module")
@@ -323,31 +324,11 @@ def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
-def test_a_trainer_yaml_runs_on_two_cpu_ranks(store, tiny_folder, tmp_path, name):
-    """From the command line, with validation, probe and checkpoint while everything is divided."""
-    options = {
-        "data.store": store,
-        "data.validation": 0.2,
-        "trainer.accelerator": "cpu",
-        "trainer.devices": 2,
-        "trainer.max_steps": 2,
-        "trainer.val_check_interval": 2,
-        "trainer.check_val_every_n_epoch": "null",
-        "trainer.log_every_n_steps": 1,
-        "trainer.logger": "TensorBoardLogger",
-        "trainer.logger.save_dir": tmp_path,
-        "trainer.logger.name": "run",
-        "trainer.logger.version": "",
-        "trainer.callbacks.init_args.every_n_train_steps": 1,  # of the last callback, which writes last.ckpt
-    }
-    configs = [CONF / "draft" / "poss3.yaml", CONF / "trainer" / f"{name}.yaml"]
-    command = [Path(sys.executable).parent / "poss", "fit", *(f"--config={path}" for path in configs)]
-    command += [f"--{key}={value}" for key, value in options.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    export(str(tmp_path / "run" / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
-    for folder in (tmp_path / "run" / "draft-last", tmp_path / "run" / "draft-best", tmp_path / "exported"):
+def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
+    """With validation, probe and checkpoint while everything is divided."""
+    run = trained / f"{name}.yaml"
+    export(str(run / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
+    for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
         assert Specialists.from_pretrained(folder).config.allocation == (3, 3)
 
 

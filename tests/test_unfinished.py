@@ -4,19 +4,17 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from processes import SECONDS, fork
 from test_extract import ROLES, SIZES, WORDS, contents, dies_after, make_conversations
 
 from poss_lightning.features import extract as extraction
-from poss_lightning.features import manifest
+from poss_lightning.features import manifest, shards
 from poss_lightning.features.extract import extract, write_store
 from poss_lightning.features.manifest import verify
 from poss_lightning.features.shards import write_shard
@@ -33,19 +31,19 @@ def whole(target, tmp_path_factory) -> Path:
     return folder
 
 
-SLEEPY = """
-import sys, time
-from pathlib import Path
-from poss_lightning.features import extract, shards
-read = shards.read_batch
-def slow(*arguments):
-    if Path(sys.argv[2], ".shard-00001.arrow.tmp").exists():
-        print("half", flush=True)
-        time.sleep(60)
-    return read(*arguments)
-shards.read_batch = slow
-extract.extract(*sys.argv[1:3], target=sys.argv[3], dtype="float32", batch_tokens=2000, shard_mb=1)
-"""
+def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options) -> None:
+    """Extract as a rank that stands still in the middle of its first shard."""
+    os.environ.update(environment)
+    read = shards.read_batch
+
+    def slow(*given):
+        if Path(arguments[1], ".shard-00001.arrow.tmp").exists():
+            half.set()
+            time.sleep(60)
+        return read(*given)
+
+    shards.read_batch = slow
+    extract(*arguments, **options)
 
 
 def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monkeypatch, capsys):
@@ -56,17 +54,17 @@ def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monk
     corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     sizes = {"dtype": "float32", "batch_tokens": 2000, "shard_mb": 1}
-    command = [sys.executable, "-c", SLEEPY, str(corpus), str(killed), tiny_folder]
     ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | ranks
-    ) as process:
-        assert process.stdout.readline() == "half\n"
-        for name, value in (ranks | {"RANK": "0", "LOCAL_RANK": "0"}).items():
-            monkeypatch.setenv(name, value)
-        extract(str(corpus), str(killed), tiny_folder, **sizes)
-        assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
-        process.send_signal(signal.SIGKILL)
+    half, given = fork.Event(), (str(corpus), str(killed), tiny_folder)
+    process = fork.Process(target=stop_within_a_shard, args=(half, ranks, *given), kwargs=sizes, daemon=True)
+    process.start()
+    assert half.wait(SECONDS)
+    for name, value in (ranks | {"RANK": "0", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    extract(str(corpus), str(killed), tiny_folder, **sizes)
+    assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
+    process.kill()
+    process.join()
     assert ".shard-00001.arrow.tmp" in contents(killed) and "manifest.json" not in contents(killed)
     extract(str(corpus), str(killed), tiny_folder, **sizes)
     monkeypatch.undo()

@@ -1,0 +1,50 @@
+"""Processes of a test, forked off it: they begin at once, where starting Python and importing torch takes seconds."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+
+fork = multiprocessing.get_context("fork")
+SECONDS = 600  # until all are ended; on a busy machine too
+
+
+def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> list[int]:
+    """The exit codes of `world` ranks that do `work(*given)`, as torchrun would start them; one that fails ends all.
+
+    Rank r prints to `log`.r. They inherit torch on a single thread (conftest.py): more would hang in a copy.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    ranks = [fork.Process(target=_rank, args=(log, shared, rank, work, given)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    try:
+        left, end = ranks, time.monotonic() + SECONDS
+        while left and not any(rank.exitcode for rank in ranks) and time.monotonic() < end:
+            wait([rank.sentinel for rank in left], end - time.monotonic())
+            left = [rank for rank in left if rank.exitcode is None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    return [rank.exitcode for rank in ranks]
+
+
+def printed(log: Path, most: int = 2000) -> str:
+    """The end of what every rank printed."""
+    return "\n".join(path.read_text()[-most:] for path in sorted(log.parent.glob(f"{log.name}.*")))
+
+
+def _rank(log: Path, shared: dict[str, object], rank: int, work: Callable[..., None], given: tuple) -> None:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in (shared | own).items()})
+    sys.stdout = sys.stderr = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115
+    for stream in (1, 2):
+        os.dup2(sys.stderr.fileno(), stream)
+    work(*given)
