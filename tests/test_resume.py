@@ -2,15 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from processes import forked, printed
 from test_training import store  # noqa: F401  (a fixture)
 
 from poss_lightning.features.datamodule import FeatureData
@@ -39,7 +40,16 @@ class Kill(lightning.Callback):
             raise Killed
 
 
-def fit(store, folder, kill=None, goes_on=False, every=1, **options):  # noqa: F811
+class Left(Kill):
+    """Keeps what a kill after batch n would leave as n.ckpt: training up to there again and again takes long."""
+
+    def on_train_batch_end(self, trainer, *rest):
+        super().on_train_batch_end(trainer, *rest)
+        if (last := Path(trainer.default_root_dir, "last.ckpt")).exists():
+            shutil.copy(last, last.with_name(f"{len(self.seen)}.ckpt"))
+
+
+def fit(store, folder, kill=None, goes_on=None, every=1, **options):  # noqa: F811
     lightning.seed_everything(0)
     module = SpecialistTraining(store, [1, 2], learning_rate=3e-3)
     keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
@@ -60,7 +70,7 @@ def fit(store, folder, kill=None, goes_on=False, every=1, **options):  # noqa: F
         }
     )
     data = FeatureData(store, batch_tokens=256, validation=0.2)
-    trainer.fit(module, data, ckpt_path=f"{folder}/last.ckpt" if goes_on else None)
+    trainer.fit(module, data, ckpt_path=goes_on and folder / goes_on)
     return module, trainer, kill.seen
 
 
@@ -70,48 +80,42 @@ def fit(store, folder, kill=None, goes_on=False, every=1, **options):  # noqa: F
     ids=str,
 )
 def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, every, options):  # noqa: F811
-    whole, trainer, seen = fit(store, tmp_path / "whole", **options)
+    whole, trainer, seen = fit(store, tmp_path, Left(), every=every, **options)
     batches = trainer.num_training_batches
     assert batches >= 5
     for after in [batches - 2, batches - 1, batches, batches + 1, 2 * batches]:
-        with pytest.raises(Killed):
-            fit(store, tmp_path / str(after), Kill(after), every=every, **options)
-        again, other, rest = fit(store, tmp_path / str(after), goes_on=True, every=every, **options)
+        again, other, rest = fit(store, tmp_path, goes_on=f"{after}.ckpt", every=every, **options)
         assert other.global_step == trainer.global_step
         assert 0 < len(rest) < len(seen) and seen[-len(rest) :] == rest  # at the exact sample
         for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True):
             assert torch.equal(a, b), after
 
 
-SCRIPT = "import sys, test_resume as t; t.fit(sys.argv[1], sys.argv[2], t.Kill(int(sys.argv[3]), {signal}), {options})"
-
-
-def run(tmp_path, store, after, signal="None", options=""):  # noqa: F811
-    """`fit` in processes of its own, which die."""
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT.format(signal=signal, options=options))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, script, store, tmp_path, str(after)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-
-
 def test_sigkill(store, tmp_path):  # noqa: F811
     whole, _, _ = fit(store, tmp_path / "whole")
-    died = run(tmp_path, store, 9, "9", "every=4")
-    assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
-    again, _, _ = fit(store, tmp_path, goes_on=True, every=4)
+    work = partial(fit, store, tmp_path, Kill(9, signal.SIGKILL), every=4)
+    assert forked(tmp_path / "log", 1, work) == [-signal.SIGKILL], printed(tmp_path / "log")
+    again, _, _ = fit(store, tmp_path, goes_on="last.ckpt", every=4)
     assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("after", [1, 3])
-def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path, after):  # noqa: F811
-    died = run(tmp_path, store, after + 1, options="devices=2, strategy='ddp'")
-    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)] if died.returncode else died
-    taken = [name for rank in seen for _, ids in rank[:after] for name in ids]
-    with pytest.warns(UserWarning, match="the run goes on with 1 batches a step .* where it had 2"):
-        _, trainer, rest = fit(store, tmp_path, goes_on=True, max_epochs=2)
-    first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
-    assert sorted(taken + first) == sorted(second) and taken and first
-    assert trainer.current_epoch == 2
-    steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # the learning rate falls to nothing, and no sooner
-    assert abs(steps - trainer.num_training_batches * 2) <= 1
+def die_on_two(store, folder, afters):  # noqa: F811
+    for after in afters:
+        with pytest.raises(Killed):
+            fit(store, folder / str(after), Kill(after + 1), devices=2, strategy="ddp")
+
+
+def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):  # noqa: F811
+    afters, log = (1, 3), tmp_path / "log"
+    assert forked(log, 2, die_on_two, store, tmp_path, afters) == [0, 0], printed(log)
+    for after in afters:
+        folder = tmp_path / str(after)
+        seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
+        taken = [name for rank in seen for _, ids in rank[:after] for name in ids]
+        with pytest.warns(UserWarning, match="the run goes on with 1 batches a step .* where it had 2"):
+            _, trainer, rest = fit(store, folder, goes_on="last.ckpt", max_epochs=2)
+        first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
+        assert sorted(taken + first) == sorted(second) and taken and first
+        assert trainer.current_epoch == 2
+        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # the rate falls to nothing, and no sooner
+        assert abs(steps - trainer.num_training_batches * 2) <= 1
