@@ -14,11 +14,19 @@ from poss_lightning.features.store import Sample
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 50
+DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
+DRAFTS += [((3, 3), {"kind": "eagle3", "kv": "shared"})]
+TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, top_k; every draft meets two of them
 
 
 @pytest.fixture(scope="module")
 def target():
     return tiny_target(3, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[list[int]]:
+    return [answer.tokens for answer in Autoregressive(target).decode(PROMPTS, LIMIT)]
 
 
 def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tuple[int, ...] = ()) -> Sample:
@@ -46,28 +54,20 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
     return Specialists(config, words).eval()
 
 
-@pytest.mark.parametrize("tree", [(6, 60, 10), (6, 7, 1), (3, 12, 3)], ids=str)
 @pytest.mark.parametrize(
-    ("allocation", "options"),
-    [
-        ((6,), {}),
-        ((2, 2, 2), {}),
-        ((1, 3, 2), {}),
-        ((1, 3, 2), {"kind": "eagle3"}),
-        ((3, 3), {"kind": "eagle3", "kv": "shared"}),
-    ],
+    ("allocation", "options", "tree"),
+    [(*draft, tree) for at, draft in enumerate(DRAFTS) for tree in (TREES[at % 3], TREES[(at + 1) % 3])],
     ids=str,
 )
-def test_replayed_rounds_are_the_engines(target, allocation, options, tree):
+def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tree):
     depth, nodes, top_k = tree
-    plain = [answer.tokens for answer in Autoregressive(target).decode(PROMPTS, LIMIT)]
     draft = lucky(target, plain, allocation, sum(tree), **options)
     decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT)
     cut = [answer[-1] not in target.chat.stops for answer in plain]
     given = zip(cut, PROMPTS, plain, strict=True)
     layers = draft.config.layers
     samples = [(ended if own else read)(target, prompt, answer, layers=layers) for own, prompt, answer in given]
-    for rows in (1, 2, 16):  # alone as side by side
+    for rows in (2, 16):  # the fifth alone, all side by side
         replayed = replay_rounds(draft, target.ends, samples, depth, nodes, top_k, rows)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
