@@ -1,14 +1,27 @@
 """`poss demo` from end to end on a tiny random target: every command, every file it promises."""
 
+import json
+from pathlib import Path
+
 from conftest import tiny_draft, tiny_model
 from tiny import tiny_tokenizer
 
-from poss_lightning.demo import demo
+from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.demo import CORPUS, demo
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
 
 
-def test_the_demo_runs_and_goes_on(tmp_path, capsys):
+def shortened(path: Path) -> Path:
+    """The shipped corpus with the beginnings of its texts: the tiny tokenizer makes a token of nearly every letter."""
+    talks = read_conversations(str(CORPUS), limit=60)
+    short = [[message | {"content": message["content"][:100]} for message in talk.messages] for talk in talks]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in short))
+    return path
+
+
+def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("poss_lightning.demo.CORPUS", shortened(tmp_path / "short.jsonl"))
     folder, target = tmp_path / "demo", tmp_path / "target"
     tiny_model(max_position_embeddings=4096).save_pretrained(target)
     tiny_tokenizer().save_pretrained(target)
