@@ -1,4 +1,7 @@
-"""Processes of a test, forked off it: they begin at once, where starting Python and importing torch takes seconds."""
+"""Processes of a test, forked off a server that has torch in it: starting Python and importing torch takes seconds.
+
+The test itself cannot be forked: where there is a GPU its backward has left threads behind.
+"""
 
 import multiprocessing
 import os
@@ -9,14 +12,15 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
-fork = multiprocessing.get_context("fork")
+fork = multiprocessing.get_context("forkserver")
+fork.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
 SECONDS = 600  # until all are ended; on a busy machine too
 
 
 def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> list[int]:
     """The exit codes of `world` ranks that do `work(*given)`, as torchrun would start them; one that fails ends all.
 
-    Rank r prints to `log`.r. They inherit torch on a single thread (conftest.py): more would hang in a copy.
+    Rank r prints to `log`.r.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
