@@ -19,18 +19,18 @@ CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 def demo(
     out: str = "runs/demo",
     target: str = "embedded",
-    start_from: str = "embedded-eagle",
+    start_from: str = "embedded-hass",
     trained: str | None = "embedded-poss2",
-    conversations: int = 400,
-    steps: int = 80,
+    conversations: int = 200,
+    steps: int = 40,
     limit: int = 2,
     new_tokens: int = 64,
     vocabulary_size: int = 8192,
 ) -> None:
-    """From a frozen target to a faster decode in about ten minutes on two CPU cores.
+    """From a frozen target to a faster decode in a few minutes on two CPU cores.
 
-    Features of conversations; from a single layer (EAGLE), for equal steps, the same layer on its own features (HASS)
-    and position specialists (PosS-2); then real answers by all of them, by a head that was trained for longer, and by
+    Features of conversations; from a single layer, for equal steps, the same layer on its own features (HASS) and
+    position specialists (PosS-2); then real answers by all of them, by a head that was trained for longer, and by
     plain decoding. Stages that are finished are not done again.
 
     Args:
@@ -54,14 +54,14 @@ def demo(
     _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {steps} steps)")
     poss2 = fit("poss2")
     _say(4, f"{limit} questions of each suite, answered by plain decoding and by every draft in turn")
-    methods = {"eagle": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
+    methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
     drafts = [f"--drafts.{name}={path}" for name, path in methods.items()]
     options = [f"--target={target}", f"--limit={limit}", f"--new_tokens={new_tokens}", "--tree=auto"]
     records, report = str(folder / "benchmark"), str(folder / "report.html")
     cli.run("benchmark", [records, *drafts, *options])
     _say(5, "and some again in float32, where the answers must be the target's own to the last token")
     cli.run("benchmark", [f"{folder}/exact", *drafts, *options, "--dtype=float32", "--suites=[questions]"])
-    cli.run("compare", [records, "--reference", "hass"])
+    cli.run("compare", [records, "--reference", "single"])
     cli.run("report", [records, "--runs", str(folder), "--out", report])
     print(_exactness(Path(f"{folder}/exact")))
     print(f"\nThe page: {report}   ({time.perf_counter() - began:.0f} s)")

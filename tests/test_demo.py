@@ -32,7 +32,7 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
     demo(str(folder), str(target), **heads, **sizes)
     assert (folder / "report.html").is_file()
     records = read_records(folder / "benchmark")
-    assert {record.method for record in records} == {"autoregressive", "generate", "eagle", "hass", "poss2", "trained"}
+    assert {record.method for record in records} == {"autoregressive", "generate", "single", "hass", "poss2", "trained"}
     assert "report.html" in capsys.readouterr().out
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     demo(str(folder), str(target), **heads, **sizes)  # everything is there: nothing is done again

@@ -176,7 +176,7 @@ class Specialists(nn.Module):
 
 
 def shipped() -> list[str]:
-    """Names of the heads that come with the package, e.g. embedded-eagle."""
+    """Names of the heads that come with the package, e.g. embedded-hass."""
     return sorted(folder.name for folder in HEADS.iterdir()) if HEADS.is_dir() else []
 
 
