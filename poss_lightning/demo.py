@@ -25,7 +25,7 @@ def demo(
     steps: int = 40,
     limit: int = 2,
     new_tokens: int = 64,
-    vocabulary_size: int = 8192,
+    vocabulary_size: int = 32768,
 ) -> None:
     """From a frozen target to a faster decode in a few minutes on two CPU cores.
 
