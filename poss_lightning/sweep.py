@@ -21,13 +21,12 @@ from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.evaluation.records import BASELINES, depths, read_cells, read_runs
+from poss_lightning.evaluation.records import BASELINES
 from poss_lightning.files import atomic, sha256
 from poss_lightning.fitting import fitted, named
 from poss_lightning.reports.compare import show
+from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
-from poss_lightning.reports.seeds import over_seeds
-from poss_lightning.reports.tables import seed_tables
 
 SETTINGS = "sweep.yaml"
 
@@ -197,14 +196,16 @@ def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
     folders = [cell.folder for cell in done]
     if reference not in {cell.choice for cell in done}:
         reference = None
-    rows = over_seeds(read_cells(folders), reference, depths=depths(read_runs(folders)))
+    found = find(folders, reference=reference)
     with atomic(folder / "summary.json") as path:
-        path.write_text(json.dumps([_plain(asdict(row)) for row in rows], indent=1) + "\n")
-    show(seed_tables(rows, reference))
+        path.write_text(json.dumps([_plain(asdict(row)) for row in found.rows], indent=1) + "\n")
+    show(found.tables, note=found.note)
 
 
 def _plain(value: object) -> object:
     """As JSON has it, which knows no nan."""
     if isinstance(value, dict):
         return {name: _plain(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(own) for own in value]
     return None if isinstance(value, float) and math.isnan(value) else value

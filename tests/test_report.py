@@ -20,7 +20,8 @@ from poss_lightning.evaluation.rounds import NAME, Round, to_line
 from poss_lightning.reports.charts import COLOURS, MARKED, Curve, line_chart
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.explorer import NODES, Node, spans, steps
-from poss_lightning.reports.report import one_seed, report
+from poss_lightning.reports.findings import one_seed
+from poss_lightning.reports.report import report
 from poss_lightning.reports.scalars import by_choice, by_depth, mean, over_runs, read_scalars
 from poss_lightning.reports.seeds import over_seeds
 from poss_lightning.reports.summary import summarise
@@ -301,10 +302,13 @@ def test_where_there_are_no_event_files_the_last_values_will_do(training, tmp_pa
 
 
 def test_a_sweep_without_baselines_is_shown_without_speed(tmp_path):
-    for choice in CHOICES:
-        write_records(tmp_path / choice / "seed-0", make_records(methods=(choice,)), {"methods": {}})
-    page = write_page(tmp_path, str(tmp_path), reference="eagle")
-    assert "largest τ by prompt" in page and "Milliseconds" not in page
+    for seed in (0, 1):
+        for choice in CHOICES:
+            records = make_records(methods=(choice,), seed=seed)
+            write_records(tmp_path / choice / f"seed-{seed}", records, {"methods": {}})
+        page = write_page(tmp_path, str(tmp_path), reference="eagle")
+        assert ("largest τ by prompt" in page) == (seed > 0)  # one training of each is compared over prompts
+        assert ("method was trained once" in page) == (seed == 0) and "Milliseconds" not in page
 
 
 def test_replayed_rounds_are_shown_without_seconds_and_text(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from synthetic import draw_reach, make_records, true_tau
 from poss_lightning.evaluation.records import to_line
 from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import compare
-from poss_lightning.reports.seeds import crossed, leave_one_out, over_seeds, pseudo_values, scalars_over_seeds
-from poss_lightning.reports.statistics import Sums, detectable, holm
+from poss_lightning.reports.seeds import crossed, leave_one_out, over_seeds, pseudo_values
+from poss_lightning.reports.statistics import Sums, correct, detectable, difference, holm
 
 
 def make_cells(choices=("eagle", "poss-1"), seeds=(0, 1, 2), **options):
@@ -172,21 +173,37 @@ def test_without_an_effect_few_are_found_and_at_the_detectable_effect_four_in_fi
 def test_the_paired_t_test_finds_its_detectable_effect_four_times_in_five():
     draw, found = np.random.default_rng(0), []
     for _ in range(2000):
-        noise = draw.normal(0, 1, (2, 5)) + draw.normal(0, 3, 5)  # what a seed brings both
-        values = {"a": dict(enumerate(noise[0])), "b": dict(enumerate(noise[1] + detectable(math.sqrt(2 / 5), 4)))}
-        found.append(scalars_over_seeds(values, "loss", "a")[1].gain_these_prompts.p < 0.05)
+        gains = draw.normal(detectable(math.sqrt(2 / 5), 4), math.sqrt(2), 5)
+        found.append(difference(gains.mean(), gains.std(ddof=1) / math.sqrt(5), 4).p < 0.05)
+    assert np.mean(found) == pytest.approx(0.8, abs=0.03)
+
+
+def test_one_real_effect_among_five_comparisons_is_found_at_the_detectable_effect_of_five():
+    draw, found = np.random.default_rng(0), []
+    true = np.array([detectable(math.sqrt(2 / 5), 4, tests=5), 0, 0, 0, 0])
+    for _ in range(2000):
+        gains = draw.normal(true, math.sqrt(2), (5, 5))  # (seeds, choices)
+        errors = gains.std(0, ddof=1) / math.sqrt(5)
+        held = {k: difference(gains[:, k].mean(), errors[k], 4) for k in range(5)}
+        found.append(correct(held)[0].holm < 0.05)
     assert np.mean(found) == pytest.approx(0.8, abs=0.03)
 
 
 # --- edges ---
 
 
-def test_scalars_are_corrected_over_choices_and_know_no_prompts():
-    values = {name: {0: 1.0 + step, 1: 1.3 + 2 * step, 2: 0.9} for name, step in zip("abc", (0, 0.1, 0.3), strict=True)}
-    rows = scalars_over_seeds(values, "val_loss", "a")
-    gains = [row.gain_these_prompts for row in rows[1:]]
+def test_gains_are_corrected_over_choices_and_so_is_what_they_could_find():
+    cells = make_cells()
+    for seed in range(3):
+        cells["third", seed] = [
+            replace(record, method="third") if record.method == "poss-1" else record for record in cells["poss-1", seed]
+        ]
+    rows = rows_of(over_seeds(cells, "eagle"))
+    gains = [rows[choice, "tau_macro"].gain for choice in ("poss-1", "third")]
     assert [gain.holm for gain in gains] == holm([gain.p for gain in gains])
-    assert all((row.gain, row.suite, row.measure) == (None, "", "val_loss") for row in rows)
+    assert all(gain.detectable == detectable(gain.error, gain.freedom, tests=2) for gain in gains)
+    ratio = rows["third", "speed_up"].gain
+    assert ratio.detectable == math.expm1(detectable(ratio.error, ratio.freedom, tests=2))
 
 
 def test_only_seeds_that_both_have_are_paired_and_one_gives_no_interval():

@@ -7,14 +7,12 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from poss_lightning.evaluation.records import depths, read_cells, read_records, read_runs, timed
-from poss_lightning.reports.seeds import over_seeds
-from poss_lightning.reports.summary import summarise
-from poss_lightning.reports.tables import Cell, Table, method_tables, seed_tables
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.tables import Cell, Table
 
 LEGEND = (
     "Under each value its 95 % interval; under a difference or a ratio also its p, Holm-corrected for all that are "
-    "held against the same one, and as ± the smallest true effect that it would find with 80 % power at 5 %."
+    "held against the same one, and as ± the smallest true effect that it would find with 80 % power, so corrected."
 )
 
 
@@ -30,8 +28,8 @@ def compare(
     One training of each method: the intervals come from a bootstrap over prompts, paired between methods, as every
     method is given the same prompts in each draw. All methods must have answered the same prompts.
 
-    Several trainings, in folders CHOICE/seed-N: means over seeds, and differences paired by seed, with seeds and
-    prompts both taken as random.
+    Several trainings of a method, in folders CHOICE/seed-N: means over seeds, and differences paired by seed, with
+    seeds and prompts both taken as random.
 
     Beside each comparison stand its p, Holm-corrected for the methods held against the same one, and the smallest true
     effect that it would find with 80 % power.
@@ -44,20 +42,14 @@ def compare(
         resamples: Draws of the bootstrap.
         seed: Of the bootstrap.
     """
-    known = depths(read_runs(records))
-    if cells := read_cells(records):
-        return show(seed_tables(over_seeds(cells, reference, baseline, known), reference))
-    answers = read_records(records)
-    over = baseline if timed(answers) else None
-    summaries = summarise(answers, over, reference, known, resamples, seed)
-    print(f"{summaries[0].prompts} prompts, each method trained once")
-    show(method_tables(summaries, over, reference))
+    found = find(records, baseline, reference, resamples, seed)
+    show(found.tables, note=found.note)
 
 
-def show(tables: Iterable[Table], console: Console | None = None) -> None:
-    """Print tables, after how to read them."""
+def show(tables: Iterable[Table], console: Console | None = None, note: str = "") -> None:
+    """Print tables, after a note on them and how to read them."""
     console = console or Console()
-    console.print(f"\n{LEGEND}\n")
+    console.print(f"\n{note} {LEGEND}\n".replace("\n ", "\n"))
     for table in tables:
         console.print(_grid(table))
 

@@ -60,15 +60,14 @@ class SeedSummary:
     """One choice in one measure, over its training seeds.
 
     Attributes:
-        suite: the suite, `ALL`, or "" where the measure knows no prompts.
-        measure: "tau_macro", "tau_micro", "pos_acc_1" … "pos_acc_K", "tokens_per_second", "speed_up" (over the baseline
-            of the same folder), or the name of any other scalar.
+        suite: the suite, or `ALL`.
+        measure: "tau_macro", "tau_micro", "pos_acc_1" … "pos_acc_K", "tokens_per_second" or "speed_up" (over the
+            baseline of the same folder).
         values: by training seed.
         mean: over seeds, with its t-interval: these prompts, other trainings.
         deviation: standard deviation over seeds; nan for one.
         gain: against the reference, seeds and prompts both random; a ratio (geometric mean over seeds) for the measures
-            in `RATIOS`, else a difference. None for the reference itself, without a seed in common, and where no
-            prompts are known.
+            in `RATIOS`, else a difference. None for the reference itself, and without a seed in common.
         gain_these_prompts: the same by the paired t-test over seeds, prompts as they are.
         pairs: the seeds that both have, on which both gains rest; one alone gives no interval.
     """
@@ -118,14 +117,6 @@ def over_seeds(
                 held.setdefault(measure, {}).setdefault(choice, {})[seed] = values
         summaries += [row for measure, own in held.items() for row in _summarise(suite, measure, own, reference)]
     return summaries
-
-
-def scalars_over_seeds(
-    values: dict[str, dict[int, float]], measure: str, reference: str | None = None
-) -> list[SeedSummary]:
-    """The same for any scalar by choice and seed, such as a validation loss; it knows no prompts, so `gain` is None."""
-    held = {choice: {seed: np.array([value]) for seed, value in own.items()} for choice, own in values.items()}
-    return _summarise("", measure, held, reference)
 
 
 def leave_one_out(prompts: int) -> Floats:
@@ -178,8 +169,7 @@ def _summarise(suite: str, measure: str, held: Held, reference: str | None) -> l
             effects = np.stack([change(held[choice][seed]) - change(others[seed]) for seed in seeds])  # (S, 1+Q)
             mean = float(effects[:, 0].mean())
             gains_these[choice] = compare(mean, _deviation(effects[:, 0]) / len(seeds) ** 0.5, len(seeds) - 1)
-            if effects.shape[1] > 1:
-                gains[choice] = compare(mean, *_error(pseudo_values(effects)))
+            gains[choice] = compare(mean, *_error(pseudo_values(effects)))
     gains, gains_these = correct(gains), correct(gains_these)
     rows = []
     for choice, own in held.items():

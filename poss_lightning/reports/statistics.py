@@ -31,6 +31,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 Floats = NDArray[np.float64]
+LEVEL = 0.05  # of two-sided tests and of intervals
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,17 @@ class Comparison(Estimate):
         p: of the two-sided test that there is no effect.
         holm: the same, corrected for the methods held against the same one.
         detectable: the smallest true effect, in either direction from "no effect", that such a sample finds with 80 %
-            power at 5 % two-sided, uncorrected; 0.03 is a ratio of 1.03. Itself estimated from the spread seen: over
-            5 seeds it may well be half as large again, or two thirds.
+            power at 5 % two-sided, by Holm's first step, the strictest; 0.03 is a ratio of 1.03. Itself estimated from
+            the spread seen: over 5 seeds it may well be half as large again, or two thirds.
+        error: standard error of the difference, or of the ratio's logarithm.
+        freedom: its degrees of freedom.
     """
 
     p: float
     holm: float
     detectable: float
+    error: float
+    freedom: float
 
     def significance(self) -> str:
         """The corrected p, or nothing."""
@@ -80,7 +85,19 @@ class Comparison(Estimate):
 
     def percent(self) -> "Comparison":
         """The same difference of shares in per cent points."""
-        return replace(super().percent(), detectable=100 * self.detectable)
+        return replace(super().percent(), detectable=100 * self.detectable, error=100 * self.error)
+
+    def among(self, tests: int, holm: float) -> "Comparison":
+        """The same as one of so many that are held against one method, with its corrected p."""
+        return replace(self, holm=holm, detectable=detectable(self.error, self.freedom, tests))
+
+
+class Ratio(Comparison):
+    """A comparison whose `detectable` is of the ratio, and whose `error` of its logarithm."""
+
+    def among(self, tests: int, holm: float) -> "Ratio":
+        found = super().among(tests, holm)
+        return replace(found, detectable=math.expm1(found.detectable))
 
 
 @dataclass(frozen=True)
@@ -178,19 +195,20 @@ def difference(value: float, error: float, freedom: float) -> Comparison:
     """A difference held against 0; not yet corrected for others."""
     found = interval(value, error, freedom)
     p = _p(value, error, freedom)
-    return Comparison(value, found.low, found.high, p, p, detectable(error, freedom))
+    return Comparison(value, found.low, found.high, p, p, detectable(error, freedom), error, freedom)
 
 
-def quotient(logarithm: float, error: float, freedom: float) -> Comparison:
-    """A ratio held against 1, from its logarithm and the standard error of that."""
-    found = difference(logarithm, error, freedom)
-    ends = {name: math.exp(getattr(found, name)) for name in ("value", "low", "high")}
-    return replace(found, **ends, detectable=math.expm1(found.detectable))
+def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
+    """A ratio held against 1, from its logarithm and the standard error of that; not yet corrected for others."""
+    found = interval(logarithm, error, freedom)
+    p = _p(logarithm, error, freedom)
+    smallest = math.expm1(detectable(error, freedom))
+    return Ratio(*map(math.exp, (found.value, found.low, found.high)), p, p, smallest, error, freedom)
 
 
-def detectable(error: float, freedom: float) -> float:
-    """The true effect that is found with 80 % power at 5 % two-sided; 2.80 standard errors where freedom is large."""
-    return error * _factor(freedom)
+def detectable(error: float, freedom: float, tests: int = 1) -> float:
+    """The true effect found with 80 % power at 5 % two-sided, over so many tests; of one, about 2.8 errors."""
+    return error * _factor(freedom, LEVEL / max(tests, 1))
 
 
 def holm(p: list[float]) -> list[float]:
@@ -206,12 +224,13 @@ def holm(p: list[float]) -> list[float]:
 def correct(comparisons: dict[str, Comparison]) -> dict[str, Comparison]:
     """Methods held against the same one, by name, each corrected for the others."""
     corrected = holm([comparison.p for comparison in comparisons.values()])
-    return {name: replace(own, holm=p) for (name, own), p in zip(comparisons.items(), corrected, strict=True)}
+    tests = sum(not math.isnan(p) for p in corrected)
+    return {name: own.among(tests, p) for (name, own), p in zip(comparisons.items(), corrected, strict=True)}
 
 
 @lru_cache
-def _quantile(freedom: float) -> float:
-    return float(stats.t.ppf(0.975, freedom)) if freedom > 0 else math.nan
+def _quantile(freedom: float, level: float = LEVEL) -> float:
+    return float(stats.t.isf(level / 2, freedom)) if freedom > 0 else math.nan
 
 
 def _p(value: float, error: float, freedom: float) -> float:
@@ -221,9 +240,9 @@ def _p(value: float, error: float, freedom: float) -> float:
 
 
 @lru_cache
-def _factor(freedom: float) -> float:
-    """The noncentrality at which t passes its upper 2.5 % point in 80 of 100; the other tail is passed in none."""
+def _factor(freedom: float, level: float) -> float:
+    """The noncentrality at which t passes the upper point of the level in 80 of 100; the other tail in none."""
     if not freedom > 0:
         return math.nan
-    point = _quantile(freedom)
+    point = _quantile(freedom, level)
     return float(brentq(lambda shift: stats.nct.sf(point, freedom, shift) - 0.8, 0, 2 * point))

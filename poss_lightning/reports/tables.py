@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 
 from poss_lightning.evaluation.records import BASELINES
 from poss_lightning.reports.seeds import SeedSummary
-from poss_lightning.reports.statistics import Comparison, Estimate
+from poss_lightning.reports.statistics import LEVEL, Comparison, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary
 
-LEVEL = 0.05  # of a corrected p that is shown as sure
 Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
 
 
