@@ -2,33 +2,37 @@
 
 NAME/
   sweep.yaml                what all trainings have in common, the choices, the seeds, what is measured
-  cells/CHOICE/seed-N/      cell.json and fit.yaml (settings), scalars.json, records.jsonl.gz and run.json; beside them
-                            the draft and the TensorBoard file
+  cells/CHOICE/seed-N/      cell.json and fit.yaml (settings), made.json (by whom, of what), scalars.json,
+                            records.jsonl.gz and run.json; beside them the draft and the TensorBoard file
   summary.json              every choice in every measure, over seeds
 """
 
 import json
 import math
 import re
+import traceback
 from argparse import ArgumentError
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
+from poss_lightning.draft.specialists import WEIGHTS
 from poss_lightning.evaluation.records import BASELINES
-from poss_lightning.files import atomic, sha256
+from poss_lightning.evaluation.surroundings import origin
+from poss_lightning.features.manifest import MANIFEST
+from poss_lightning.files import atomic, conf, sha256
 from poss_lightning.fitting import fitted, named
 from poss_lightning.reports.compare import show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
 
-SETTINGS = "sweep.yaml"
+SETTINGS, BASE = "sweep.yaml", "trainer/base.yaml"
 
 
 @dataclass(frozen=True)
@@ -44,26 +48,43 @@ class Cell:
     options: dict  # of that command
 
     def settings(self) -> dict:
-        """All that its results depend on."""
+        """What was asked for."""
         configs = {name: sha256(named(name)) for name in self.configs}
         return {"configs": configs, "fit": self.fit, self.measure: self.options}
 
-    def claim(self) -> None:
-        """Note the settings; refuse a folder of others.
+    def inputs(self) -> dict[str, str]:
+        """Digests of what else it is made of: stores, the draft it starts from, and what every fit reads first."""
+        store, start = self.fit["data"].get("store"), self.fit.get("model", {}).get("start_from")
+        files = {BASE: conf(BASE), start: Path(start or "") / WEIGHTS}
+        files |= {place: Path(place or "") / MANIFEST for place in (store, self.options.get("store"))}
+        return {str(name): sha256(file) for name, file in files.items() if name and file.is_file()}
+
+    def check(self) -> None:
+        """Refuse a folder that was made with other settings.
 
         Raises:
             ValueError: naming what differs.
         """
-        note = self.folder / "cell.json"
-        if note.exists() and (earlier := json.loads(note.read_text())) != (now := self.settings()):
+        if (earlier := _read(self.folder / "cell.json")) and earlier != (now := self.settings()):
             changed = sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
             raise ValueError(
                 f"{self.folder} was made with other settings ({', '.join(changed)}): name the experiment or the choice "
                 "otherwise, or remove it"
             )
-        if not note.exists():
-            with atomic(note) as path:
-                path.write_text(json.dumps(self.settings(), indent=1) + "\n")
+
+    def claim(self) -> None:
+        """Note what it is made of, and by which process: each that goes on with it adds itself.
+
+        Raises:
+            ValueError: another began with other inputs.
+        """
+        made, inputs = _read(self.folder / "made.json"), self.inputs()
+        if changed := sorted(name for name, digest in made.get("inputs", {}).items() if inputs.get(name) != digest):
+            raise ValueError(f"{self.folder} was begun with another {changed[0]} than is here now: remove the folder")
+        processes = [*made.get("processes", []), origin()]
+        for name, facts in {"cell": self.settings(), "made": {"inputs": inputs, "processes": processes}}.items():
+            with atomic(self.folder / f"{name}.json") as path:
+                path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -152,18 +173,29 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     """
     own = Sweep.read(Path(folder) / SETTINGS)
     cells = own.cells(Path(folder) / "cells")
-    mine = _share(cells, shard)
+    mine, failed = _share(cells, shard), []
     for cell in cells:
-        cell.claim()
+        cell.check()
     for number, cell in enumerate(mine, 1):
         if not _measured(cell):
             print(f"\n[{number}/{len(mine)}] {cell.choice}, seed {cell.seed}", flush=True)
-            _run(cell)
+            try:
+                cell.folder.mkdir(parents=True, exist_ok=True)
+                with FileLock(cell.folder / ".lock", timeout=0):
+                    cell.claim()
+                    _run(cell)
+            except Timeout:
+                print("another process is at it")
+            except Exception as error:  # of whatever kind: the other trainings need not wait for it
+                traceback.print_exc()
+                failed.append(f"{cell.choice}, seed {cell.seed}: {error}")
     done = [cell for cell in cells if _measured(cell)]
     print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
     if done:
         with FileLock(Path(folder) / ".summary.lock"):
             _sum_up(Path(folder), done, own.reference)
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(mine)} trainings failed:\n" + "\n".join(failed))
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
@@ -200,6 +232,22 @@ def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
     with atomic(folder / "summary.json") as path:
         path.write_text(json.dumps([_plain(asdict(row)) for row in found.rows], indent=1) + "\n")
     show(found.tables, note=found.note)
+    for name, digests in _inputs(done).items():
+        if len(digests) > 1:
+            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see made.json of each)")
+
+
+def _inputs(done: list[Cell]) -> dict[str, set[str]]:
+    """The digests of every input, over all that were made of it."""
+    found: dict[str, set[str]] = {}
+    for cell in done:
+        for name, digest in _read(cell.folder / "made.json").get("inputs", {}).items():
+            found.setdefault(name, set()).add(digest)
+    return found
+
+
+def _read(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def _plain(value: object) -> object:

@@ -209,6 +209,12 @@ def loaders(data: FeatureData):
     return data.train_dataloader(), data.val_dataloader()
 
 
+def test_seeds_shuffle_what_is_trained_on_and_nothing_of_what_is_validated(whole):
+    """Another seed's first validation batches would be other conversations, and their scores another question's."""
+    orders = [[[batch.ids for batch in loader] for loader in loaders(make_data(whole, seed=seed))] for seed in (0, 1)]
+    assert orders[0][0] != orders[1][0] and orders[0][1] == orders[1][1]
+
+
 def test_batches_hold_the_stored_features(whole):
     data = make_data(whole)
     by_name = {sample.id: sample for sample in (data.source[i] for i in range(len(data.source)))}

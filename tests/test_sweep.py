@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import tiny_target
+from filelock import FileLock
 
 from poss_lightning import cli, fitting
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import read_cells, read_records
+from poss_lightning.evaluation.surroundings import COMMIT
 from poss_lightning.features.extract import write_store
+from poss_lightning.files import sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -139,6 +142,46 @@ def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
 
 
+def test_one_failure_does_not_keep_the_others_from_being_done(experiment, tmp_path, monkeypatch):
+    plain = cli.run
+
+    def fails(command, arguments):
+        if any("one/seed-0" in argument for argument in arguments):
+            raise RuntimeError("out of memory")
+        return plain(command, arguments)
+
+    monkeypatch.setattr(cli, "run", fails)
+    with pytest.raises(ValueError, match=r"1 of 2 trainings failed:\none, seed 0: out of memory"):
+        sweep(experiment(seeds=[0]))
+    assert (tmp_path / "cells/two/seed-0/scalars.json").exists() and (tmp_path / "summary.json").exists()
+
+
+def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys):
+    """Overlapping shares, or a job that was queued again, must not write into one folder."""
+    folder = experiment(seeds=[0])
+    (tmp_path / "cells/one/seed-0").mkdir(parents=True)
+    with FileLock(tmp_path / "cells/one/seed-0/.lock"):
+        sweep(folder)
+    assert not (tmp_path / "cells/one/seed-0/cell.json").exists()
+    out = capsys.readouterr().out
+    assert "another process is at it" in out and "1 of 2 trainings are done" in out
+
+
+def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, store, monkeypatch, capsys):
+    sweep(experiment(seeds=[0]))
+    cell = tmp_path / "cells/one/seed-0"
+    made = json.loads((cell / "made.json").read_text())
+    assert made["inputs"][store] == sha256(Path(store) / "manifest.json") and "trainer/base.yaml" in made["inputs"]
+    assert [process["git"] for process in made["processes"]] == [COMMIT]
+    (cell / "scalars.json").unlink()
+    (cell / "made.json").write_text(json.dumps({**made, "inputs": {store: "another"}}))
+    with pytest.raises(ValueError, match=r"one/seed-0 was begun with another .*store than is here now"):
+        sweep(experiment(seeds=[0]))
+    (cell / "scalars.json").write_text((tmp_path / "cells/two/seed-0/scalars.json").read_text())
+    sweep(experiment(seeds=[0]))  # a table of such is made, with a warning
+    assert f"NOT LIKE WITH LIKE: these trainings had 2 different {store}" in capsys.readouterr().out
+
+
 def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, monkeypatch):
     sweep(experiment(seeds=[0]))
     (tmp_path / "cells/two/seed-0/scalars.json").unlink()
@@ -195,7 +238,8 @@ def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path
 
 def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, monkeypatch):
     """Lightning's other processes would run the first one's command line, which is then that of a fit alone."""
-    folder, started = experiment(seeds=[0], fit={"trainer": {**TRAINER, "devices": 2}}), []
+    choices, started = {"one": {"model": {"allocation": [2]}}}, []
+    folder = experiment(seeds=[0], fit={"trainer": {**TRAINER, "devices": 2}}, choices=choices)
 
     def run(command):
         started.append(command)

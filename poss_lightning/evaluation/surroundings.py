@@ -16,13 +16,17 @@ from poss_lightning.versions import versions
 
 def surroundings(device: torch.device) -> dict:
     """When, where and with what a run was made."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return {**origin(), "device": name, "threads": torch.get_num_threads()}
+
+
+def origin() -> dict:
+    """The process: when it began to work, where, and with which code."""
     return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": STARTED,
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
         "versions": versions(),
-        "git": _git(),
+        "git": COMMIT,
     }
 
 
@@ -56,3 +60,7 @@ def _git() -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
+
+
+# Of the code that was loaded: the checkout may change before a long run writes what it found.
+STARTED, COMMIT = datetime.now(UTC).isoformat(timespec="seconds"), _git()

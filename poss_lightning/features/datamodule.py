@@ -57,7 +57,7 @@ class FeatureData(lightning.LightningDataModule):
             raise ValueError(f"limit is {limit}; it must be at least 1")
         self.source = FeatureStore(store) if store else OnlineFeatures.read(corpus, target, max_length, dtype)
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
-        self.seed, self.workers = seed, workers
+        self.seed, self.split_seed, self.workers = seed, split_seed, workers
         train, self.held_out = split(self.source.ids, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
         self.schedule: Schedule | None = None  # of training
@@ -135,5 +135,6 @@ class FeatureData(lightning.LightningDataModule):
                     f"limit_train_batches is {limit}; it must be a multiple of accumulate_grad_batches, {accumulate}: "
                     "a step's mean is over all its batches"
                 )
-        shown = self.source.lengths, self.source.spans, self.batch_tokens, self.seed, self.packed
+        seed = self.seed if training else self.split_seed  # all trainings are validated on the same batches
+        shown = self.source.lengths, self.source.spans, self.batch_tokens, seed, self.packed
         return Schedule(indices, *shown, training, rank, world, accumulate)
