@@ -65,7 +65,7 @@ wheel-demo: wheel  ## install the wheel in an empty environment, and run its dem
 look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
 	$(BIN)/python tests/look.py $(ARGS)
 
-lab: setup  ## what experiments/ reads: features of self-written text, answers to the project's prompts, a single layer to start from
+lab: setup  ## what experiments/ reads: features of self-written text, and of answers to the project's prompts
 	mkdir -p runs/lab
 	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz experiments/data/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
 	$(BIN)/poss extract runs/lab/corpus.jsonl.gz runs/lab/train --batch_tokens 8192
@@ -73,8 +73,6 @@ lab: setup  ## what experiments/ reads: features of self-written text, answers t
 	test -d runs/lab/all || $(BIN)/poss merge runs/lab/all "[runs/lab/train,runs/lab/more]"
 	test -f runs/lab/dev.jsonl.gz || $(BIN)/poss answer runs/lab/dev.jsonl.gz
 	$(BIN)/poss extract runs/lab/dev.jsonl.gz runs/lab/dev
-	$(BIN)/poss sweep experiments/start
-	$(BIN)/poss sweep experiments/more
 
 notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks/quickstart.ipynb'
 	$(BIN)/python notebooks/execute.py $(ARGS)
