@@ -14,7 +14,7 @@ TORCH  ?= torch==2.13.0
 EMPTY  := /tmp/poss-wheel
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan clean
+.PHONY: help setup demo test test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan coverage clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -94,6 +94,9 @@ bench-features: setup  ## size and speed of features, and how long training wait
 
 bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
 	$(BIN)/python benchmarks/plan.py
+
+coverage: setup  ## how often 95 % intervals hold the truth, by ways to make them
+	$(BIN)/python benchmarks/coverage.py
 
 clean:  ## remove caches and build products (keeps .venv and runs)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache lightning_logs

@@ -19,13 +19,13 @@ interaction:
 
 A measure that is no mean over prompts (micro τ, pos-acc, speed) enters by its jackknife pseudo-values (Tukey 1958).
 How often the 95 % interval holds the true difference, for 5 seeds and 120 prompts, by the standard deviations of the
-parts of d:
+parts of d (`make coverage`):
 
     seed, prompt, interaction    this one    crossed bootstrap    paired t over seeds    prompts alone
-    0     0     0.3                 .98            .995                  .95                 .95
-    0.03  0.1   0.3                 .95            .985                  .93                 .86
-    0.1   0.1   0.3                 .95            .87                   .95                 .49
-    0.03  0.3   0.3                 .95             –                    .80                 .92
+    0     0     0.3                 .99            .996                  .95                 .95
+    0.03  0.1   0.3                 .96            .975                  .93                 .86
+    0.1   0.1   0.3                 .95            .895                  .95                 .48
+    0.03  0.3   0.3                 .96            .97                   .82                 .94
 
 The bootstrap that draws seeds and prompts (the pigeonhole bootstrap, Owen 2007) counts the interaction three times, and
 the spread of a few seeds too low. Where nothing differs, `gain` calls 1 to 6 of 100 drawn experiments significant with
