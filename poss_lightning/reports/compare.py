@@ -11,8 +11,8 @@ from poss_lightning.reports.findings import find
 from poss_lightning.reports.tables import Cell, Table
 
 LEGEND = (
-    "Under each value its 95 % interval; under a difference or a ratio also its p, Holm-corrected for all that are "
-    "held against the same one, and as ± the smallest true effect that it would find with 80 % power, so corrected."
+    "Below a difference or a ratio also its p, Holm-corrected for all that are held against the same one, and as ± the "
+    "smallest true effect that it would find with 80 % power, so corrected."
 )
 
 
@@ -46,10 +46,12 @@ def compare(
     show(found.tables, note=found.note)
 
 
-def show(tables: Iterable[Table], console: Console | None = None, note: str = "") -> None:
-    """Print tables, after a note on them and how to read them."""
+def show(
+    tables: Iterable[Table], console: Console | None = None, note: str = "Under each value stands its 95 % interval."
+) -> None:
+    """Print tables, after how to read them."""
     console = console or Console()
-    console.print(f"\n{note} {LEGEND}\n".replace("\n ", "\n"))
+    console.print(f"\n{note} {LEGEND}\n")
     for table in tables:
         console.print(_grid(table))
 

@@ -60,8 +60,8 @@ def across_prompts(
     summaries = summarise(answers, baseline, reference, known, resamples, seed)
     overall = [row for row in summaries if row.suite == ALL]
     note = (
-        f"{overall[0].prompts} prompts. Under each value stands its 95 % interval for other prompts; each method was "
-        "trained once, and of another training it says nothing."
+        f"{overall[0].prompts} prompts. Each method was trained once: under each value stands its 95 % interval for "
+        "other prompts, which says nothing of another training."
     )
     shares = {row.method: row.pos_acc for row in overall if row.rounds}
     tables, made = method_tables(summaries, baseline, reference), f"{resamples} draws of the bootstrap, seed {seed}"
