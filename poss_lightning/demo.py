@@ -12,6 +12,7 @@ from pathlib import Path
 from poss_lightning import cli
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.fitting import fitted
+from poss_lightning.reports.summary import group
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 
@@ -80,15 +81,9 @@ def _fit(folder: Path, store: str, vocabulary_size: int, steps: int, start_from:
 
 def _exactness(folder: Path) -> str:
     """How many float32 answers are plain decoding's, token for token."""
-    answers: dict[tuple, dict[str, list[int]]] = {}
-    for record in read_records(folder):
-        answers.setdefault((record.suite, record.id, record.turn), {})[record.method] = record.tokens
-    pairs = [
-        tokens == by_method["autoregressive"]
-        for by_method in answers.values()
-        for method, tokens in by_method.items()
-        if method != "autoregressive"
-    ]
+    methods = group(read_records(folder))
+    plain = methods.pop("autoregressive")
+    pairs = [answers[key].tokens == plain[key].tokens for answers in methods.values() for key in plain]
     return f"In float32, {sum(pairs)} of {len(pairs)} answers equal plain decoding's, token for token."
 
 

@@ -133,9 +133,11 @@ class Run:
         if left:
             self._warm_up(left[0], new_tokens)
         bar = tqdm(left, desc="benchmark", unit="question", initial=len(questions) - len(left), total=len(questions))
+        places = {(question.suite, question.id): place for place, question in enumerate(questions)}
         for question in bar:
-            shown = question in [other for other in questions if other.suite == question.suite][:show]
-            records = self._question(question, new_tokens, repeats, questions.index(question), shown)
+            place = places[question.suite, question.id]
+            shown = sum(other.suite == question.suite for other in questions[:place]) < show
+            records = self._question(question, new_tokens, repeats, place, shown)
             self.lines += map(to_line, records)
             self.rounds.write()  # before the records, which say that the question is done
             with atomic(self.file) as path:  # a question is there with all its records, or not at all
