@@ -178,6 +178,28 @@ def test_an_own_head_is_taught_what_it_can_say(inner, size):
     )
 
 
+def test_an_own_head_goes_on_with_the_tokens_of_its_start(inner, tmp_path):
+    """Those of SPEED's start are EAGLE-3's, whatever is common in the new store; another size is chosen anew."""
+    given = SpecialistTraining(inner, [4], **EAGLE3, vocabulary_size=200).draft
+    odd = Specialists(given.config, torch.arange(120, 320))
+    odd.save_pretrained(tmp_path / "odd")
+    speed = EAGLE3 | {"kv": "shared", "start_from": str(tmp_path / "odd")}
+    for size in (None, 200):
+        draft = SpecialistTraining(inner, [2, 2], **speed, vocabulary_size=size).draft
+        assert draft.vocabulary.equal(odd.vocabulary) and draft.config.vocabulary_size == 200
+        assert draft.lm_head.weight.equal(odd.lm_head.weight)
+    for size in (100, 320):
+        draft = SpecialistTraining(inner, [2, 2], **speed, vocabulary_size=size).draft
+        common = FeatureStore(inner).common_tokens(size)
+        assert draft.vocabulary is None if common is None else draft.vocabulary.equal(common)
+
+
+@pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["eagle2", "eagle3"])
+def test_as_many_tokens_as_the_target_has_are_all(inner, kind):
+    draft = SpecialistTraining(inner, [2], **kind, vocabulary_size=320).draft
+    assert draft.vocabulary is None and draft.config.vocabulary_size is None
+
+
 def test_what_an_eagle_3_draft_needs_is_said(store, inner):
     with pytest.raises(ValueError, match=r"tiny.* has 2$"):
         SpecialistTraining(store, [2, 2], **EAGLE3)

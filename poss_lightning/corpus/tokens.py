@@ -19,16 +19,19 @@ def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
     return counts
 
 
-def most_frequent(counts: np.ndarray, size: int, always: Collection[int] = ()) -> Tensor:
-    """The tokens of `always` and then the most frequent ones, `size` in all, as ascending ids (size,).
+def most_frequent(counts: np.ndarray, size: int, always: Collection[int] = ()) -> Tensor | None:
+    """The tokens of `always` and then the most frequent ones, `size` in all, as ascending ids (size,); None for all.
 
-    Of tokens equally frequent the lower id goes first; so where fewer than `size` occur, the lowest unused ids fill up.
+    A draft that may propose as many as there are has no list of them. Of tokens equally frequent the lower id goes
+    first; so where fewer than `size` occur, the lowest unused ids fill up.
 
     Args:
         counts: (vocabulary,), as of `count_tokens`.
         size: from 1, or the number of `always`, to the number of counts.
         always: ids taken whatever their counts.
     """
+    if size == len(counts):
+        return None
     ranks = counts.copy()
     ranks[list(always)] = np.iinfo(np.int64).max
     return torch.from_numpy(np.sort(np.argsort(-ranks, kind="stable")[:size]))

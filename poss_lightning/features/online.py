@@ -62,7 +62,7 @@ class OnlineFeatures:
         ends = self.model.ends
         return Ends(ends.embedding, ends.head, scale=ends.scale, cap=ends.cap)
 
-    def common_tokens(self, size: int) -> Tensor:
+    def common_tokens(self, size: int) -> Tensor | None:
         """As of a `FeatureStore`."""
         answers = (text.tokens[start:stop] for text in self.texts for start, stop in text.spans)
         return commonest(answers, self.target.vocab_size, size)

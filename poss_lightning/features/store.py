@@ -134,7 +134,7 @@ class FeatureStore:
         head = stored.get("head", stored["embedding"])
         return Ends(stored["embedding"], head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 
-    def common_tokens(self, size: int) -> Tensor:
+    def common_tokens(self, size: int) -> Tensor | None:
         """The `size` commonest tokens of the assistants' answers; see `commonest`."""
         rows = ((batch, row) for batch in self._batches for row in range(batch.num_rows))
         texts = (_values(batch, row, "tokens") for batch, row in rows)
@@ -163,8 +163,8 @@ class FeatureStore:
         return decode(raw.view(-1, count, vector_bytes(width, self._dtype, stored)), stored, self._dtype)
 
 
-def commonest(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor:
-    """The `size` commonest tokens, as ascending ids (size,); see `most_frequent`.
+def commonest(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor | None:
+    """The `size` commonest tokens, as ascending ids (size,), None for all; see `most_frequent`.
 
     A store does not know the target's stop tokens. They end the answers, so they are counted with the rest.
 

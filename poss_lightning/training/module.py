@@ -35,7 +35,8 @@ class SpecialistTraining(lightning.LightningModule):
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", of a store with inner layers: it predicts no feature, so w_feature must be 0, and
             has a head of its own, which learns where the target's likeliest token is in the vocabulary.
-        vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all.
+        vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all, or for
+            those of a start of kind eagle3. One of this very size keeps its own.
         start_from: draft folder, hub id or shipped head whose layers to start from; None starts from random weights.
         normalise: whether a draft that starts from random weights reads embeddings and features scaled to a mean
             square of 1, dimension by dimension; one that starts from another reads what that one does.
@@ -90,14 +91,15 @@ class SpecialistTraining(lightning.LightningModule):
             raise ValueError(f"w_feature is {w_feature}, but a draft of kind eagle3 predicts no feature: make it 0")
         self.save_hyperparameters(ignore="store")
         features = FeatureStore(store) if isinstance(store, str) else store
-        vocabulary = None if vocabulary_size is None else features.common_tokens(vocabulary_size)
+        start = Specialists.from_pretrained(start_from) if start_from else None
+        vocabulary = _vocabulary(features, vocabulary_size, start)
         config = DraftConfig(
             features.target,
             tuple(allocation),
             sum(allocation) if depth is None else depth,
             detach,
             intermediate_size,
-            vocabulary_size,
+            None if vocabulary is None else len(vocabulary),
             None if order is None else tuple(order),
             kv,
             kind,
@@ -113,8 +115,8 @@ class SpecialistTraining(lightning.LightningModule):
         ends = features.ends()
         self.ends = ends.restrict(vocabulary)
         self.draft.take_head(self.ends)
-        if start_from:
-            self.draft.start_from(Specialists.from_pretrained(start_from))
+        if start:
+            self.draft.start_from(start)
         elif normalise:
             embedded = ends.embedding.float().square().mean().sqrt()
             read = features.root_mean_square()
@@ -277,3 +279,14 @@ class SpecialistTraining(lightning.LightningModule):
         self.log_dict(
             {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}
         )
+
+
+def _vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
+    """(V,) token ids to propose; None for all.
+
+    Rows of an own head are worth their training (published: SPEED goes on with the maps of the EAGLE-3 it starts from).
+    """
+    same = start and start.config.target.vocab_size == features.target.vocab_size
+    if same and start.fuses and size in (None, start.config.vocabulary_size):
+        return start.vocabulary
+    return None if size is None else features.common_tokens(size)
