@@ -10,14 +10,16 @@ import torch
 import yaml
 from documents import ROOT, Command, expanded, parsed, shell
 from huggingface_hub.cli.download import download
+from omegaconf import OmegaConf
 from torch.distributed.run import get_args_parser
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.fitting import named
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.training.costs import parameters, shapes, specialist_parameters
-from poss_lightning.training.plan import TARGETS
+from poss_lightning.training.plan import TARGETS, token_bytes
 
 LLAMA_3 = {
     "model_type": "llama",
@@ -86,6 +88,11 @@ def experiment(name: str) -> dict[str, Cell]:
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}/cells"))}
 
 
+def whole(cell: Cell) -> dict:
+    """All that a training is given, in the order in which it is read."""
+    return OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.load(named(name)) for name in cell.configs), cell.fit))
+
+
 # --- sizes ---
 
 
@@ -130,6 +137,27 @@ def test_the_drafts_of_a_target_s_experiment(name):
         assert round(specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
 
+def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
+    """EAGLE-3 and SPEED on Llama-3.1-8B: D 4096, keys 1024 wide, an MLP of 14336, a head of 32,000 tokens."""
+    layer = 8192 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 3 * 4096  # reads [e; h]; three norms
+    around = 3 * 4096 * 4096 + 4096 + 32000 * 4096  # fc, the last norm, the head
+    assert (layer, around) == (243_281_920, 181_407_744)
+    cells = experiment("llama-3.1-8b-speed")
+    assert list(cells) == ["eagle3", "eagle3-on", "speed", "speed134"]
+    for cell in cells.values():
+        model = whole(cell)["model"]
+        own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
+        config = DraftConfig(TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
+        vocabulary = torch.arange(32000)
+        with torch.device("meta"):
+            draft = Specialists(config, vocabulary)
+        total = len(config.allocation) * layer + around
+        assert parameters(config) == sum(p.numel() for p in draft.parameters()) == total
+        assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
+        assert config.layers == (2, 16, 29) and not config.unserved(8)
+        assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
+
+
 # --- settings ---
 
 
@@ -141,6 +169,22 @@ def test_an_experiment_trains_as_published_from_the_head_that_it_trains_first(na
     assert first.choice == "eagle" and first.fit["model"]["start_from"] is None
     assert {cell.fit["model"]["start_from"] for cell in others} == {str(first.folder / "draft-last")}
     assert all(cell.configs == ["trainer/zero2.yaml", "published.yaml"] for cell in cells.values())
+
+
+def test_eagle_3_and_speed_are_trained_as_published():
+    """Each in turn from the one before; the files of draft/ have the last word over published.yaml."""
+    cells = experiment("llama-3.1-8b-speed")
+    found = {choice: whole(cell) for choice, cell in cells.items()}
+    law = ("learning_rate", "warmup", "gamma", "detach", "mean_over", "normalise")
+    said = {choice: tuple(own["model"][name] for name in law) for choice, own in found.items()}
+    eagle3, speed = (5e-5, 12 / 800, 0.9, False, "tokens", False), (1e-4, 0.015, 0.9, False, "tokens", False)
+    assert said == {"eagle3": eagle3, "eagle3-on": speed, "speed": speed, "speed134": speed}
+    assert [own["trainer"]["max_epochs"] for own in found.values()] == [40, 20, 20, 20]
+    assert [own["model"]["allocation"] for own in found.values()] == [[8], [8], [3, 3, 2], [1, 3, 4]]
+    first, *others = found.values()
+    assert first["model"]["start_from"] is None
+    starts = {own["model"]["start_from"] for own in others}
+    assert starts == {str(cells["eagle3"].folder / "draft-last")}
 
 
 def test_the_published_settings():
