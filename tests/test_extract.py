@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from pathlib import Path
 
 import datasets
@@ -211,6 +212,26 @@ def test_a_corpus_without_answers_within_the_length_is_refused(target, tmp_path)
     with pytest.raises(CorpusError, match="none of the 24 conversations has an answer within 3 tokens"):
         write_store(tmp_path / "store", target, make_conversations(), **SIZES | {"max_length": 3})
     assert not (tmp_path / "store").exists()
+
+
+def test_what_is_left_out_is_told(caplog):
+    """Of two-turn conversations the first answer, which this template writes otherwise later; then what is cut off."""
+    later = "{{ message['content'][(1 if message['role'] == 'assistant' and not loop.last else 0):] }}"
+    target = Target(tiny_model(), tiny_tokenizer(CHATML.replace("{{ message['content'] }}", later)), "tiny")
+    said = [[("user", "hi"), ("assistant", "a cat sat")], [("user", "so"), ("assistant", "blue")] * 2]
+    conversations = [
+        Conversation(str(i), [{"role": role, "content": text} for role, text in own]) for i, own in enumerate(said)
+    ]
+    texts = read_texts(target, conversations, 500)
+    assert [len(text.spans) for text in texts] == [1, 1]
+    why = "left out 1 of 3 answers: 1 that the chat template writes otherwise .* 0 with less .* so 0 of 2 conversations"
+    assert re.search(why, caplog.text)
+    caplog.clear()
+    length = max(text.spans[0][0] for text in texts)  # ends where the second conversation's answer begins
+    assert len(read_texts(target, conversations, length)) == 1
+    assert re.search(f"left out 2 of 3 answers: 1 .*, 1 .* first {length}; and so 1 of 2 conversations", caplog.text)
+    caplog.clear()
+    assert len(read_texts(tiny_target(), conversations, 500)) == 2 and not caplog.text
 
 
 # --- 8 bits, and layers ---

@@ -9,7 +9,7 @@ from conftest import tiny_target
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.replay import replay_rounds, strange
 from poss_lightning.features.store import Sample
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -106,3 +106,18 @@ def test_nothing_to_replay(target):
         [],
         [],
     ]
+
+
+def test_answers_that_the_target_would_not_write_are_told(target, plain):
+    """Its own are not; nor a tie here and there. Others' are, and its own behind a beginning that is not."""
+    own = [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, plain, strict=True)]
+    assert strange(own) is None and strange([]) is None
+    (long,) = (sample for sample, answer in zip(own, plain, strict=True) if answer is max(plain, key=len))
+    tied = long._replace(greedy=long.greedy.clone())
+    tied.greedy[-10] += 1
+    assert strange([tied] * 2 + own * 2) is None
+    begun = long._replace(greedy=long.greedy.clone())
+    begun.greedy[long.spans[0][0]] += 1  # the second token of the answer
+    assert "stray within 8 tokens" in strange([begun])
+    others = [read(target, prompt, answer[::-1]) for prompt, answer in zip(PROMPTS, plain, strict=True)]
+    assert "not the target's own greedy ones" in strange(others)

@@ -6,6 +6,7 @@ shards, a killed one is made good by giving the command again, and the bytes are
 
 import hashlib
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
 
 Shard = list[list[Text]]  # batches of texts
+logger = logging.getLogger(__name__)
 
 
 def extract(
@@ -105,7 +107,7 @@ def write_store(
     vector = vector_bytes(target.spec.hidden_size, target.dtype, stored)
     target.check_layers(layers)
     max_length = min(max_length, target.spec.context)
-    texts = read_texts(target, conversations, max_length)
+    texts = read_texts(target, conversations, max_length, tell=rank == 0)
     shards = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
     dtype, corpus = str(target.dtype).removeprefix("torch."), _digest(texts)
     kind = unfinished.kind(target.spec, dtype, stored, layers, max_length, corpus)
@@ -140,16 +142,26 @@ def _share(
                     bar.update(sizes[number])
 
 
-def read_texts(target: Target, conversations: list[Conversation], max_length: int) -> list[Text]:
-    """Render and cut; leave out what has no two tokens of one assistant span; order by length."""
-    texts = []
+def read_texts(target: Target, conversations: list[Conversation], max_length: int, tell: bool = True) -> list[Text]:
+    """Render and cut; leave out what has no two tokens of one assistant span, and tell how much; order by length."""
+    texts, given, otherwise, behind = [], 0, 0, 0  # answers: all, rendered otherwise, cut off
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         whole = _render(target, conversation)
         spans = [(start, min(stop, max_length)) for start, stop in whole.spans if start < max_length]
-        if any(stop - start >= 2 for start, stop in spans):
+        said = sum(message["role"] == "assistant" for message in conversation.messages)
+        left = sum(stop - start >= 2 for start, stop in spans)
+        given, otherwise, behind = given + said, otherwise + said - len(whole.spans), behind + len(whole.spans) - left
+        if left:
             texts.append(Text(conversation.id, whole.tokens[:max_length], spans))
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
+    if tell and (otherwise or behind):
+        logger.warning(
+            "left out %d of %d answers: %d that the chat template writes otherwise once the chat goes on, %d with less "
+            "than two tokens of the first %d; and so %d of %d conversations",
+            *(otherwise + behind, given, otherwise, behind),
+            *(max_length, len(conversations) - len(texts), len(conversations)),
+        )
     return sorted(texts, key=lambda text: len(text.tokens))
 
 
