@@ -206,7 +206,7 @@ def lines(target: str) -> Iterator[list[str]]:
         yield shlex.split(line)
 
 
-OUTPUTS = {"extract": "out", "answer": "out", "benchmark": "out", "replay": "out", "report": "out"}
+OUTPUTS = dict.fromkeys(("convert", "extract", "answer", "benchmark", "replay", "report"), "out")
 INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what is there already
 
 
@@ -225,22 +225,26 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
             given = parsed(Command(0, *line[:1], line[1:]))
             read = [given[name] for name in INPUTS if name in given] + list((given.get("drafts") or {}).values())
             if line[1] == "sweep":
-                read += sweep_reads(target, made)
+                read += sweep_reads(Path(given["folder"]).name, made)
             for place in read:
                 assert place in made or (ROOT / place).exists(), f"{' '.join(line)}: nothing has written {place}"
             made.add(given.get(OUTPUTS.get(line[1])))
             if line[1] == "benchmark":  # every file on the line was heard
-                assert (given["depth"], given["nodes"], given["new_tokens"], len(given["suites"])) == (6, 60, 1024, 6)
-                assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{target}.yaml").read_text())["target"]
+                assert (given["nodes"], given["new_tokens"], len(given["suites"])) == (60, 1024, 6)
+                assert given["depth"] == (8 if "speed" in given["out"] else 6)
+                own = Path(given["out"]).parts[1]
+                assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{own}.yaml").read_text())["target"]
         else:
             assert line[0] == "make" or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
-    asked = {f"poss {name}" for name in ("extract", "answer", "sweep", "benchmark", "compare", "report", "replay")}
+    asked = {
+        f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "report", "replay")
+    }
     assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
 
-def sweep_reads(target: str, made: set[str]) -> list[str]:
-    """The stores of a target's experiment; what it writes goes to `made`, and its starts must be there in time."""
-    cells = experiment(target).values()
+def sweep_reads(name: str, made: set[str]) -> list[str]:
+    """The stores of an experiment; what it writes goes to `made`, and its starts must be there in time."""
+    cells = experiment(name).values()
     for cell in cells:
         assert cell.fit["model"]["start_from"] in {None, *made}
         made |= {str(cell.folder), str(cell.folder / "draft-last")}
