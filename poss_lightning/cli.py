@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 
-from poss_lightning.files import conf
+from poss_lightning.files import conf, named
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -67,6 +67,7 @@ def run(command: str, arguments: list[str]) -> None:
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
     )
+    arguments = _located(arguments)
     if command in TRAINER:
         return trainer([command, *arguments])
     tool = getattr(import_module(TOOLS[command][0]), command)
@@ -117,6 +118,21 @@ def trainer(arguments: list[str]) -> None:
         )
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
+
+
+def _located(arguments: list[str]) -> list[str]:
+    """`--config` with files of conf/ by their path, which who installed a wheel does not have beside him."""
+
+    def place(name: str) -> str:
+        try:
+            return named(name)
+        except OSError:  # the parser says so, of what the user typed
+            return name
+
+    return [
+        place(each) if before == "--config" else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
+        for before, each in zip(["", *arguments], arguments, strict=False)
+    ]
 
 
 def _switched(arguments: list[str], tool: Callable) -> list[str]:

@@ -60,3 +60,12 @@ def conf(name: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")
+
+
+def named(name: str) -> str:
+    """The YAML file of that path, or else of that name in conf/, which may stand before it.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
+    return name if Path(name).is_file() else str(conf(name.removeprefix("conf/")))

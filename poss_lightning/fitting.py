@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.files import atomic, conf
+from poss_lightning.files import atomic, named
 
 SETTINGS, FINISHED = "fit.yaml", "finished"
 
@@ -68,8 +68,3 @@ def _fit_apart(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "poss_lightning.cli", "fit", *arguments])
     if done.returncode:
         raise ValueError(f"the training ended with exit code {done.returncode}; it says above why")
-
-
-def named(name: str) -> str:
-    """The YAML file of that path, or else of that name in conf/."""
-    return name if Path(name).is_file() else str(conf(name))

@@ -308,6 +308,15 @@ def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, tra
     assert {"Replay", "DraftFolders"} <= set(callbacks)
 
 
+def test_files_of_conf_are_found_by_name_away_from_a_checkout(poss, tmp_path):
+    """A file of one's own goes first."""
+    config = printed(poss, "--config", "draft/poss2.yaml", "--config=conf/data/padded.yaml")
+    assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["packed"] is False
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "poss2.yaml").write_text("model: {allocation: [5]}")
+    assert printed(poss, "--config", "draft/poss2.yaml")["model"]["allocation"] == [5]
+
+
 def test_an_interpolation_follows_the_command_line(poss, tmp_path):
     (tmp_path / "a.yaml").write_text(
         "model: {allocation: [2], chunk: '${data.batch_tokens}'}\ndata: {batch_tokens: 9}\n"

@@ -189,6 +189,11 @@ def epoch_flops(setup: Setup, corpus_tokens: float) -> float:
     return step * corpus_tokens / setup.tokens
 
 
+def _hours(setup: Setup, corpus_tokens: float, rate: float) -> float:
+    """Of one epoch."""
+    return epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
+
+
 def _config(spec: TargetSpec, allocation: list[int], depth: int | None, **options) -> DraftConfig:
     config = DraftConfig(spec, tuple(allocation), depth or sum(allocation), **options)
     if config.unserved(config.depth):
@@ -209,8 +214,7 @@ def _sharing(setup: Setup) -> str:
 
 def _report(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
     config, spec, peak = setup.config, setup.config.target, memory(setup)
-    hours = epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
-    size = token_bytes(config, stored)
+    hours, size = _hours(setup, corpus_tokens, rate), token_bytes(config, stored)
     parts = {name: value for name, value in peak._asdict().items() if name != "moment"}
     fits = "fits" if peak.total <= gpu * GIB else "does not fit"
     return [
@@ -231,7 +235,6 @@ def _overview(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float
     lines = [f"{head[0]:<14}{head[1]:<20}" + "".join(f"{name:>14}" for name in (*head[2:], "epoch hours"))]
     for setup in setups:
         config, size = setup.config, token_bytes(setup.config, stored)
-        hours = epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
         numbers = (
             f"{config.depth}",
             f"{parameters(config) / 1e6:.1f}",
@@ -239,7 +242,7 @@ def _overview(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float
             f"{most_tokens(setup, gpu * GIB)}",
             f"{size}",
             f"{size * corpus_tokens / GB:.1f}",
-            f"{hours:.2f}",
+            f"{_hours(setup, corpus_tokens, rate):.2f}",
         )
         lines.append(
             f"{config.target.name:<14}{list(config.allocation)!s:<20}" + "".join(f"{text:>14}" for text in numbers)
