@@ -181,12 +181,21 @@ class PublishedDraft:
         scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
         return x * scale * self.tensors[f"{name}.weight"]
 
-    def attend(self, of: str, x: Tensor) -> Tensor:
-        """What the layer of that name attends to: (T, whatever it reads) -> (T, D)"""
+    def attend(self, of: str, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        """What the layer of that name attends to: (T, whatever it reads) -> (T, D)
+
+        Args:
+            cache: keys and values of the first slots, whoever made them; those of the others join it.
+        """
         count, shared = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         queries = [self.turn(head) for head in self.heads(f"{of}.self_attn.q_proj", x, count)]
         keys = [self.turn(head) for head in self.heads(f"{of}.self_attn.k_proj", x, shared)]
         values = self.heads(f"{of}.self_attn.v_proj", x, shared)
+        if cache is not None:
+            made = [*keys, *values]
+            old = cache or [each[:0] for each in made]
+            cache[:] = [torch.cat([kept, each[len(kept) :]]) for kept, each in zip(old, made, strict=True)]
+            keys, values = cache[:shared], cache[shared:]
         hidden = torch.full((len(x), len(x)), -torch.inf).triu(1)
         attended = []
         for head, query in enumerate(queries):
@@ -216,7 +225,16 @@ class PublishedDraft:
 
 
 class PublishedEagle3(PublishedDraft):
-    """An EAGLE-3 draft likewise."""
+    """An EAGLE-3 draft likewise, or SPEED's: layers that all read one cache, as its trainer has it.
+
+    Args:
+        runs: positions that each layer serves; the last goes on.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], config: dict, runs: list[int]):
+        super().__init__(tensors, config, runs[0])
+        numbered = [f"layers.{i}" for i, run in enumerate(runs) for _ in range(run)]
+        self.names = numbered if "layers.0.hidden_norm.weight" in tensors else ["midlayer"]
 
     def chain(self, embedding: Tensor, tokens: Tensor, read: Tensor, depth: int) -> list[Tensor]:
         """What it says at the newest slot, step by step: K logits (V,) of the target's tokens, -inf where it has none.
@@ -224,11 +242,11 @@ class PublishedEagle3(PublishedDraft):
         Args:
             tokens: as above; read: (T, 3D), outputs of the target's layers low, middle and high, side by side.
         """
-        h, said = self.linear("fc", read), []
-        for _ in range(depth):
-            e = embedding[tokens[: len(h)]].float()
-            joined = torch.cat([self.norm("midlayer.input_layernorm", e), self.norm("midlayer.hidden_norm", h)], dim=-1)
-            h = torch.cat([h, self.rest("midlayer", h + self.attend("midlayer", joined))[-1:]])
+        h, said, cache = self.linear("fc", read), [], []
+        for k in range(depth):
+            of, e = self.names[min(k, len(self.names) - 1)], embedding[tokens[: len(h)]].float()
+            joined = torch.cat([self.norm(f"{of}.input_layernorm", e), self.norm(f"{of}.hidden_norm", h)], dim=-1)
+            h = torch.cat([h, self.rest(of, h + self.attend(of, joined, cache))[-1:]])
             said.append(torch.full((len(embedding),), -torch.inf))
             for row, logit in enumerate(self.linear("lm_head", self.norm("norm", h[-1]))):
                 offset = int(self.tensors["d2t"][row]) if "d2t" in self.tensors else 0

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.convert import published
-from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.layouts import LAYOUTS, check_holds
 from poss_lightning.target.model import Target
 
 DEEP = {"num_hidden_layers": 8}
@@ -41,11 +41,13 @@ def tiny_folder(tmp_path_factory) -> str:
     return str(folder)
 
 
-def random_file(ids: Tensor | None = SOME, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+def random_file(
+    ids: Tensor | None = SOME, dtype: torch.dtype = torch.float16, layers: tuple[str, ...] = ("midlayer",)
+) -> dict[str, Tensor]:
     """Random weights under the published names; None is the whole vocabulary."""
     generator, rows = torch.Generator().manual_seed(0), VOCABULARY if ids is None else len(ids)
     shapes = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (rows, D)}
-    shapes |= {f"midlayer.{name}": shape for name, shape in LAYER.items()}
+    shapes |= {f"{layer}.{name}": shape for layer in layers for name, shape in LAYER.items()}
     made = {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
     return made if ids is None else made | maps(ids)
 
@@ -60,7 +62,9 @@ def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4) -> N
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
     outputs = torch.randn(5, 3 * D, generator=generator)
-    twin = naive.PublishedEagle3(read(folder), json.loads((folder / "config.json").read_text()), depth)
+    twin = naive.PublishedEagle3(
+        read(folder), json.loads((folder / "config.json").read_text()), draft.config.allocation
+    )
     expected = torch.stack(twin.chain(target.ends.embedding, tokens, outputs, depth))  # (K, V)
     ends, ours = target.ends.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
     features = torch.stack(naive.chain(draft, target.ends.embed(tokens), outputs, 4, depth))
@@ -131,6 +135,49 @@ def test_ours_comes_back_and_its_scale_goes_into_the_weights(convert, deep, tmp_
     assert back.config == replace(draft.config, target=back.config.target, depth=7, kv="separate")
     convert(tmp_path / "back", tmp_path / "again", "--to", "eagle3")
     assert same(read(tmp_path / "again"), read(tmp_path / "theirs"))
+
+
+# --- SPEED: several layers, one cache ---
+
+THREE = ("layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(("allocation", "most"), [([3, 3, 2], 8), ([1, 3, 4], 8), ([3, 3, 9], 9)], ids=str)
+def test_speeds_specialists_draft_as_its_trainer_has_it_and_come_back(
+    convert, deep, tmp_path, capsys, allocation, most
+):
+    tensors = random_file(layers=THREE)
+    put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
+    convert(tmp_path / "theirs", tmp_path / "ours", "--from", "speed", "--allocation", allocation)
+    convert(tmp_path / "ours", tmp_path / "back", "--to", "speed")
+    assert same(read(tmp_path / "back"), tensors)
+    assert f'"num_speculative_tokens": {most}}}' in capsys.readouterr().out
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["num_hidden_layers"], back["architectures"]) == (3, ["LlamaForCausalLMEagle3"])
+    draft = Specialists.from_pretrained(tmp_path / "ours")
+    assert draft.config.allocation == tuple(allocation)
+    assert (draft.config.kind, draft.config.kv, draft.config.detach) == ("eagle3", "shared", False)
+    agree(tmp_path / "back", draft, deep, depth=8)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "changes", "words"),
+    [
+        ([3, 3, 2], {}, None),
+        ([3, 5], {}, None),
+        ([2, 2, 2], {}, "all but the last serve [3] or [3, 3] or [1, 3] positions"),
+        ([1, 3], {"order": (1, 0, 1, 1)}, "with order (1, 0, 1, 1)"),
+        ([3, 3, 2], {"kv": "separate"}, "have keys and values of their own (kv: separate)"),
+        ([8], {}, "--to eagle3 takes one"),
+    ],
+)
+def test_what_speeds_readers_would_draft_otherwise_is_refused(deep, allocation, changes, words):
+    config = tiny_draft(deep, allocation, **({"kind": "eagle3", "kv": "shared"} | changes)).config
+    if words is None:
+        return check_holds(config, LAYOUTS["speed"])
+    with pytest.raises(ValueError) as caught:
+        check_holds(config, LAYOUTS["speed"])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- engines ---
@@ -228,14 +275,25 @@ def test_layers_may_be_counted_as_engines_do(deep, ids):
         ),
         (["code", "out", "--from", "eagle3"], "pytorch_model.bin is not read, as it holds more than plain tensors"),
         (["theirs", "out", "--from", "eagle3", "--allocation", [4, 4]], "is of 2 specialists, and it has one layer"),
+        (["three", "out", "--from", "eagle3"], "its layers are EAGLE-3's and numbered: say --from speed"),
+        (["three", "out", "--from", "poss", "--allocation", [3, 3, 2]], "and numbered: say --from speed"),
+        (["three", "out", "--from", "speed"], "it has 3 layers, and does not say how many positions each serves"),
+        (["three", "out", "--from", "speed", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
+        (["theirs", "out", "--from", "speed"], "layers.0.self_attn.q_proj.weight is missing (and 9 more)"),
         (["theirs", "out", "--from", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
         (
             ["theirs", "out", "--from", "eagle3", "--to", "eagle"],
-            "its kind is eagle3 and this layout's eagle2; --to eagle3",
+            "its kind is eagle3 and this layout's eagle2; --to eagle3 or speed",
         ),
         (["single", "out", "--to", "eagle3"], "its kind is eagle2 and this layout's eagle3; --to eagle, hass and poss"),
-        (["several", "out", "--to", "eagle3"], "it has 3 specialists and this layout one layer; no file of several is"),
-        (["several", "out", "--to", "vllm"], "it has 3 specialists and this layout one layer; no file of several is"),
+        (
+            ["several", "out", "--to", "eagle3"],
+            "it has 3 specialists and this layout one layer; --to speed takes several",
+        ),
+        (
+            ["several", "out", "--to", "vllm"],
+            "it has 3 specialists and this layout one layer; --to speed takes several",
+        ),
         (["shallow", "out", "--to", "eagle3"], "it fuses layers [2, 2, 1] of 4; its readers know three"),
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
@@ -244,6 +302,7 @@ def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     tensors = random_file()
     put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
+    put(tmp_path / "three", random_file(layers=THREE), **{KEY: len(SOME)})
     put(tmp_path / "mapless", {name: tensors[name] for name in NAMES}, **{KEY: len(SOME)})
     put(tmp_path / "code", tensors | {"norm.weight": Code()}, "bin")
     tiny_draft(deep, [6]).save_pretrained("single")

@@ -1,7 +1,7 @@
 """`poss convert`: a published draft as a folder of ours, and back."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, locate
 from poss_lightning.interop import checkpoints, settings
-from poss_lightning.interop.layouts import LAYOUTS, Layout, check_holds, layout_of
+from poss_lightning.interop.layouts import LAYOUTS, SPEED_ONLY, Layout, check_holds, layout_of
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, to_ours, to_theirs, vocabulary
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import Ends
@@ -20,8 +20,8 @@ from poss_lightning.target.spec import Ends
 def convert(
     source: str,
     out: str,
-    from_: Literal["ours", "eagle", "hass", "poss", "eagle3"] = "ours",
-    to: Literal["ours", "eagle", "hass", "poss", "eagle3", "vllm", "sglang"] = "ours",
+    from_: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed"] = "ours",
+    to: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "vllm", "sglang"] = "ours",
     allocation: list[int] | None = None,
     target: str = "embedded",
     file: Literal["safetensors", "bin"] = "safetensors",
@@ -35,7 +35,7 @@ def convert(
         out: folder to write.
         from_: layout of the source; say --from.
         to: layout to write.
-        allocation: positions served by each specialist, e.g. [2, 2, 2]; --from poss needs it, as its files do not say.
+        allocation: positions served by each specialist, e.g. [2, 2, 2]; poss and speed need it: files do not say.
         target: "embedded", a local folder or a hub id; the one the draft was trained for.
         file: write model.safetensors, or pytorch_model.bin for readers that know nothing else.
 
@@ -64,7 +64,7 @@ def convert(
         given, tensors = checkpoints.read_config(folder), checkpoints.read_tensors(folder)
         misfit = f"{source} does not fit --from {from_}"
         with _naming(misfit):
-            allocation = _allocation(LAYOUTS[from_], allocation, LAYOUTS[from_].layers(tensors))
+            allocation = _allocation(from_, allocation, tensors)
         loaded = Target.load(target, dtype=None)
         with _naming(misfit):
             draft = published(given, tensors, LAYOUTS[from_], allocation, loaded)
@@ -94,11 +94,14 @@ def published(
     return to_ours(tensors, config, layout, ids)
 
 
-def _allocation(layout: Layout, given: list[int] | None, layers: int) -> list[int]:
-    """The allocation of a file with so many layers; a single layer serves all positions, whatever their number."""
+def _allocation(from_: str, given: list[int] | None, tensors: Collection[str]) -> list[int]:
+    """The allocation of a file with these tensors; a single layer serves all positions, whatever their number."""
+    layout, layers = LAYOUTS[from_], LAYOUTS[from_].layers(tensors)
+    if SPEED_ONLY in tensors and from_ != "speed":
+        raise ValueError("its layers are EAGLE-3's and numbered: say --from speed")
     if layers > 1 and not layout.several:
         raise ValueError(f"it has {layers} layers; if they are specialists, say --from poss")
-    if given is None and layout.several:
+    if given is None and layout.several and layers:
         raise ValueError(
             f"it has {layers} layers, and does not say how many positions each serves: give --allocation, "
             "as [2, 2, 2] for three of two each"
@@ -144,13 +147,24 @@ def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
 
 
 def _how(to: str, config: DraftConfig, out: Path) -> str:
-    run, layers, third = config.allocation[0], len(config.allocation), "3" if config.kind == "eagle3" else ""
-    served = f'{{"method": "eagle{third}", "model": "{out}", "num_speculative_tokens": {run}}}'
-    options = f"--speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
-    if config.vocabulary_size and not third:
-        options += f" --speculative-token-map {out / 'token_map.pt'}"
-    return {
-        "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}",
-        "vllm": f"vLLM reads it with --speculative-config '{served}'",
-        "sglang": f"SGLang reads it with {options}",
-    }.get(to, f"EAGLE reads it as ea_model_path={out}" + (" with use_eagle3=True" if third else ""))
+    run, layers, positions = config.allocation[0], len(config.allocation), sum(config.allocation)
+    third = "3" if config.kind == "eagle3" else ""
+    served = f'--speculative-config \'{{"method": "eagle{third}", "model": "{out}", "num_speculative_tokens": '
+    match to:
+        case "poss":
+            return f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}"
+        case "speed":  # where each layer serves 3, its readers ask for a next layer beyond the last
+            most = min(positions, 3 * layers) if run == 3 else positions
+            return (
+                f"its authors' vLLM reads it with {served}{most}}}', where select_layer_idx serves "
+                f'{list(config.allocation)} and the model\'s name has "poss" in it'
+            )
+        case "vllm":
+            return f"vLLM reads it with {served}{run}}}'"
+        case "sglang":
+            options = f"--speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
+            if config.vocabulary_size and not third:
+                options += f" --speculative-token-map {out / 'token_map.pt'}"
+            return f"SGLang reads it with {options}"
+        case _:
+            return f"EAGLE reads it as ea_model_path={out}" + (" with use_eagle3=True" if third else "")

@@ -3,12 +3,13 @@
 EAGLE, HASS and PosS, as ours, join [embed(x_{t+1}); f_t] along fc's inputs in this order and have no norm before
 attention (SafeAILab/EAGLE, eagle/model/cnets1.py; shrango/PosS, HASS/model/cnets_agent_layer_gen.py). EAGLE-3, as ours,
 joins [norm(embed(x_{t+1})); norm(h_t)] for attention in this order, and fuses outputs of inner layers from low to high
-(SafeAILab/EAGLE, eagle/model/cnets.py). All turn queries and keys by halves.
+(SafeAILab/EAGLE, eagle/model/cnets.py). SPEED is EAGLE-3 with a layer for each run of positions, all reading one cache
+(shrango/PosS, specforge/specforge/modeling/draft/llama3_poss_eagle.py). All turn queries and keys by halves.
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from poss_lightning.draft.specialists import DraftConfig
 
@@ -24,19 +25,14 @@ LAYER = {  # ours -> theirs, within a layer
 }
 NORMS = {"input_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
 
-
-def _within(layer: str, parts: dict[str, str]) -> dict[str, str]:
-    return {f"layers.{{}}.{ours}.weight": f"{layer}.{theirs}.weight" for ours, theirs in parts.items()}
-
-
-NAMES = {  # by kind of draft, ours -> theirs
-    "eagle2": {"fc.weight": "fc.weight", "fc.bias": "fc.bias"} | _within("layers.{}", LAYER),
-    "eagle3": {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
-    | _within("midlayer", LAYER | NORMS),
+PARTS = {  # by kind of draft: named as ours are, and within a layer
+    "eagle2": (("fc.weight", "fc.bias"), LAYER),
+    "eagle3": (("fc.weight", "norm.weight", "lm_head.weight"), LAYER | NORMS),
 }
 ABSENT = ("fc.bias",)  # may be missing: zeros
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; may be there
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
+SPEED_ONLY = "layers.0.hidden_norm.weight"  # tells its files from those of all other layouts
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,11 @@ class Layout:
 
     Args:
         kind: of the drafts.
+        layer: what a layer's tensors are under.
         several: whether it holds several layers, each of which serves so many positions; else one layer.
+        kv: of several, as in `DraftConfig`.
+        runs: of several, positions of all but the last that its readers' code has written in; () where readers are told
+            one number for all.
         positions: that a single layer is said to serve, as files do not say.
         depth: passes that its drafts are trained for; None for the sum of the allocation.
         architecture: what its config.json names.
@@ -56,7 +56,10 @@ class Layout:
     """
 
     kind: str = "eagle2"
+    layer: str = "layers.{}"
     several: bool = False
+    kv: str = "separate"
+    runs: tuple[tuple[int, ...], ...] = ()
     positions: int = 6
     depth: int | None = 1
     architecture: str = "LlamaForCausalLM"
@@ -65,13 +68,20 @@ class Layout:
     even: bool = True
     vocabulary: str | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Ours -> theirs, with {} for a layer's number."""
+        whole, within = PARTS[self.kind]
+        layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
+        return {name: name for name in whole} | layer
+
     def named(self, layers: int) -> dict[str, str]:
         """Ours -> theirs, for a draft of so many layers."""
-        return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in NAMES[self.kind].items()}
+        return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in self.names.items()}
 
     def layers(self, tensors: Iterable[str]) -> int:
         """How many layers a file has, by its tensors' names: up to the last of which there is anything."""
-        numbered = [theirs for theirs in NAMES[self.kind].values() if "{}" in theirs]
+        numbered = [theirs for theirs in self.names.values() if "{}" in theirs]
         if not numbered:
             return 1
         pattern = "|".join(re.escape(theirs).replace(r"\{\}", r"(\d+)") for theirs in numbered)
@@ -81,6 +91,7 @@ class Layout:
 
 EAGLE3 = Layout(
     "eagle3",
+    "midlayer",
     positions=7,
     depth=7,
     architecture="LlamaForCausalLMEagle3",  # EAGLE's own code does not ask, vLLM and SGLang both know it
@@ -93,6 +104,8 @@ LAYOUTS = {
     "hass": Layout(depth=3),
     "poss": Layout(several=True, depth=None),
     "eagle3": EAGLE3,
+    # Runs: two versions of the authors' vLLM (vllm/v1/spec_decode/eagle.py, select_layer_idx).
+    "speed": replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared", runs=((3,), (3, 3), (1, 3))),
     "vllm": Layout(embedding=False, bias="attention", even=False),
     "sglang": Layout(
         architecture="LlamaForCausalLMEagle", embedding=False, bias="always", even=False, vocabulary="token_map"
@@ -107,21 +120,19 @@ def layout_of(name: str, kind: str) -> Layout:
 
 def check_holds(config: DraftConfig, layout: Layout) -> None:
     """Raise ValueError where a draft of ours computes what a layout cannot say."""
-    spec, layers, run = config.target, len(config.allocation), config.allocation[0]
-    positions = range(1, sum(config.allocation) + 1)
+    spec, layers = config.target, len(config.allocation)
+    several = "speed" if config.kind == "eagle3" else "poss"
     if config.kind != layout.kind:
-        takes = "eagle3" if config.kind == "eagle3" else "eagle, hass and poss"
+        takes = "eagle3 or speed" if config.kind == "eagle3" else "eagle, hass and poss"
         raise ValueError(f"its kind is {config.kind} and this layout's {layout.kind}; --to {takes} can hold it")
     if layers > 1 and not layout.several:
-        other = "--to poss takes several" if config.kind == "eagle2" else "no file of several is published"
-        raise ValueError(f"it has {layers} specialists and this layout one layer; {other}")
-    if any(config.serving(k) != min((k - 1) // run, layers - 1) for k in positions):
+        raise ValueError(f"it has {layers} specialists and this layout one layer; --to {several} takes several")
+    _check_runs(config, layout)
+    if layers > 1 and config.kv != layout.kv:
+        own = {"shared": "share keys and values", "separate": "have keys and values of their own"}
         raise ValueError(
-            f"allocation {list(config.allocation)} with order {config.order}: in this layout each specialist serves as "
-            "many positions as the first, one after another, and the last goes on"
+            f"its specialists {own[config.kv]} (kv: {config.kv}), and in this layout they {own[layout.kv]}"
         )
-    if layers > 1 and config.kv == "shared":
-        raise ValueError("its specialists share keys and values (kv: shared), those of this layout do not")
     if config.vocabulary_size is not None and layout.vocabulary is None:
         raise ValueError(
             "it proposes a smaller vocabulary, and this layout asks the whole head; `poss vocabulary DRAFT CORPUS OUT "
@@ -135,6 +146,26 @@ def check_holds(config: DraftConfig, layout: Layout) -> None:
             f"{spec.hidden_size // spec.heads}"
         )
     check_layers(config)
+
+
+def _check_runs(config: DraftConfig, layout: Layout) -> None:
+    """Raise ValueError where a layout's readers would give a position to another specialist."""
+    firsts = config.allocation[:-1]
+    if layout.runs and not firsts:
+        raise ValueError("it has one layer, and this layout's readers know two or three; --to eagle3 takes one")
+    fits = firsts in layout.runs if layout.runs else len(set(firsts)) < 2
+    if fits and list(config.served) == sorted(config.served):
+        return
+    known = " or ".join(str(list(runs)) for runs in layout.runs)
+    serve = (
+        f"all but the last serve {known} positions"
+        if known
+        else "each specialist serves as many positions as the first"
+    )
+    raise ValueError(
+        f"allocation {list(config.allocation)} with order {config.order}: in this layout {serve}, one after "
+        "another, and the last goes on"
+    )
 
 
 def check_layers(config: DraftConfig) -> None:

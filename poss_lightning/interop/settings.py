@@ -53,6 +53,7 @@ def read(given: dict[str, Any], layout: Layout, allocation: list[int], spec: Tar
         detach=layout.kind == "eagle2",
         intermediate_size=None if width == spec.intermediate_size else width,
         vocabulary_size=None if proposed == spec.vocab_size else proposed,
+        kv=layout.kv,
         kind=layout.kind,
         rope_theta=None if _same(theta, spec.rope_theta) else theta,
     )
@@ -92,7 +93,8 @@ def write(config: DraftConfig, layout: Layout, dtype: torch.dtype, tied: bool, b
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        "num_hidden_layers": 1,  # that a token passes through: PosS' readers are told how many there are
+        # PosS' readers are told how many layers there are, and stack what this says; SPEED's read it here.
+        "num_hidden_layers": len(config.allocation) if config.kind == "eagle3" else 1,
         "rms_norm_eps": spec.norm_eps,
         "rope_scaling": None,
         "rope_theta": config.rope_theta or spec.rope_theta,
