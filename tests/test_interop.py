@@ -265,6 +265,17 @@ def test_a_smaller_vocabulary_is_sglangs_token_map(convert, target, tmp_path, ca
     assert f"--speculative-token-map {tmp_path}/theirs/token_map.pt" in capsys.readouterr().out
 
 
+def test_a_vocabulary_of_all_tokens_is_none(convert, target, tmp_path):
+    """So layouts without a place for a smaller one take it."""
+    every = torch.arange(VOCABULARY)
+    draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=VOCABULARY), every)
+    draft.save_pretrained(tmp_path / "ours")
+    for engine in ENGINES:
+        convert(tmp_path / "ours", tmp_path / engine, "--to", engine)
+        assert read(tmp_path / engine).keys() <= ENGINES[engine][0]
+        assert not (tmp_path / engine / "token_map.pt").exists()
+
+
 # --- what is refused, in one line ---
 
 

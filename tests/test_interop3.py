@@ -205,7 +205,7 @@ ENGINES = {
 @pytest.mark.parametrize(
     ("engine", "method"), [("vllm", '"method": "eagle3"'), ("sglang", "--speculative-algorithm EAGLE3 ")]
 )
-@pytest.mark.parametrize("ids", [SOME, None], ids=["some", "all"])
+@pytest.mark.parametrize("ids", [SOME, None, torch.arange(VOCABULARY)], ids=["some", "all", "all named"])
 def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, capsys, engine, method, ids):
     config = tiny_draft(deep, [8], kind="eagle3").config
     draft = Specialists(replace(config, vocabulary_size=None if ids is None else len(ids)), ids)
@@ -214,7 +214,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
     convert(tmp_path / "ours", tmp_path / "theirs", "--to", engine)
     assert method in capsys.readouterr().out
     # Where all tokens are proposed, vLLM has no parameter for d2t, and stops.
-    assert read(tmp_path / "theirs").keys() == NAMES | (set() if ids is None else {"d2t", "t2d"})
+    assert read(tmp_path / "theirs").keys() == NAMES | ({"d2t", "t2d"} if ids is SOME else set())
     asked = BOTH | ENGINES | {KEY: VOCABULARY if ids is None else len(ids)}
     given = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert {key: given.get(key) for key in asked} == asked

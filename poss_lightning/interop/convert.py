@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +77,11 @@ def _own(source: str) -> Draft:
     """A draft of ours, checked, with its tensors as they are stored."""
     folder = locate(source)
     draft = Specialists.from_pretrained(folder)
-    return Draft(draft.config, {"scale": draft.scale} | load_file(folder / WEIGHTS))
+    config, state = draft.config, {"scale": draft.scale} | load_file(folder / WEIGHTS)
+    if config.vocabulary_size == config.target.vocab_size:  # a vocabulary of all tokens is none, here and in files
+        config = replace(config, vocabulary_size=None)
+        del state["vocabulary"]
+    return Draft(config, state)
 
 
 def published(
