@@ -1,6 +1,7 @@
 """Published layouts: a file drafts as its authors compute it and comes back bit for bit; engines find every key."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
 from poss_lightning.interop.layouts import LAYOUTS, check_holds
+from poss_lightning.interop.tensors import check_frozen
 from poss_lightning.target.model import Target
 
 D, INNER, VOCABULARY = 32, 48, 320  # of the tiny target
@@ -181,6 +183,26 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is tied
 
 
+@pytest.mark.parametrize(
+    ("stored", "between", "taken"),
+    [
+        (torch.float32, torch.bfloat16, False),  # nobody rounds as coarsely
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float16, torch.float16, True),
+        (torch.float16, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, taken):
+    """The target's, in float32, went through another dtype before it was stored; one bit more is another one."""
+    own = target.ends.embedding
+    theirs = own.to(between).to(stored)
+    for tensor, fits in ((theirs, taken), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
+        with nullcontext() if fits else pytest.raises(ValueError, match="rows differ by more than the rounding"):
+            check_frozen({"embed_tokens.weight": tensor}, target.ends, LAYOUTS["eagle"])
+
+
 def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):
     """And a number that a GGUF file rounded to float32 is still the same."""
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
@@ -308,6 +330,7 @@ def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
             tensors["layers.0.self_attn.q_proj.weight"] = Code()
     wrong = {"eps": {"rms_norm_eps": 1e-5}, "width": {"intermediate_size": None}}
     wrong |= {"scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "size": {"hidden_size": 64}}
+    wrong |= {"speculators": {"speculators_model_type": "eagle3"}}
     kind = {"code": "bin", "list": "bin", "shard": "safetensors shards", "path": "safetensors shards"}
     put(folder, [1, 2] if how == "list" else tensors, kind.get(how, "safetensors"), **wrong.get(how, {}))
     match how:
@@ -346,13 +369,14 @@ def refused(convert, tmp_path: Path, words: str, *arguments: object) -> None:
         ("integers", "layers.1.mlp.up_proj.weight is torch.int8"),
         ("head", "lm_head.weight is not the target's: 320 of 320 rows differ"),
         ("embedding", "embed_tokens.weight is not the target's: 1 of 320 rows differ"),
-        ("vocabulary", "embed_tokens.weight is [7, 32]; the target's is [320, 32]"),
+        ("vocabulary", "embed_tokens.weight is torch.float32 [7, 32]; the target's is [320, 32]"),
         ("eps", "rms_norm_eps is 1e-05; a draft of ours for"),
         ("scaling", "rope_scaling is 'linear'"),
         ("size", "hidden_size is 64"),
         ("width", "intermediate_size is None; it must be the width"),
         ("no config", "theirs has no config.json"),
         ("no json", "config.json is not JSON"),
+        ("speculators", "config.json is of the speculators format (eagle3), which is not read"),
         ("no weights", "has neither model.safetensors nor pytorch_model.bin"),
         ("damaged", "model.safetensors is damaged: "),
         ("shard", "is missing"),

@@ -237,7 +237,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
         ({"lm_head.weight": torch.zeros(9, D)}, "lm_head.weight is torch.float32 [9, 32]; it must be floats [107, 32]"),
         ({"embed_tokens.weight": torch.zeros(VOCABULARY, D)}, "embed_tokens.weight is not the target's: 319 of 320"),
         ({"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for the target's 320 tokens"),
-        ({"t2d": None}, "t2d is missing"),
+        ({"d2t": None}, "d2t is missing"),
         ({"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64, one a draft id"),
         ({"d2t": torch.zeros(107, dtype=torch.int64)}, "d2t and t2d contradict each other in 142 of 320 ids"),
         ({"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
@@ -259,6 +259,13 @@ def test_a_file_that_is_wrong_is_refused(deep, changes, words):
     with pytest.raises(ValueError) as caught:
         published(config, kept, LAYOUTS["eagle3"], [7], deep)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_marks_may_be_missing_as_engines_skip_them(deep):
+    given, tensors = CONFIG | {KEY: len(SOME)}, random_file()
+    whole = published(given, tensors, LAYOUTS["eagle3"], [7], deep)
+    part = published(given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep)
+    assert same(part.state, whole.state) and part.config == whole.config
 
 
 @pytest.mark.parametrize("ids", [{FUSED_BY: FUSED}, {"eagle_config": {FUSED_BY: [1, 3, 4]}}, {FUSED_BY: None}], ids=str)

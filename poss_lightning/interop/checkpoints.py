@@ -37,7 +37,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no JSON object.
+        ValueError: it is no JSON object, or of vLLM's speculators format, whose sizes and switches stand elsewhere.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -48,6 +48,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(stored, dict):
         raise ValueError(f"{path} is a {type(stored).__name__}; it must be an object")
+    if kind := stored.get("speculators_model_type"):
+        raise ValueError(
+            f"{path} is of the speculators format ({kind}), which is not read: only what EAGLE, HASS, PosS and SPEED "
+            "publish is"
+        )
     return stored
 
 
