@@ -1,4 +1,4 @@
-"""Writing so that nothing is ever half-written: a temporary name first, the real one when all is there."""
+"""Files: written so that nothing is ever half-written, a temporary name first; found, here or on the hub."""
 
 import hashlib
 import io
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+
+from huggingface_hub import snapshot_download
 
 
 @contextmanager
@@ -69,3 +71,24 @@ def named(name: str) -> str:
         FileNotFoundError: neither.
     """
     return name if Path(name).is_file() else str(conf(name.removeprefix("conf/")))
+
+
+def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> Path:
+    """A local folder, or a hub id's after its download.
+
+    Args:
+        what: it should be, for the message; as `otherwise`, which follows.
+        patterns: of the files to download.
+
+    Raises:
+        FileNotFoundError: neither; the message has the hub's own reason.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise FileNotFoundError(
+            f"{what} {source!r} is neither a local folder nor a hub id that can be reached ({reason}){otherwise}"
+        ) from error

@@ -1,11 +1,12 @@
-"""Writing that is never half done."""
+"""Writing that is never half done, and why a download failed."""
 
 import hashlib
 import os
 
 import pytest
 
-from poss_lightning.files import Hashed, atomic, sha256
+from poss_lightning import files
+from poss_lightning.files import Hashed, atomic, fetch, sha256
 
 
 def names(folder) -> list[str]:
@@ -57,3 +58,19 @@ def test_a_digest_known_while_writing_is_that_of_the_file(tmp_path):
         assert file.tell() == sum(map(len, pieces))
         known = file.sha256()
     assert known == sha256(tmp_path / "file") and (tmp_path / "file").read_bytes() == b"".join(pieces)
+
+
+def test_why_the_hub_refused_is_said_in_one_line(monkeypatch):
+    class Gated(OSError):
+        pass
+
+    def refuse(*args, **options):
+        raise Gated("401 Client Error.\n\nAccess is restricted.")
+
+    monkeypatch.setattr(files, "snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError) as caught:
+        fetch("a/draft", "draft", ["*"], ", nor a friend's")
+    assert str(caught.value) == (
+        "draft 'a/draft' is neither a local folder nor a hub id that can be reached (Gated: 401 Client Error.), "
+        "nor a friend's"
+    )

@@ -14,7 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.layer import Norm, NormedSpecialist, Rotation, Specialist, rotation
 from poss_lightning.draft.unroll import unroll
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, fetch
 from poss_lightning.target.spec import Ends
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -186,16 +185,7 @@ def locate(source: str | Path) -> Path:
     Raises:
         FileNotFoundError: none of them.
     """
-    if Path(source).is_dir():
-        return Path(source)
-    return HEADS / source if source in shipped() else _download(str(source))
-
-
-def _download(name: str) -> Path:
-    try:
-        return Path(snapshot_download(name, allow_patterns=[CONFIG, WEIGHTS]))
-    except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
-        raise FileNotFoundError(
-            f"draft {name!r} is neither a local folder nor a hub id that can be reached, nor a shipped head: "
-            f"{', '.join(shipped()) or 'none'}"
-        ) from error
+    names = shipped()
+    if source in names and not Path(source).is_dir():
+        return HEADS / source
+    return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped head: {', '.join(names) or 'none'}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,20 +15,7 @@ from poss_lightning.draft.specialists import CONFIG, WEIGHTS
 from poss_lightning.files import atomic
 
 PICKLED = "pytorch_model.bin"
-
-
-def locate(source: str) -> Path:
-    """The folder of a published draft: a local one, or a hub id's after its download.
-
-    Raises:
-        FileNotFoundError: neither.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(snapshot_download(source, allow_patterns=[CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]))
-    except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
-        raise FileNotFoundError(f"{source!r} is neither a local folder nor a hub id that can be reached") from error
+FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, locate
+from poss_lightning.files import fetch
 from poss_lightning.interop import checkpoints, settings
 from poss_lightning.interop.layouts import LAYOUTS, SPEED_ONLY, Layout, check_holds, layout_of
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, to_ours, to_theirs, vocabulary
@@ -61,7 +62,7 @@ def convert(
         if difference := draft.config.target.difference(loaded.spec):
             raise ValueError(f"{source} was trained for another target: {difference}")
     else:
-        folder = checkpoints.locate(source)
+        folder = fetch(source, "draft", checkpoints.FILES)
         given, tensors = checkpoints.read_config(folder), checkpoints.read_tensors(folder)
         misfit = f"{source} does not fit --from {from_}"
         with _naming(misfit):

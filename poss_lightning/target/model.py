@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
+from poss_lightning.files import fetch
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed, SlotStore, TreeCache
 from poss_lightning.target.chat import Chat
@@ -205,14 +205,7 @@ def _folder(name: str) -> Path:
     """The local folder of a target: the embedded one's, a user's, or a hub id's after its download."""
     if name == embedded.NAME:
         return embedded.folder()
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except (OSError, ValueError) as error:  # what the hub client's many kinds derive from
-        raise FileNotFoundError(
-            f"target {name!r} is neither a local folder nor a hub id that can be reached"
-        ) from error
+    return fetch(name, "target", ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
 
 
 def check_device(device: str) -> None:
