@@ -97,7 +97,7 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
     given = {KEY: rows} | ({} if theta is None else {"rope_theta": theta})
     theirs = put(tmp_path / "theirs", tensors | {"embed_tokens.weight": deep.ends.embedding.to(dtype)}, kind, **given)
     convert(theirs, tmp_path / "ours", "--from", "eagle3")
-    assert f"fused are layers {FUSED} of the target" in capsys.readouterr().out
+    assert f"reads the outputs of target layers {FUSED}" in capsys.readouterr().out
     convert(tmp_path / "ours", tmp_path / "back", "--to", "eagle3")
     assert same(read(tmp_path / "back"), tensors)  # its readers take the embedding from the target
     back = json.loads((tmp_path / "back" / "config.json").read_text())

@@ -148,7 +148,7 @@ def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write(out, tensors, json.dumps(written, indent=2) + "\n", pickled, ids)
         how = _how(to, config, out)
-    fused = f"; fused are layers {list(config.layers)} of the target, as EAGLE-3's code does" if config.layers else ""
+    fused = f"; reads the outputs of target layers {list(config.layers)}, counted from 1" if config.layers else ""
     print(f"{out}: {how}{fused}")
 
 
