@@ -142,8 +142,8 @@ def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
         how = f"allocation {list(config.allocation)}, for {config.target.name}"
     else:
         layout = layout_of(to, config.kind)
-        tensors, biases = to_theirs(draft, layout, ends)
-        written = settings.write(config, layout, draft.state["fc.weight"].dtype, ends.tied, biases)
+        tensors = to_theirs(draft, layout, ends)
+        written = settings.write(config, layout, tensors, ends.tied)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write(out, tensors, json.dumps(written, indent=2) + "\n", pickled, ids)

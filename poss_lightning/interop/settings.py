@@ -3,7 +3,7 @@
 from math import isclose
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.interop.layouts import Layout, check_layers
@@ -70,19 +70,20 @@ def _check_fused(given: dict[str, Any], config: DraftConfig) -> None:
         raise ValueError(f"config.json: {FUSED} is {ids}; a draft of ours for {config.target.name} fuses {ours}")
 
 
-def write(config: DraftConfig, layout: Layout, dtype: torch.dtype, tied: bool, biases: str | None) -> dict[str, Any]:
+def write(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tied: bool) -> dict[str, Any]:
     """What config.json says of a draft of ours.
 
     Args:
-        dtype: of its tensors.
+        tensors: the file's.
         tied: whether the target's head is its embedding.
-        biases: where the file has some: in "fc" or in "attention"; None for nowhere.
     """
     spec = config.target
     own_head = {"draft_vocab_size": config.vocabulary_size or spec.vocab_size} if config.kind == "eagle3" else {}
     # EAGLE reads "bias" as fc's, and takes true where there is none; vLLM and SGLang read it as attention's, SGLang
     # for EAGLE-3 as fc's too.
-    bias = {"attention": {"attention_bias": True}, "fc": {}, None: {"bias": False}}[biases]
+    bias = {} if "fc.bias" in tensors else {"bias": False}
+    if "layers.0.self_attn.q_proj.bias" in tensors:
+        bias = {"attention_bias": True}
     return {
         "architectures": [layout.architecture],
         "model_type": "llama",
@@ -99,7 +100,7 @@ def write(config: DraftConfig, layout: Layout, dtype: torch.dtype, tied: bool, b
         "rope_scaling": None,
         "rope_theta": config.rope_theta or spec.rope_theta,
         "tie_word_embeddings": tied and not own_head,  # else SGLang takes the embedding for a draft's own head
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "vocab_size": spec.vocab_size,
         **own_head,
         **bias,

@@ -118,8 +118,8 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
     return Draft(config, made | state)
 
 
-def to_theirs(draft: Draft, layout: Layout, ends: Ends) -> tuple[dict[str, Tensor], str | None]:
-    """A published file's tensors, and where it has biases: in "fc", in "attention", or None for nowhere.
+def to_theirs(draft: Draft, layout: Layout, ends: Ends) -> dict[str, Tensor]:
+    """A published file's tensors.
 
     The scale of fc's inputs goes into its weights, each product rounded once to their dtype: exact where the scale is a
     power of two, and so where it is 1; else drafts differ by that rounding.
@@ -128,16 +128,16 @@ def to_theirs(draft: Draft, layout: Layout, ends: Ends) -> tuple[dict[str, Tenso
     weight = state["fc.weight"]
     state = state | {"fc.weight": (weight.float() * state["scale"].float()).to(weight.dtype)}
     biased = "fc.bias" in state and (layout.bias == "always" or bool(state["fc.bias"].any()))
-    place = None if not biased else "attention" if layout.bias == "attention" else "fc"
+    moved = biased and layout.bias == "attention"
     names = layout.named(len(config.allocation))
-    tensors = {theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or place == "fc"}
-    if place == "attention":
+    tensors = {theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not moved)}
+    if moved:
         tensors |= attention_biases(state)
     if layout.embedding:
         tensors[EMBEDDING] = ends.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
         tensors |= _maps(state["vocabulary"], config.target.vocab_size)
-    return tensors, place
+    return tensors
 
 
 def _maps(ids: Tensor, total: int) -> dict[str, Tensor]:
