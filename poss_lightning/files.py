@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
@@ -83,6 +81,8 @@ def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> P
     Raises:
         FileNotFoundError: neither; the message has the hub's own reason.
     """
+    from huggingface_hub import snapshot_download  # `poss --help` need not wait for it
+
     if Path(source).is_dir():
         return Path(source)
     try:

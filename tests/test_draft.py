@@ -3,12 +3,12 @@
 import json
 from dataclasses import asdict, replace
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
 
-from poss_lightning import files
 from poss_lightning.draft import specialists
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.spec import Ends
@@ -107,7 +107,7 @@ def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_
     read = Specialists.from_pretrained("embedded-pair")
     for name, value in read.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, draft.state_dict()[name].bfloat16().float())
-    monkeypatch.setattr(files, "snapshot_download", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # any other name is the hub's
         Specialists.from_pretrained("embedded-other")
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be float32, bfloat16 or float16"):

@@ -3,9 +3,9 @@
 import hashlib
 import os
 
+import huggingface_hub
 import pytest
 
-from poss_lightning import files
 from poss_lightning.files import Hashed, atomic, fetch, sha256
 
 
@@ -67,7 +67,7 @@ def test_why_the_hub_refused_is_said_in_one_line(monkeypatch):
     def refuse(*args, **options):
         raise Gated("401 Client Error.\n\nAccess is restricted.")
 
-    monkeypatch.setattr(files, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(FileNotFoundError) as caught:
         fetch("a/draft", "draft", ["*"], ", nor a friend's")
     assert str(caught.value) == (
