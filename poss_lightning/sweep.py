@@ -65,7 +65,7 @@ class Cell:
         Raises:
             ValueError: naming what differs.
         """
-        if (earlier := _read(self.folder / "cell.json")) and earlier != (now := self.settings()):
+        if (earlier := _flat(_read(self.folder / "cell.json"))) and earlier != (now := _flat(self.settings())):
             changed = sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
             raise ValueError(
                 f"{self.folder} was made with other settings ({', '.join(changed)}): name the experiment or the choice "
@@ -244,6 +244,15 @@ def _inputs(done: list[Cell]) -> dict[str, set[str]]:
         for name, digest in _read(cell.folder / "made.json").get("inputs", {}).items():
             found.setdefault(name, set()).add(digest)
     return found
+
+
+def _flat(nested: dict) -> dict[str, object]:
+    """With dots between the names of options."""
+    flat = {}
+    for name, value in nested.items():
+        inner = _flat(value) if isinstance(value, dict) else {}
+        flat |= {f"{name}.{below}": own for below, own in inner.items()} or {name: value}
+    return flat
 
 
 def _read(file: Path) -> dict:

@@ -134,7 +134,7 @@ def test_a_killed_sweep_goes_on(experiment, tmp_path, monkeypatch):
 
 def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_path):
     sweep(experiment(seeds=[0]))
-    with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit\)"):
+    with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
     (tmp_path / "cells/one/seed-0/cell.json").unlink()
     (tmp_path / "cells/one/seed-0/scalars.json").unlink()

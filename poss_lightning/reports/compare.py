@@ -39,7 +39,7 @@ def compare(
             several as [a,b].
         baseline: The method whose speed is 1 and whose tokens the others should give.
         reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
-        resamples: Draws of the bootstrap.
+        resamples: Draws of the bootstrap over prompts, where each method was trained once.
         seed: Of the bootstrap.
     """
     found = find(records, baseline, reference, resamples, seed)

@@ -41,7 +41,7 @@ def report(
         baseline: The method whose speed is 1 and whose tokens the others should give.
         reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
         prompts: Prompts whose decoded text is shown, spread over the suites.
-        resamples: Draws of the bootstrap behind the 95 % intervals.
+        resamples: Draws of the bootstrap over prompts, where each method was trained once.
         seed: Of the bootstrap.
     """
     facts = read_runs(records)
