@@ -1,4 +1,4 @@
-"""`make coverage`: how often 95 % intervals hold the truth, by ways to make them. On drawn experiments, in two minutes.
+"""`make coverage`: how often 95 % intervals hold the truth, by ways to make them. On drawn experiments, half a minute.
 
 The tables of `reports/statistics.py` (prompts) and `reports/seeds.py` (both), whose own intervals the tests hold to
 their word.

@@ -307,8 +307,7 @@ def test_a_sweep_without_baselines_is_shown_without_speed(tmp_path):
             records = make_records(methods=(choice,), seed=seed)
             write_records(tmp_path / choice / f"seed-{seed}", records, {"methods": {}})
         page = write_page(tmp_path, str(tmp_path), reference="eagle")
-        assert ("largest τ by prompt" in page) == (seed > 0)  # one training of each is compared over prompts
-        assert ("Each method was trained once" in page) == (seed == 0) and "Milliseconds" not in page
+        assert "largest τ by prompt" in page and "Milliseconds" not in page
 
 
 def test_replayed_rounds_are_shown_without_seconds_and_text(tmp_path):
@@ -319,6 +318,7 @@ def test_replayed_rounds_are_shown_without_seconds_and_text(tmp_path):
             write_records(folder, replayed, {"methods": {}})
     page = write_page(tmp_path, str(tmp_path / "cells"), reference="eagle")
     assert "Decoded text" not in page and "Milliseconds" not in page and "eagle" in page
+    assert "Each method was trained once" in page  # so prompts are what chance has: an interval all the same
     page = write_page(tmp_path, [str(tmp_path / "alone" / choice) for choice in CHOICES], reference="eagle")
     assert "Replayed rounds, without seconds" in page and "same tokens as" not in page
 
