@@ -331,6 +331,7 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
 def test_the_likeliest_are_those_of_log_softmax(vocabulary, dtype):
     logits = (3 * torch.randn(2, 7, vocabulary, generator=torch.Generator().manual_seed(0))).to(dtype)
     found, rows = likeliest(logits, 10)
+    torch.testing.assert_close(likeliest(logits.mT.contiguous().mT, 10)[0], found)  # as `project` lays them out
     every = logits.float().log_softmax(-1)
     torch.testing.assert_close(found, every.topk(10, dim=-1).values)
     torch.testing.assert_close(every.gather(-1, rows), found)

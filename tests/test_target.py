@@ -19,7 +19,7 @@ from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target.spec import FEW, TargetSpec, project
 
 
 def fresh(target, tokens: list[int]) -> torch.Tensor:
@@ -163,6 +163,16 @@ def test_a_restricted_head_speaks_of_its_own_rows(target):
     ends, feature = target.ends.restrict(vocabulary), torch.randn(2, 32)
     torch.testing.assert_close(ends.logits(feature), target.ends.logits(feature)[:, vocabulary])
     assert ends.token_ids(torch.tensor([[2, 0]])).tolist() == [[280, 3]]
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, FEW), (3, FEW)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_on_the_left_gives_the_logits_of_linear(shape, dtype):
+    features, head = (torch.randn(*size, 64).to(dtype) for size in (shape, (1000,)))
+    logits = project(features, head)
+    torch.testing.assert_close(logits, torch.nn.functional.linear(features, head), rtol=1e-2, atol=1e-2)
+    alone = torch.stack([project(one, head) for one in features.flatten(0, -2)]).view_as(logits)
+    torch.testing.assert_close(logits, alone, rtol=1e-2, atol=1e-2)
 
 
 def test_loading_from_a_folder(tiny_folder, target):

@@ -182,16 +182,15 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     In a large vocabulary they stand in the `count` blocks with the highest maxima, so only these are searched.
     """
-    if logits.shape[-1] % BLOCK or logits.shape[-1] // BLOCK < 2 * count:
-        best, rows = logits.topk(count, dim=-1)
+    own = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if own.shape[-1] % BLOCK or own.shape[-1] // BLOCK < 2 * count:
+        best, rows = own.topk(count, dim=-1)
     else:
-        blocks = logits.unflatten(-1, (-1, BLOCK))
+        blocks = own.unflatten(-1, (-1, BLOCK))
         chosen = blocks.amax(-1).topk(count, dim=-1).indices  # (..., count)
         within = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK)).flatten(-2)
         best, places = within.topk(count, dim=-1)
         rows = chosen.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
-    best = best.float()
     highest = best[..., :1]  # log_softmax of all V, or a logsumexp that seeks the highest itself, would cost more
-    own = logits.to(torch.float32, copy=True)  # in place from here: new memory would cost more than what is done in it
-    norm = own.sub_(highest).exp_().sum(-1, keepdim=True).log_()
+    norm = own.sub_(highest).exp_().sum(-1, keepdim=True).log_()  # in place: new memory would cost more than that
     return best - highest - norm, rows

@@ -152,7 +152,7 @@ def replay_rounds(
     """
     found = [list(answers(sample)) for sample in samples]
     every = [answer for own in found for answer in own]
-    order = sorted(range(len(every)), key=lambda i: len(every[i].tokens))  # of like length side by side
+    order = sorted(range(len(every)), key=lambda i: len(every[i].tokens) - every[i].start)  # alike side by side
     drafter, rounds = Drafter(draft, ends, depth, top_k), {}
     for begin in range(0, len(order), rows):
         places = order[begin : begin + rows]
@@ -191,14 +191,20 @@ def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]
     drafter.slots.note(root.tolist())
     ahead = torch.arange(depth + 1, device=device)
     rounds: list[list[int]] = [[] for _ in given]
+    rows = list(rounds)  # those still drafted
     while (going := root < lengths - 1).any():
+        if 2 * going.sum() <= len(rows):  # finished ones cost time: forget them now and then
+            left = going.nonzero()[:, 0].tolist()
+            drafter.select(left)
+            rows = [rows[i] for i in left]
+            text, read, whole, lengths, root, going = (x[left] for x in (text, read, whole, lengths, root, going))
         tree = rerank(drafter.grow(Fixed(depth, nodes)), nodes)
         verdict = judge(tree, *_written(text, tree.tokens), root + 1, depth)
         counts = (verdict.accepted + 1) * going
         seen = going & (whole | (root + depth < lengths))
-        for row, (accepted, counted) in enumerate(zip(verdict.accepted.tolist(), seen.tolist(), strict=True)):
+        for row, accepted, counted in zip(rows, verdict.accepted.tolist(), seen.tolist(), strict=True):
             if counted:
-                rounds[row].append(accepted)
+                row.append(accepted)
         here = (root[:, None] + ahead).clamp(max=reach - 1)  # (B, K+1)
         left = read.gather(1, here[..., None].expand(-1, -1, read.shape[-1]))
         drafter.read(verdict.tokens.clamp(min=0), left, counts)

@@ -9,6 +9,8 @@ from transformers import PreTrainedConfig
 
 from poss_lightning.target.masks import FULL
 
+FEW = 32  # rows of features for which `project` puts the head on the left
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -74,7 +76,7 @@ class Ends(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours."""
-        logits = nn.functional.linear(features.to(self.head.dtype), self.head)
+        logits = project(features.to(self.head.dtype), self.head)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -95,6 +97,18 @@ class Ends(nn.Module):
         if vocabulary is None:
             return self
         return Ends(self.embedding, self.head, vocabulary.to(self.head.device), self.scale, self.cap)
+
+
+def project(features: Tensor, head: Tensor) -> Tensor:
+    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and on a CPU in half the time.
+
+    There `linear` lays out the right of a product anew for the matrix units, which is all of the head. With the head on
+    the left it is a few features; V is then not the innermost dimension in memory.
+    """
+    few = 1 < features.numel() // features.shape[-1] <= FEW
+    if not few or head.device.type != "cpu" or head.dtype == torch.float32:
+        return nn.functional.linear(features, head)
+    return (head @ features.flatten(0, -2).t()).t().unflatten(0, features.shape[:-1])
 
 
 def read_ends(model: nn.Module, spec: TargetSpec) -> Ends:
