@@ -24,6 +24,13 @@ def test_gains_are_read_pair_by_pair(tmp_path, capsys):
     assert said.index("80 steps") < said.index("Against hass,") < said.index("Against hass.wide")
 
 
+def test_what_specialists_must_bring_stands_beside_what_they_bring(capsys):
+    runpy.run_path(str(EXPERIMENTS / "costs" / "break_even.py"))["main"]()
+    _, alone, *others = capsys.readouterr().out.splitlines()
+    assert alone.startswith("[6] ") and "0.0 %" in alone and "(" not in alone.split("/s")[1]
+    assert len(others) == 5 and all("%" in line.split("/s")[1] for line in others)
+
+
 def test_prompts_are_made_about_texts(tmp_path):
     texts = [f"Text number {number}." for number in range(7)]
     chats = [[{"role": "user", "content": "Write."}, {"role": "assistant", "content": text}] for text in texts]
