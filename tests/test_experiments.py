@@ -39,3 +39,14 @@ def test_prompts_are_made_about_texts(tmp_path):
     script["main"](str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert all(text in prompt for text, prompt in zip(texts, prompts, strict=True)) and len(set(prompts)) == 7
+
+
+def test_prompts_follow_their_seed_and_none_comes_twice(tmp_path):
+    script = runpy.run_path(str(EXPERIMENTS / "data" / "prompts.py"))
+    said = []
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        script["main"](str(tmp_path / name), "120", seed)
+        said.append([json.loads(line)["prompt"] for line in (tmp_path / name).read_text().splitlines()])
+    assert said[0] == said[1] != said[2]
+    assert len(set(said[0])) == 120 and all("{" not in prompt for prompt in said[0] if len(prompt) < 100)
+    assert {kind for kind in ("def ", "?", "$") for prompt in said[0] if kind in prompt} == {"def ", "?", "$"}
