@@ -37,7 +37,7 @@ def main() -> None:
         ratio = cost["round_ratio"]
         memory = f"{cost['weights_MB']:>6.1f} MB{cost['cache_bytes_a_token']:>7} B"
         time = f"{ratio['median']:.3f} ({ratio['low']:.2f}…{ratio['high']:.2f})   {100 * (ratio['median'] - 1):>8.1f} %"
-        print(f"{name:18}{memory}  {time}{pace(choice):>8.0f}/s  {gain and _per_cent(gain, hass) or ''}")
+        print(f"{name:18}{memory}  {time}{pace(choice):>8.0f}/s  {_per_cent(gain, hass) if gain else ''}")
 
 
 def _per_cent(gain: dict[str, float], of: float) -> str:
