@@ -1,11 +1,16 @@
-"""`make bench`: how far extraction is from the target's bare forward; prints a table, writes runs/bench/core.json."""
+"""`make bench`: extraction beside the target's bare forward, and a head on the left of its product beside `linear`.
+
+Prints a table, writes runs/bench/core.json.
+"""
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
-from measure import seconds
+from measure import once, seconds
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS
@@ -14,6 +19,7 @@ from poss_lightning.features import extract
 from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
+from poss_lightning.target.spec import project
 
 
 @torch.inference_mode()
@@ -50,13 +56,32 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
     }
 
 
+@torch.inference_mode()
+def heads(target: Target, times: int = 25) -> dict[str, float]:
+    """How many times faster `project` is than `linear`, by rows and vocabulary, with other weights in the caches."""
+    others, found = torch.zeros(2**26), {}  # 256 MiB
+    for head in (target.ends.head[:32768], target.ends.head):
+        for rows in (2, 10, 24):
+            features = torch.randn(rows, head.shape[1]).to(head.dtype)
+            works = {work: partial(work, features, head) for work in (torch.nn.functional.linear, project)}
+            took = {work: [] for work in works}
+            for _ in range(times):
+                for work, run in works.items():
+                    others.add_(1)
+                    took[work].append(once(run))
+            linear, own = map(median, took.values())
+            found[f"linear_over_project_{rows}_rows_of_{len(head)}"] = linear / own
+    return found
+
+
 def main() -> None:
     target = Target.load("embedded")
-    figures = extraction(target)
-    for name, value in figures.items():
-        print(f"  {name:<44} {value:10.4f}")
+    figures = {"extraction": extraction(target), "heads": heads(target)}
+    for part in figures.values():
+        for name, value in part.items():
+            print(f"  {name:<44} {value:10.4f}")
     with atomic("runs/bench/core.json") as path:
-        path.write_text(json.dumps({**surroundings(target.device), "extraction": figures}, indent=1) + "\n")
+        path.write_text(json.dumps({**surroundings(target.device), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

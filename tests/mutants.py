@@ -46,6 +46,27 @@ MUTANTS = (
         "test_unroll.py",
     ),
     Mutant(
+        "decoding: two rows of features change places where the head is on the left",
+        "target/spec.py",
+        "(head @ features.flatten(0, -2).t())",
+        "(head @ features.flatten(0, -2).flip(0).t())",
+        "test_target.py",
+    ),
+    Mutant(
+        "replay: what is left after finished answers is counted as the first ones'",
+        "evaluation/replay.py",
+        "rows = [rows[i] for i in kept]",
+        "rows = rows[: len(kept)]",
+        "test_replay.py",
+    ),
+    Mutant(
+        "replay: an answer cut short counts its last rounds too",
+        "evaluation/replay.py",
+        "seen = going & (whole | (root + depth < lengths))",
+        "seen = going",
+        "test_replay.py",
+    ),
+    Mutant(
         "the wrong specialist serves: positions counted from 0",
         "draft/config.py",
         "self.served[min(position, len(self.served)) - 1]",

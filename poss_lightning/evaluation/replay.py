@@ -152,7 +152,7 @@ def replay_rounds(
     """
     found = [list(answers(sample)) for sample in samples]
     every = [answer for own in found for answer in own]
-    order = sorted(range(len(every)), key=lambda i: len(every[i].tokens) - every[i].start)  # alike side by side
+    order = sorted(range(len(every)), key=lambda i: len(every[i].tokens) - every[i].start)  # those of like length
     drafter, rounds = Drafter(draft, ends, depth, top_k), {}
     for begin in range(0, len(order), rows):
         places = order[begin : begin + rows]
@@ -191,13 +191,13 @@ def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]
     drafter.slots.note(root.tolist())
     ahead = torch.arange(depth + 1, device=device)
     rounds: list[list[int]] = [[] for _ in given]
-    rows = list(rounds)  # those still drafted
+    rows = list(rounds)  # the lists of those that are still drafted
     while (going := root < lengths - 1).any():
         if 2 * going.sum() <= len(rows):  # finished ones cost time: forget them now and then
-            left = going.nonzero()[:, 0].tolist()
-            drafter.select(left)
-            rows = [rows[i] for i in left]
-            text, read, whole, lengths, root, going = (x[left] for x in (text, read, whole, lengths, root, going))
+            kept = going.nonzero()[:, 0].tolist()
+            drafter.select(kept)
+            rows = [rows[i] for i in kept]
+            text, read, whole, lengths, root, going = (x[kept] for x in (text, read, whole, lengths, root, going))
         tree = rerank(drafter.grow(Fixed(depth, nodes)), nodes)
         verdict = judge(tree, *_written(text, tree.tokens), root + 1, depth)
         counts = (verdict.accepted + 1) * going

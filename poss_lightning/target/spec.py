@@ -100,10 +100,10 @@ class Ends(nn.Module):
 
 
 def project(features: Tensor, head: Tensor) -> Tensor:
-    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and on a CPU in half the time.
+    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and sooner for a few rows on a CPU.
 
     There `linear` lays out the right of a product anew for the matrix units, which is all of the head. With the head on
-    the left it is a few features; V is then not the innermost dimension in memory.
+    the left it is a few features; V is then not the innermost dimension in memory. `make bench` has the times of both.
     """
     few = 1 < features.numel() // features.shape[-1] <= FEW
     if not few or head.device.type != "cpu" or head.dtype == torch.float32:
