@@ -1,5 +1,6 @@
 """The scripts beside the experiments' files."""
 
+import gzip
 import json
 import runpy
 from dataclasses import replace
@@ -7,6 +8,8 @@ from pathlib import Path
 
 from lab import write_records
 from synthetic import make_records
+
+from poss_lightning.evaluation.suites import read_suites
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
@@ -50,3 +53,24 @@ def test_prompts_follow_their_seed_and_none_comes_twice(tmp_path):
     assert said[0] == said[1] != said[2]
     assert len(set(said[0])) == 120 and all("{" not in prompt for prompt in said[0] if len(prompt) < 100)
     assert {kind for kind in ("def ", "?", "$") for prompt in said[0] if kind in prompt} == {"def ", "?", "$"}
+
+
+def test_chats_are_made_when_named(tmp_path):
+    script = runpy.run_path(str(EXPERIMENTS / "data" / "prompts.py"))
+    script["main"](str(tmp_path / "chats"), "60", "1", "chats")
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "chats").read_text().splitlines()]
+    assert len(set(prompts)) == 60 and not any("{" in prompt or "def " in prompt for prompt in prompts)
+
+
+def test_no_prompt_of_the_own_suites_was_trained_on():
+    asked = {turn for question in read_suites() for turn in question.turns}
+    for path in (EXPERIMENTS / "data").glob("*.jsonl.gz"):
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            trained = {message["content"] for line in lines for message in json.loads(line)["messages"]}
+        assert trained and not asked & trained, path.name
+
+
+def test_heads_before_and_after_people_stand_side_by_side(capsys):
+    runpy.run_path(str(EXPERIMENTS / "people" / "before.py"))["main"]()
+    said = capsys.readouterr().out
+    assert said.index("Against hass, before") < said.index("Against poss2, before")

@@ -1,10 +1,10 @@
 """Prompts of the kinds that people write, from word lists (prompts.yaml) and the documentation that Python brings.
 
-python experiments/data/prompts.py people.jsonl 2000 [seed]
+python experiments/data/prompts.py people.jsonl 2000 [seed] [kind ...]
 poss answer people.jsonl.gz --suites "[people.jsonl]"
 
-Tasks, sums in words, short questions, functions to finish and texts to sum up, in turn, as long as there are new ones.
-Functions and texts are those of the Python that runs this.
+Tasks, sums in words, short questions, functions to finish and texts to sum up (or the kinds named, chats among them),
+in turn, as long as there are new ones. Functions and texts are those of the Python that runs this.
 """
 
 import importlib
@@ -31,6 +31,11 @@ def tasks(draw: random.Random) -> Iterator[str]:
     while True:
         asked = draw.choice(LISTS["tasks"])
         yield asked.format(*draw.sample(LISTS["subjects"], asked.count("{}")))
+
+
+def chats(draw: random.Random) -> Iterator[str]:
+    while True:
+        yield draw.choice(LISTS["chats"]).format(**{kind: draw.choice(words) for kind, words in LISTS["kinds"].items()})
 
 
 def sums(draw: random.Random) -> Iterator[str]:
@@ -82,9 +87,12 @@ def texts(draw: random.Random) -> Iterator[str]:
     return (draw.choice(LISTS["read"]).format(piece) for piece in pieces)
 
 
-def main(out: str, count: str = "2000", seed: str = "0") -> None:
+KINDS = {kind.__name__: kind for kind in (tasks, sums, questions, functions, texts, chats)}
+
+
+def main(out: str, count: str = "2000", seed: str = "0", *named: str) -> None:
     draw = random.Random(int(seed))
-    kinds = [kind(draw) for kind in (tasks, sums, questions, functions, texts)]
+    kinds = [KINDS[name](draw) for name in named or ("tasks", "sums", "questions", "functions", "texts")]
     prompts: dict[str, None] = {}  # each once
     while kinds and len(prompts) < int(count):
         for kind in list(kinds):
