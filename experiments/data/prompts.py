@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import random
+import re
 import sys
 import textwrap
 import warnings
@@ -25,6 +26,7 @@ LISTS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 SIZES = {"a": (20, 90), "b": (11, 30), "c": (2, 9), "d": (100, 400), "e": (400, 900), "f": (3, 10)}  # in sums
 SKIPPED = ("_", "antigravity", "this", "idlelib", "tkinter", "turtle", "lib2to3", "test", "ensurepip", "distutils")
 TRIES = 50  # of a kind for a prompt that is new
+MACHINE = re.compile(r" at 0x|environ\(")  # addresses and environments, in signatures: nobody else's prompt; left out
 
 
 def tasks(draw: random.Random) -> Iterator[str]:
@@ -101,7 +103,8 @@ def main(out: str, count: str = "2000", seed: str = "0", *named: str) -> None:
                 kinds.remove(kind)
             else:
                 prompts[fresh] = None
-    alike = sorted(islice(prompts, int(count)), key=len)  # of like length side by side, where they are answered
+    told = [prompt for prompt in islice(prompts, int(count)) if not MACHINE.search(prompt)]
+    alike = sorted(told, key=len)  # of like length side by side, where they are answered
     lines = [json.dumps({"id": number, "prompt": prompt}) for number, prompt in enumerate(alike)]
     Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
