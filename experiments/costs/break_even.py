@@ -29,7 +29,7 @@ def pace(choice: str) -> float:
 def main() -> None:
     costs = json.loads((HERE / "decode.json").read_text())["costs"]
     rows = json.loads((METHODS / "summary.json").read_text())
-    taus = {row["choice"]: row for row in rows if (row["suite"], row["measure"]) == ("all", "tau_macro")}
+    taus = {row["choice"]: row for row in rows if (row["suite"], row["measure"]) == ("all", "tau_micro")}
     hass = taus["hass"]["mean"]["value"]
     print(f"{'':18}{'weights':>9}{'cache':>9}  {'a round':20}{'must gain':>10}{'training':>10}  gains")
     for name, choice in TRAINED.items():
