@@ -4,12 +4,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.files import atomic, named
+from poss_lightning.files import atomic, named, sha256
 
 SETTINGS, FINISHED = "fit.yaml", "finished"
 
@@ -28,7 +29,8 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     Raises:
         ValueError: the folder holds a training of other settings, or one on several devices failed.
     """
-    settings = f"# after {' '.join(configs)}\n{yaml.safe_dump(options, sort_keys=True)}"
+    given = [f"{name} ({sha256(named(name))[:12]})" for name in configs]
+    settings = f"# after {' '.join(given)}\n{yaml.safe_dump(options, sort_keys=True)}"
     note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
     draft = folder / "draft-last"
     if note.exists() and note.read_text() != settings:
@@ -42,7 +44,7 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
         logger = [f"--trainer.logger.{name}={value}" for name, value in place.items()]
         logger = ["--trainer.logger=TensorBoardLogger", *logger]
         arguments = [*files, "--config", str(note), *logger, *going_on]
-        if _devices(configs, options) == 1:
+        if option("trainer.devices", configs, options) == 1:
             cli.run("fit", arguments)
         else:
             _fit_apart(arguments)
@@ -53,10 +55,10 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     return draft
 
 
-def _devices(configs: list[str], options: dict) -> object:
-    """`trainer.devices` as the last that names it has it."""
-    whole = OmegaConf.merge(*(OmegaConf.load(named(name)) for name in configs), options)
-    return OmegaConf.select(whole, "trainer.devices")
+def option(name: str, configs: list[str], options: dict) -> Any:
+    """An option of `fitted`, for example trainer.devices, as the last that names it has it; None where none does."""
+    whole = OmegaConf.merge(*(OmegaConf.load(named(config)) for config in configs), options)
+    return OmegaConf.select(whole, name)
 
 
 def _fit_apart(arguments: list[str]) -> None:

@@ -3,7 +3,8 @@
 NAME/
   sweep.yaml                what all trainings have in common, the choices, the seeds, what is measured
   cells/CHOICE/seed-N/      cell.json and fit.yaml (settings), made.json (by whom, of what), scalars.json,
-                            records.jsonl.gz and run.json; beside them the draft and the TensorBoard file
+                            records.jsonl.gz (records.jsonl of a benchmark) and run.json; beside them the draft and
+                            the TensorBoard file
   summary.json              every choice in every measure, over seeds
 """
 
@@ -22,17 +23,18 @@ from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.draft.specialists import WEIGHTS
+from poss_lightning.draft.specialists import HEADS, WEIGHTS, shipped
 from poss_lightning.evaluation.records import BASELINES
 from poss_lightning.evaluation.surroundings import origin
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.files import atomic, conf, sha256
-from poss_lightning.fitting import fitted, named
+from poss_lightning.fitting import FINISHED, fitted, named, option
+from poss_lightning.fitting import SETTINGS as FIT
 from poss_lightning.reports.compare import show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
 
-SETTINGS, BASE = "sweep.yaml", "trainer/base.yaml"
+SETTINGS, BASE, SCALARS = "sweep.yaml", "trainer/base.yaml", "scalars.json"
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,23 @@ class Cell:
 
     def inputs(self) -> dict[str, str]:
         """Digests of what else it is made of: stores, the draft it starts from, and what every fit reads first."""
-        store, start = self.fit["data"].get("store"), self.fit.get("model", {}).get("start_from")
-        files = {BASE: conf(BASE), start: Path(start or "") / WEIGHTS}
-        files |= {place: Path(place or "") / MANIFEST for place in (store, self.options.get("store"))}
-        return {str(name): sha256(file) for name, file in files.items() if name and file.is_file()}
+        store, start = (option(name, self.configs, self.fit) for name in ("data.store", "model.start_from"))
+        files = {place: Path(place) / MANIFEST for place in (store, self.options.get("store")) if place}
+        files |= {BASE: conf(BASE)} | ({start: self._start(start) / WEIGHTS} if start else {})
+        return {name: sha256(file) for name, file in files.items() if file.is_file()}
+
+    def _start(self, draft: str) -> Path:
+        """The folder of the draft it starts from.
+
+        Raises:
+            ValueError: of a training that still writes it.
+        """
+        folder = HEADS / draft if draft in shipped() else Path(draft)
+        if (folder.parent / FIT).exists() and not any((folder.parent / end).exists() for end in (FINISHED, SCALARS)):
+            raise ValueError(
+                f"{self.folder} starts from {draft}, of a training that is not finished: finish that first"
+            )
+        return folder
 
     def check(self) -> None:
         """Refuse a folder that was made with other settings.
@@ -189,10 +204,10 @@ def sweep(folder: str, shard: str = "1/1") -> None:
             except Exception as error:  # of whatever kind: the other trainings need not wait for it
                 traceback.print_exc()
                 failed.append(f"{cell.choice}, seed {cell.seed}: {error}")
-    done = [cell for cell in cells if _measured(cell)]
-    print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
-    if done:
-        with FileLock(Path(folder) / ".summary.lock"):
+    with FileLock(Path(folder) / ".summary.lock"):  # of shards that end together the last one sees all
+        done = [cell for cell in cells if _measured(cell)]
+        print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
+        if done:
             _sum_up(Path(folder), done, own.reference)
     if failed:
         raise ValueError(f"{len(failed)} of {len(mine)} trainings failed:\n" + "\n".join(failed))
@@ -209,7 +224,7 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
 
 
 def _measured(cell: Cell) -> bool:
-    return (cell.folder / "scalars.json").exists()  # written last
+    return (cell.folder / SCALARS).exists()  # written last
 
 
 def _run(cell: Cell) -> None:
@@ -220,7 +235,7 @@ def _run(cell: Cell) -> None:
     options = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
     cli.run(cell.measure, [*places, f"--drafts.{cell.choice}={draft}", *options])
     scalars = read_scalars(cell.folder)[str(cell.folder)]
-    with atomic(cell.folder / "scalars.json") as path:
+    with atomic(cell.folder / SCALARS) as path:
         path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")
 
 

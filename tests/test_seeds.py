@@ -239,6 +239,11 @@ def test_without_a_baseline_everywhere_there_is_no_speed_up():
         (lambda cells: cells, "hass", "reference is 'hass'; these records have the choices eagle, poss-1"),
         (lambda cells: cells | {("hass", 1): cells["eagle", 1]}, None, "choice 'hass', seed 1: no record has this"),
         (lambda cells: cells | {("eagle", 1): cells["eagle", 1][:-8]}, None, "seed 1 and .* differ in 4 answers, such"),
+        (
+            lambda cells: cells | {("eagle", 1): [replace(record, prompt_tokens=9) for record in cells["eagle", 1]]},
+            None,
+            "'eagle', seed 0, and 'eagle', seed 1, have different texts at chat/0 turn 0 repeat 0 .10 and 9 tokens",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(change, reference, said):

@@ -19,7 +19,7 @@ from poss_lightning.reports.statistics import (
     quotient,
     standard_error,
 )
-from poss_lightning.reports.summary import ALL, group, sum_by_prompt, summarise
+from poss_lightning.reports.summary import ALL, check_same, group, sum_by_prompt, summarise
 
 # --- naive twins: a resample is a list of prompts, some of them several times ---
 
@@ -215,8 +215,10 @@ def test_the_detectable_effect_of_many_prompts_is_2_80_standard_errors():
     assert detectable(2.0, 4) == 2 * detectable(1.0, 4) > 2 * detectable(1.0, 5)
 
 
-def test_without_any_spread_what_differs_differs():
-    assert (difference(0.0, 0.0, 5).p, difference(0.1, 0.0, 5).p) == (1, 0)
+def test_without_any_spread_equal_is_equal_and_nothing_else_is_sure():
+    same, apart = difference(0.0, 0.0, 1), difference(0.5, 0.0, 1)
+    assert same.p == 1 and math.isnan(apart.p) and apart.significance() == ""
+    assert (apart.value, apart.low, apart.high) == (0.5, 0.5, 0.5)
 
 
 def naive_holm(p):
@@ -272,6 +274,11 @@ def test_a_prompt_without_rounds_is_left_out_of_the_macro_mean():
     [
         (lambda records: records[:-1], {}, r"'poss-1' lacks 1 of 40 answers .*: code/4 turn 1 repeat 1. "),
         (lambda records: [*records, records[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
+        (
+            lambda records: [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in records],
+            {},
+            r"'autoregressive' and 'poss-1' have different texts at chat/0 turn 0 repeat 0 \(10 and 11 tokens",
+        ),
         (list, {"baseline": "plain"}, "baseline is 'plain'; these records have the methods autoregressive, gen"),
         (list, {"reference": "hass"}, "reference is 'hass'"),
         (list, {"resamples": 0}, "resamples is 0"),
@@ -281,3 +288,18 @@ def test_a_prompt_without_rounds_is_left_out_of_the_macro_mean():
 def test_what_cannot_be_compared_is_said(change, options, said):
     with pytest.raises(ValueError, match=said):
         summarise(change(make_records()), **options)
+
+
+def test_replayed_rounds_are_of_one_answer_as_far_as_both_go():
+    eagle, other = (replace(r, seconds={}) for r in make_records(methods=("eagle", "poss-1"), prompts=1)[:2])
+    check_same(("eagle", eagle), ("poss-1", other))
+    changed = replace(other, tokens=[*other.tokens[:3], 99, *other.tokens[4:]])
+    with pytest.raises(ValueError, match="different texts at chat/0 turn 0"):
+        check_same(("eagle", eagle), ("poss-1", changed))
+    timed = [replace(record, seconds={"total": 1.0}) for record in (eagle, changed)]
+    check_same(*zip("ab", timed, strict=True))  # what was decoded may differ by ties
+
+
+def test_later_turns_may_follow_other_answers():
+    eagle, other = (replace(r, turn=1) for r in make_records(methods=("eagle", "poss-1"), prompts=1)[:2])
+    check_same(("eagle", eagle), ("poss-1", replace(other, prompt_tokens=12)))

@@ -182,6 +182,38 @@ def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, 
     assert f"NOT LIKE WITH LIKE: these trainings had 2 different {store}" in capsys.readouterr().out
 
 
+def test_a_start_is_waited_for_and_digested_wherever_it_is_named(experiment, tmp_path):
+    """A draft folder is rewritten by every validation, so one of a training that failed half-way is not begun with."""
+    sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [2]}}}))
+    start = tmp_path / "cells/one/seed-0/draft-last"
+    (tmp_path / "start.yaml").write_text(f"model: {{start_from: {start}}}")
+    child = {"config": [str(tmp_path / "start.yaml")], "model": {"allocation": [1, 1]}}
+    folder = experiment(seeds=[0], choices={"one": {"model": {"allocation": [2]}}, "two": child})
+    ends = [start.parent / name for name in ("finished", "scalars.json")]
+    kept = [end.read_text() for end in ends]
+    for end in ends:
+        end.unlink()
+    cell = Sweep.read(tmp_path / "sweep.yaml").cells(tmp_path / "cells")[1]
+    with pytest.raises(ValueError, match=r"two/seed-0 starts from .*draft-last, of a training that is not finished"):
+        cell.inputs()
+    for end, text in zip(ends, kept, strict=True):
+        end.write_text(text)
+    sweep(folder)
+    made = json.loads((tmp_path / "cells/two/seed-0/made.json").read_text())
+    assert made["inputs"][str(start)] == sha256(start / "model.safetensors")
+
+
+def test_a_config_that_changed_is_another_training(experiment, tmp_path):
+    config = tmp_path / "more.yaml"
+    config.write_text("model: {allocation: [1], learning_rate: 1.0e-3}")
+    options = yaml.safe_load(Path(experiment(), "sweep.yaml").read_text())["fit"]
+    fitting.fitted(tmp_path / "run", [str(config)], options)
+    fitting.fitted(tmp_path / "run", [str(config)], options)
+    config.write_text("model: {allocation: [1], learning_rate: 5.0}")
+    with pytest.raises(ValueError, match="run was trained otherwise"):
+        fitting.fitted(tmp_path / "run", [str(config)], options)
+
+
 def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, monkeypatch):
     sweep(experiment(seeds=[0]))
     (tmp_path / "cells/two/seed-0/scalars.json").unlink()

@@ -48,7 +48,7 @@ from poss_lightning.reports.statistics import (
     interval,
     quotient,
 )
-from poss_lightning.reports.summary import ALL, Answers, depth_of, group, say, sum_by_prompt, within
+from poss_lightning.reports.summary import ALL, Answers, check_same, depth_of, group, say, sum_by_prompt, within
 
 Cells = dict[tuple[str, int], list[Record]]  # (choice, training seed) -> what its folder holds
 Held = dict[str, dict[int, Floats]]  # choice -> seed -> (1+Q,): the value, then that without each prompt in turn
@@ -219,4 +219,8 @@ def _check_prompts(answers: dict[tuple[str, int], Answers]) -> None:
             raise ValueError(
                 f"choice {cell[0]!r}, seed {cell[1]} and choice {first[0]!r}, seed {first[1]} differ in "
                 f"{len(differing)} answers, such as {differing[0]}. Choices are compared on the same prompts"
+            )
+        for key, record in these.items():
+            check_same(
+                (f"{first[0]!r}, seed {first[1]},", answers[first][key]), (f"{cell[0]!r}, seed {cell[1]},", record)
             )

@@ -234,8 +234,8 @@ def _quantile(freedom: float, level: float = LEVEL) -> float:
 
 
 def _p(value: float, error: float, freedom: float) -> float:
-    if error == 0:  # no spread at all: whatever differs, differs
-        return float(value == 0)
+    if error == 0:  # no spread at all, as two prompts may happen to show: equal is equal, but nothing is sure of more
+        return 1.0 if value == 0 else math.nan
     return float(2 * stats.t.sf(abs(value) / error, freedom))
 
 

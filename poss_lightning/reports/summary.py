@@ -92,7 +92,7 @@ def group(records: list[Record]) -> dict[str, Answers]:
     """The records by method, baselines first, each in one order of prompts.
 
     Raises:
-        ValueError: an answer is there twice, or missing for one of the methods.
+        ValueError: an answer is there twice, missing for one of the methods, or one to another prompt.
     """
     methods: dict[str, Answers] = {}
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
@@ -108,7 +108,31 @@ def group(records: list[Record]) -> dict[str, Answers]:
                 f"{name!r} lacks {len(missing)} of {len(every)} answers that other methods have: {shown}. "
                 "Methods are compared on the same prompts"
             )
+    for key in every:
+        check_same(*((f"{name!r}", answers[key]) for name, answers in methods.items()))
     return {name: {key: answers[key] for key in every} for name, answers in methods.items()}
+
+
+def check_same(first: tuple[str, Record], *others: tuple[str, Record]) -> None:
+    """Refuse answers, each with the name of whose it is, to prompts that only have their names in common.
+
+    Prompts are alike if they are as long: those of the first turn, as later ones hold the target's answers, which ties
+    may change. What was replayed was read from an answer, so that must be the same too, as far as both go.
+
+    Raises:
+        ValueError: naming the answer and whose it is.
+    """
+    whose, own = first
+    for other, record in others:
+        alike = own.turn > 0 or record.prompt_tokens == own.prompt_tokens
+        if not (own.seconds or record.seconds):
+            alike = alike and all(one == two for one, two in zip(own.tokens, record.tokens, strict=False))
+        if not alike:
+            key = (own.suite, own.id, own.turn, own.repeat)
+            raise ValueError(
+                f"{whose} and {other} have different texts at {say(key)} ({own.prompt_tokens} and "
+                f"{record.prompt_tokens} tokens of prompt). Methods are compared on the same prompts and answers"
+            )
 
 
 def sum_by_prompt(answers: Answers, depth: int) -> Sums:
