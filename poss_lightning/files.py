@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
@@ -24,6 +26,24 @@ def atomic(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(folder: str | Path, wait: float = 0) -> Iterator[None]:
+    """Write records in a folder that no other process writes them in; one that does is waited for, so many seconds.
+
+    Raises:
+        ValueError: another one still does.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        held = FileLock(Path(folder) / ".records.lock").acquire(timeout=wait)
+    except Timeout:
+        raise ValueError(
+            f"{folder}: another process writes records there; wait for it, or take another folder"
+        ) from None
+    with held:
+        yield
 
 
 def sha256(path: str | Path) -> str:

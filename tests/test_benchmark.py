@@ -1,10 +1,12 @@
 """`poss benchmark`: lawful records, the same answers by all methods, kill and resume."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import tiny_draft, tiny_target
 
 from poss_lightning.decoding.decoder import Decoded
@@ -13,6 +15,7 @@ from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import Question
+from poss_lightning.files import alone
 
 QUESTIONS = [
     {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
@@ -53,6 +56,10 @@ def whole(run, tmp_path_factory) -> Path:
     return out
 
 
+def shown(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def untimed(folder: Path) -> list[dict]:
     """The lines of a folder without what differs from run to run."""
     lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
@@ -73,7 +80,7 @@ def test_every_method_answers_every_turn_and_repeat_once(whole):
         for method in METHODS
     ]
     assert found == Counter(expected)
-    assert sorted(path.name for path in whole.iterdir()) == FILES
+    assert shown(whole) == FILES
 
 
 def test_in_float32_all_methods_say_the_same(whole):
@@ -101,7 +108,7 @@ def test_rounds_of_the_first_question_are_those_of_its_records(whole):
 
 def test_without_rounds_to_show_there_is_no_file(run, tmp_path):
     run(tmp_path, limit=1, show=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "run.json"]
+    assert shown(tmp_path) == ["records.jsonl", "run.json"]
 
 
 def test_later_turns_follow_the_targets_own_answers(whole, target):
@@ -148,7 +155,7 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     run(tmp_path)
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert shown(tmp_path) == FILES
     assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
 
 
@@ -226,11 +233,42 @@ def test_a_prompt_longer_than_the_context_is_named_before_anything_is_written(ru
     assert not (tmp_path / "out").exists()
 
 
-def test_a_conversation_that_outgrows_the_context_is_named_and_the_others_are_kept(run, tmp_path):
-    suites = suite(tmp_path, ["Hi"], ["Hi", "word " * 600])
-    with pytest.raises(ValueError, match="question 1 of made, turn 1: a prompt has"):
+def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_go_on(run, tmp_path, caplog):
+    suites = suite(tmp_path, ["Hi"], ["Hi", "word " * 600], ["Ho"])
+    run(tmp_path / "out", suites=suites)
+    assert "question 1 of made, turn 1: a prompt has" in caplog.text and "the conversation ends" in caplog.text
+    assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
+
+
+def test_seconds_of_two_machines_do_not_meet_in_one_file(run, tmp_path, monkeypatch):
+    suites = suite(tmp_path, ["Hi"], ["Ho"])
+    run(tmp_path / "out", suites=suites)
+    whole = (tmp_path / "out" / "records.jsonl").read_text().splitlines(keepends=True)
+    half = [line for line in whole if json.loads(line)["id"] == 0]
+    (tmp_path / "out" / "records.jsonl").write_text("".join(half))
+    there = module.surroundings(torch.device("cpu"))
+    monkeypatch.setattr(module, "surroundings", lambda device: there | {"threads": 99})
+    with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
         run(tmp_path / "out", suites=suites)
-    assert {record.id for record in read_records(tmp_path / "out")} == {0}
+    monkeypatch.setattr(module, "surroundings", lambda device: there | {"git": "later"})
+    run(tmp_path / "out", suites=suites)
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
+
+
+def test_packed_records_are_not_begun_anew(run, tmp_path):
+    suites = suite(tmp_path, ["Hi"])
+    run(tmp_path / "out", suites=suites)
+    file = tmp_path / "out" / "records.jsonl"
+    (tmp_path / "out" / "records.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
+    file.unlink()
+    with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):
+        run(tmp_path / "out", suites=suites)
+
+
+def test_two_benchmarks_of_one_folder_do_not_overwrite_each_other(run, tmp_path):
+    with alone(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
+        run(tmp_path / "out", suites=suite(tmp_path, ["Hi"]))
 
 
 # --- the loop, with decoders that only say what they are told ---

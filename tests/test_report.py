@@ -310,6 +310,14 @@ def test_a_sweep_without_baselines_is_shown_without_speed(tmp_path):
         assert "largest τ by prompt" in page and "Milliseconds" not in page
 
 
+def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path):
+    for choice in CHOICES:
+        write_records(tmp_path / choice / "seed-0", make_records(methods=("autoregressive", choice)), {"methods": {}})
+    assert "Milliseconds" not in write_page(tmp_path, str(tmp_path), reference="eagle")
+    write_records(tmp_path / "turns", make_records(methods=("autoregressive", *CHOICES)), {"methods": {}})
+    assert "Milliseconds" in write_page(tmp_path, str(tmp_path / "turns"), reference="eagle")
+
+
 def test_replayed_rounds_are_shown_without_seconds_and_text(tmp_path):
     for choice in CHOICES:
         own = make_records(methods=(choice,))

@@ -51,10 +51,18 @@ def test_what_is_no_round_is_named_by_file_line_and_field(tmp_path, change, word
         read_rounds([tmp_path])
 
 
-@pytest.mark.parametrize(("line", "words"), [("{oops", "is no round"), ("[1]", "is no round"), ("{}", "lacks tokens")])
+@pytest.mark.parametrize(
+    ("line", "words"), [("{oops", "is not JSON"), ("[1]", "is not a JSON object"), ("{}", "lacks tokens")]
+)
 def test_lines_that_are_no_object_are_named(tmp_path, line, words):
     (tmp_path / "rounds.jsonl").write_text(line)
     with pytest.raises(ValueError, match=f"line 1: .*{words}"):
+        read_rounds([tmp_path])
+
+
+def test_a_file_that_is_not_whole_is_named(tmp_path):
+    (tmp_path / "rounds.jsonl.gz").write_bytes(gzip.compress(b"{}")[:-5])
+    with pytest.raises(ValueError, match=r"rounds.jsonl.gz is no whole gzip file"):
         read_rounds([tmp_path])
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +15,16 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.records import BASELINES, Record, to_line
+from poss_lightning.evaluation.records import BASELINES, NAMES, Record, check_names, to_line
 from poss_lightning.evaluation.rounds import RoundLog
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.evaluation.surroundings import describe, surroundings
-from poss_lightning.files import atomic
+from poss_lightning.files import alone, atomic
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
+
+logger = logging.getLogger(__name__)
 
 
 def benchmark(
@@ -79,8 +82,7 @@ def benchmark(
     if "autoregressive" not in baselines or set(baselines) - set(BASELINES):
         raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
     drafts = drafts or {}
-    if clash := set(drafts) & set(BASELINES):
-        raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
+    check_names(drafts)
     if new_tokens < 1 or repeats < 1:
         raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
     if show < 0:
@@ -101,14 +103,15 @@ def benchmark(
         "methods": {name: _facts(method) for name, method in methods.items()},
         "suites": {suite.name: suite.source for suite in found},
     }
-    Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats, show)
+    with alone(out):
+        Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats, show)
 
 
 class Run:
     """Decodes questions with every method and appends their records, question by question.
 
     Raises:
-        ValueError: the folder holds records made by other settings.
+        ValueError: the folder holds records made by other settings, or packed ones.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Run:
         done = self._done()
         left = [question for question in questions if (question.suite, question.id) not in done]
         if left:
+            self._join()
             self._warm_up(left[0], new_tokens)
         bar = tqdm(left, desc="benchmark", unit="question", initial=len(questions) - len(left), total=len(questions))
         places = {(question.suite, question.id): place for place, question in enumerate(questions)}
@@ -148,7 +152,11 @@ class Run:
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
-            prompt = _prompt(self.target, question, messages)
+            try:
+                prompt = _prompt(self.target, question, messages)
+            except ValueError as error:  # of a first turn it was checked before
+                logger.warning("%s; the conversation ends before it", error)
+                break
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
                 for name in names[first:] + names[:first]:
@@ -196,15 +204,35 @@ class Run:
 
     def _go_on(self, facts: dict) -> list[str]:
         """Lines of an earlier, killed run of the same settings; else begin with run.json."""
+        if (packed := self.folder / NAMES[1]).exists():
+            raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
         note = self.folder / "run.json"
         if note.exists():
             earlier = json.loads(note.read_text())
             if any(earlier.get(part) != json.loads(json.dumps(facts[part])) for part in ("config", "methods")):
                 raise ValueError(f"{self.folder} holds records of other settings: choose another folder or remove it")
             return self.file.read_text(encoding="utf-8").rstrip("\n").split("\n") if self.file.exists() else []
-        with atomic(note) as path:
-            path.write_text(json.dumps({**facts, **surroundings(self.target.device)}, indent=1) + "\n")
+        self._note(facts)
         return []
+
+    def _join(self) -> None:
+        """Note this process beside those that began the records that are there.
+
+        Raises:
+            ValueError: theirs were made where a second is not what it is here.
+        """
+        here, earlier = surroundings(self.target.device), json.loads((self.folder / "run.json").read_text())
+        for fact in ("machine", "device", "threads"):
+            if self.lines and earlier.get(fact) != here[fact]:
+                raise ValueError(
+                    f"{self.folder} was begun with {fact} {earlier.get(fact)!r}, here it is {here[fact]!r}; seconds of "
+                    "the two do not compare: go on there, or choose another folder"
+                )
+        self._note(earlier | (here if not self.lines else {"gone_on": [*earlier.get("gone_on", []), here]}))
+
+    def _note(self, facts: dict) -> None:
+        with atomic(self.folder / "run.json") as path:
+            path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _facts(method: Decoder) -> dict:

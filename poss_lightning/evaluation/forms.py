@@ -49,14 +49,15 @@ def name(record: dict, number: int) -> int | str:
     """The id of a record: `question_id`, `id` or `conversation_id`, else its number.
 
     Raises:
-        Malformed: it is neither a number nor a name.
+        Malformed: it is neither a number of at least 0 nor a name.
     """
     field = next((field for field in _NAMES if record.get(field) not in (None, "")), None)
     if field is None:
         return number
-    if isinstance(record[field], bool) or not isinstance(record[field], int | str):
-        raise readers.Malformed(f"{field} is {record[field]!r}; it must be a number or a name")
-    return record[field]
+    value = record[field]
+    if isinstance(value, bool) or not isinstance(value, int | str) or (isinstance(value, int) and value < 0):
+        raise readers.Malformed(f"{field} is {value!r}; it must be a number of at least 0 or a name")
+    return value
 
 
 def _asked(conversation: dict, field: str) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import re
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,22 @@ class Record:
     pieces: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, (right, words) in _FIELDS.items():
-            if not right(value := getattr(self, name)):
-                raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words}")
+        check_fields(self, *(field.name for field in fields(self)))
         _check_lengths(self)
+
+
+def check_fields(given: Any, *names: str) -> None:
+    """Raise ValueError where a field of a record, by these names, has a wrong type or range."""
+    for name in names:
+        right, words = _FIELDS[name]
+        if not right(value := getattr(given, name)):
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words}")
+
+
+def check_names(drafts: Iterable[str]) -> None:
+    """Raise ValueError where a draft is named like a method without rounds."""
+    if clash := set(drafts) & set(BASELINES):
+        raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
 
 
 def to_line(record: Record) -> str:
@@ -149,9 +161,20 @@ def _below(path: Path) -> list[Path]:
     return found
 
 
+def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, packed or not, each with its place: file and line.
+
+    Raises:
+        ValueError: a line that is no JSON object, or a file that is not whole.
+    """
+    for number, line in enumerate(_bytes(file).split(b"\n"), start=1):
+        if line.strip():
+            place = f"{file}, line {number}"
+            yield place, _object(place, line)
+
+
 def _read_file(file: Path) -> list[Record]:
-    numbered = enumerate(_bytes(file).split(b"\n"), start=1)
-    records = [_read_line(f"{file}, line {number}", line) for number, line in numbered if line.strip()]
+    records = [_read_line(place, values) for place, values in read_lines(file)]
     if not records:
         raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
     return records
@@ -167,8 +190,7 @@ def _bytes(file: Path) -> bytes:
         raise ValueError(f"{file} is no whole gzip file ({error})") from None
 
 
-def _read_line(place: str, line: bytes) -> Record:
-    values = _object(place, line)
+def _read_line(place: str, values: dict[str, Any]) -> Record:
     known = {field.name for field in fields(Record)}
     if missing := sorted(known - values.keys() - {"pieces"}):
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
@@ -238,6 +260,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "turn": _NATURAL,
     "method": (_name, "a name"),
     "repeat": _NATURAL,
+    "number": _NATURAL,
     "seed": _NATURAL,
     "prompt_tokens": _NATURAL,
     "new_tokens": (lambda value: _natural(value) and value > 0, "an integer of at least 1"),

@@ -25,10 +25,10 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.records import Record, to_line
+from poss_lightning.evaluation.records import Record, check_names, to_line
 from poss_lightning.evaluation.surroundings import describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.files import atomic
+from poss_lightning.files import alone, atomic
 from poss_lightning.target.model import check_device
 from poss_lightning.target.spec import Ends
 
@@ -75,6 +75,7 @@ def replay(
     check_device(device)
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
+    check_names(drafts)
     features = FeatureStore(store)
     ends, records, methods = features.ends().to(device), [], {}
     for name, source in drafts.items():
@@ -94,10 +95,11 @@ def replay(
             records += _records(name, sample, rounds)
     folder = Path(out)
     facts = {"command": sys.argv, "config": config, "methods": methods, **surroundings(ends.embedding.device)}
-    with atomic(folder / "run.json") as path:
-        path.write_text(json.dumps(facts, indent=1) + "\n")
-    with atomic(folder / "records.jsonl.gz") as path:
-        path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
+    with alone(folder, wait=60):
+        with atomic(folder / "run.json") as path:
+            path.write_text(json.dumps(facts, indent=1) + "\n")
+        with atomic(folder / "records.jsonl.gz") as path:
+            path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
 
 
 def strange(samples: Sequence[Sample]) -> str | None:
@@ -231,12 +233,12 @@ def _laid(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
 
 def _records(method: str, sample: Sample, rounds: list[list[int]]) -> Iterator[Record]:
     """A record an answer, of as much of it as its rounds hold."""
-    suite, slash, name = sample.id.partition("/")  # a suite's name has none, a question's may
+    suite, _, name = sample.id.partition("/")  # a suite's name has none, a question's may
     for turn, (answer, accepted) in enumerate(zip(answers(sample), rounds, strict=True)):
         tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
         yield Record(
-            suite=suite if slash else "store",
-            id=name if slash else sample.id,
+            suite=suite if suite and name else "store",
+            id=name if suite and name else sample.id,
             turn=turn,
             method=method,
             repeat=0,

@@ -3,7 +3,6 @@
 They lie in `rounds.jsonl` beside `records.jsonl`, a line a round, and belong to the first repeat of their answer.
 """
 
-import gzip
 import json
 import math
 import reprlib
@@ -16,6 +15,7 @@ from typing import Any
 from poss_lightning.decoding.decoder import Progress
 from poss_lightning.evaluation.drawing import Guesses
 from poss_lightning.evaluation.generate import guesses_of
+from poss_lightning.evaluation.records import check_fields, read_lines
 from poss_lightning.files import atomic
 from poss_lightning.target.model import Target
 
@@ -33,7 +33,7 @@ class Round:
         guesses: the tree and what came of it, its tokens as they read.
 
     Raises:
-        ValueError: the guesses are no tree, or their path is none of it.
+        ValueError: a field is not what a record's is, the guesses are no tree, or their path is none of it.
     """
 
     suite: str
@@ -44,6 +44,7 @@ class Round:
     guesses: Guesses[str]
 
     def __post_init__(self) -> None:
+        check_fields(self, "suite", "id", "turn", "method", "number")
         tokens, parents, scores, path, bonus = self.guesses
         _expect(_all(str, tokens) and tokens, "tokens", tokens, "a list of texts, the root's first")
         rising = _all(int, parents) and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
@@ -79,12 +80,13 @@ def read_rounds(folders: Iterable[str | Path]) -> dict[tuple, list[Round]]:
     """The rounds that lie in `folders`, by answer and in their order; a folder without any adds none.
 
     Raises:
-        ValueError: a line that is no round: named by file, line, field and value.
+        ValueError: a file that is not whole, or a line that is no round: named by file, line, field and value.
     """
     found: dict[tuple, list[Round]] = {}
     for folder in map(Path, folders):
         for file in (folder / NAME, folder / f"{NAME}.gz"):
-            for one in _read_file(file) if file.is_file() else []:
+            for place, values in read_lines(file) if file.is_file() else ():
+                one = _read_line(place, values)
                 found.setdefault(one.answer, []).append(one)
     return {answer: sorted(rounds, key=lambda one: one.number) for answer, rounds in found.items()}
 
@@ -122,21 +124,14 @@ class RoundLog:
             self.written = len(self.lines)
 
 
-def _read_file(file: Path) -> list[Round]:
-    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    numbered = enumerate(data.split(b"\n"), start=1)
-    return [_read_line(f"{file}, line {number}", line) for number, line in numbered if line.strip()]
-
-
-def _read_line(place: str, line: bytes) -> Round:
+def _read_line(place: str, values: dict[str, Any]) -> Round:
     try:
-        values = json.loads(line)
         guesses = Guesses(*(values[name] for name in Guesses._fields))
         return Round(*(values[name] for name in ("suite", "id", "turn", "method", "number")), guesses)
     except KeyError as error:
         raise ValueError(f"{place}: lacks {error.args[0]}") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}: {reprlib.repr(line)} is no round ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def _all(kind: type | tuple[type, ...], values: Any) -> bool:

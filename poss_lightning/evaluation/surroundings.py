@@ -57,8 +57,11 @@ def _processor() -> str:
 def _git() -> str | None:
     if not shutil.which("git"):
         return None
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    git = ["git", "-C", str(Path(__file__).parent)]
+    known = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
+    if known.returncode:  # installed, perhaps below another project's repository
+        return None
+    done = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 

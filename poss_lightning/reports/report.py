@@ -8,13 +8,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from poss_lightning import __version__
-from poss_lightning.evaluation.records import BASELINES, read_runs
+from poss_lightning.evaluation.records import read_runs, timed
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.files import atomic
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.figures import palette, position_figure, seconds_figure, training
-from poss_lightning.reports.findings import find
+from poss_lightning.reports.findings import Findings, find
 from poss_lightning.reports.scalars import by_choice, read_scalars
 from poss_lightning.reports.summary import group
 
@@ -57,7 +57,7 @@ def report(
         found=found,
         reference=reference,
         positions=position_figure(found.shares, colours),
-        seconds=seconds_figure(methods) if methods.keys() & set(BASELINES) else None,  # replayed rounds take none
+        seconds=seconds_figure(methods) if _together(found) else None,
         training=training(trained, colours),
         texts=decoded_texts(methods, read_rounds(facts), most, prompts),
         facts={folder: list(readable(entries)) for folder, entries in facts.items()},
@@ -66,6 +66,11 @@ def report(
     with atomic(out) as path:
         path.write_text(page, encoding="utf-8")
     print(f"{out}: {len(found.answers)} records of {len(methods)} methods")
+
+
+def _together(found: Findings) -> bool:
+    """Whether the answers were timed, and in turn: trainings decoded one after another have seconds of other hours."""
+    return timed(found.answers) and len(found.cells) < 2
 
 
 # --- the page ---
