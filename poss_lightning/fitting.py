@@ -1,6 +1,8 @@
 """A training that is done once: begun, gone on with after a kill, and not done again."""
 
+import ctypes
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,12 +63,18 @@ def option(name: str, configs: list[str], options: dict) -> Any:
     return OmegaConf.select(whole, name)
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
+
+
 def _fit_apart(arguments: list[str]) -> None:
     """`poss fit` as a process of its own.
 
     Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
-    of them would go on to measure.
+    of them would go on to measure. It ends when this process does, however that ends (on Linux), so that it never
+    writes into a folder that another has taken over.
     """
-    done = subprocess.run([sys.executable, "-m", "poss_lightning.cli", "fit", *arguments])
+    command = [sys.executable, "-m", "poss_lightning.cli", "fit", *arguments]
+    done = subprocess.run(command, preexec_fn=_end_with_parent if sys.platform == "linux" else None)
     if done.returncode:
         raise ValueError(f"the training ended with exit code {done.returncode}; it says above why")

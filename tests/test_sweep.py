@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -273,7 +274,7 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     choices, started = {"one": {"model": {"allocation": [2]}}}, []
     folder = experiment(seeds=[0], fit={"trainer": {**TRAINER, "devices": 2}}, choices=choices)
 
-    def run(command):
+    def run(command, **options):
         started.append(command)
         return subprocess.CompletedProcess(command, 3)
 
@@ -303,6 +304,31 @@ BAD = [
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, "sedes"),
 ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_training_apart_ends_with_its_sweep(tmp_path):
+    (tmp_path / "python").write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/pid.tmp; mv {tmp_path}/pid.tmp {tmp_path}/pid; exec sleep 60"
+    )
+    (tmp_path / "python").chmod(0o755)
+    code = (
+        f"import sys; from poss_lightning import fitting; sys.executable = '{tmp_path}/python'; fitting._fit_apart([])"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    child = int(wait_for(lambda: (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""))
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
+
+
+def wait_for(condition, seconds=60.0):
+    """What the condition says, once it is true."""
+    end = time.monotonic() + seconds
+    while not (said := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    return said
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda x: str(x)[:20])
