@@ -71,8 +71,11 @@ lab: setup  ## what experiments/ reads: features of self-written text, and of an
 	$(BIN)/poss extract runs/lab/corpus.jsonl.gz runs/lab/train --batch_tokens 8192
 	$(BIN)/poss extract experiments/data/varied.jsonl.gz runs/lab/more --batch_tokens 8192
 	test -d runs/lab/all || $(BIN)/poss merge runs/lab/all "[runs/lab/train,runs/lab/more]"
-	test -f runs/lab/dev.jsonl.gz || $(BIN)/poss answer runs/lab/dev.jsonl.gz
-	$(BIN)/poss extract runs/lab/dev.jsonl.gz runs/lab/dev
+	$(BIN)/poss extract experiments/data/dev.jsonl.gz runs/lab/dev --batch_tokens 8192
+	$(BIN)/poss extract experiments/data/people.jsonl.gz runs/lab/people --batch_tokens 8192
+	$(BIN)/poss extract experiments/data/chats.jsonl.gz runs/lab/chats --batch_tokens 8192
+	test -d runs/lab/mixed || $(BIN)/poss merge runs/lab/mixed "[runs/lab/more,runs/lab/people,runs/lab/chats]"
+	cat runs/lab/corpus.jsonl.gz experiments/data/varied.jsonl.gz > runs/lab/everything.jsonl.gz
 
 notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks/quickstart.ipynb'
 	$(BIN)/python notebooks/execute.py $(ARGS)

@@ -156,6 +156,8 @@ class Sweep:
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
         if (self.replay is None) == (self.benchmark is None):
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
+        if "drafts" in (self.replay or self.benchmark or {}):
+            raise ValueError("drafts is among the options of the measure; each choice's own draft is what is measured")
         if self.replay is not None and "store" not in self.replay:
             raise ValueError("replay has no store: name that of the answers to replay")
         if self.reference is not None and self.reference not in self.choices:

@@ -286,6 +286,28 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_training_apart_ends_with_its_sweep(tmp_path):
+    """So that none goes on writing into a folder whose lock is free."""
+    python, said = tmp_path / "python", tmp_path / "said"
+    python.write_text(f"#!/bin/sh\necho $$ > {said}.tmp; mv {said}.tmp {said}; exec sleep 60\n")
+    python.chmod(0o755)
+    code = f"import sys; from poss_lightning import fitting; sys.executable = '{python}'; fitting._fit_apart([])"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    _until(said.exists)
+    facts = Path("/proc") / said.read_text().strip() / "stat"
+    parent.kill()
+    parent.wait()
+    _until(lambda: not facts.exists() or " Z " in facts.read_text())
+
+
+def _until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
 BAD = [
     ({"choices": {}}, r"choices are \[\]"),
     ({"seeds": []}, r"seeds \[\]"),
@@ -294,6 +316,7 @@ BAD = [
     ({"seeds": [-1]}, '"seeds"'),
     ({"seeds": 3}, '"seeds"'),
     ({"replay": None}, "give one of replay and benchmark"),
+    ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
     ({"replay": {"nodes": 9}}, "replay has no store"),
     ({"replay": 3}, '"replay"'),
     ({"fit": [1]}, '"fit"'),
@@ -304,31 +327,6 @@ BAD = [
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, "sedes"),
 ]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_a_training_apart_ends_with_its_sweep(tmp_path):
-    (tmp_path / "python").write_text(
-        f"#!/bin/sh\necho $$ > {tmp_path}/pid.tmp; mv {tmp_path}/pid.tmp {tmp_path}/pid; exec sleep 60"
-    )
-    (tmp_path / "python").chmod(0o755)
-    code = (
-        f"import sys; from poss_lightning import fitting; sys.executable = '{tmp_path}/python'; fitting._fit_apart([])"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    child = int(wait_for(lambda: (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""))
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
-
-
-def wait_for(condition, seconds=60.0):
-    """What the condition says, once it is true."""
-    end = time.monotonic() + seconds
-    while not (said := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-    return said
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda x: str(x)[:20])

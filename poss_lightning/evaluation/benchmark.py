@@ -51,8 +51,9 @@ def benchmark(
     """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
 
     Methods take turns prompt by prompt, in an order that rotates, after a warm-up of their own. Later turns of a
-    conversation are asked after the target's own answer to the earlier ones, the same for all methods. A killed run
-    goes on where it stopped when the command is given again.
+    conversation are asked after the target's own answer to the earlier ones, the same for all methods, as long as the
+    target's context has room. A killed run goes on where it stopped when the command is given again, on the same
+    machine and device with as many threads.
 
     Args:
         out: folder to write.
