@@ -29,15 +29,15 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def alone(folder: str | Path, wait: float = 0) -> Iterator[None]:
-    """Write records in a folder that no other process writes them in; one that does is waited for, so many seconds.
+def alone(folder: str | Path) -> Iterator[None]:
+    """Write records in a folder that no other process writes them in meanwhile.
 
     Raises:
-        ValueError: another one still does.
+        ValueError: another one does.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
-        held = FileLock(Path(folder) / ".records.lock").acquire(timeout=wait)
+        held = FileLock(Path(folder) / ".records.lock").acquire(timeout=0)
     except Timeout:
         raise ValueError(
             f"{folder}: another process writes records there; wait for it, or take another folder"

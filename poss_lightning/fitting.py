@@ -1,6 +1,7 @@
 """A training that is done once: begun, gone on with after a kill, and not done again."""
 
 import ctypes
+import os
 import shutil
 import signal
 import subprocess
@@ -31,12 +32,16 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     Raises:
         ValueError: the folder holds a training of other settings, or one on several devices failed.
     """
-    given = [f"{name} ({sha256(named(name))[:12]})" for name in configs]
-    settings = f"# after {' '.join(given)}\n{yaml.safe_dump(options, sort_keys=True)}"
+    after, digests = f"# after {' '.join(configs)}\n", [sha256(named(name))[:12] for name in configs]
+    plain = after + yaml.safe_dump(options, sort_keys=True)  # as it was before it had digests
+    settings = plain.replace(after, f"{after}# whose digests begin with {' '.join(digests)}\n", 1)
     note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
     draft = folder / "draft-last"
-    if note.exists() and note.read_text() != settings:
-        raise ValueError(f"{folder} was trained otherwise: see what {note} has; choose another folder or remove it")
+    if note.exists() and note.read_text() not in (settings, plain):
+        raise ValueError(
+            f"{folder} was trained with other settings, or with configs that have changed since: see what {note} has; "
+            "choose another folder or remove it"
+        )
     if not finished.exists():
         with atomic(note) as path:
             path.write_text(settings)
@@ -58,23 +63,29 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
 
 
 def option(name: str, configs: list[str], options: dict) -> Any:
-    """An option of `fitted`, for example trainer.devices, as the last that names it has it; None where none does."""
+    """An option of `fitted`, for example trainer.devices, as the last that names it has it; None where none does.
+
+    What `poss fit` itself reads first, conf/trainer/base.yaml and defaults, does not count.
+    """
     whole = OmegaConf.merge(*(OmegaConf.load(named(config)) for config in configs), options)
     return OmegaConf.select(whole, name)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
 
 
 def _fit_apart(arguments: list[str]) -> None:
     """`poss fit` as a process of its own.
 
     Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
-    of them would go on to measure. It ends when this process does, however that ends (on Linux), so that it never
-    writes into a folder that another has taken over.
+    of them would go on to measure. On Linux it is told to end, after its batch, when this process does, however that
+    ends: else it would train on, while the same command, given again, begins to write into its folder.
     """
+    own, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def end_with_parent() -> None:
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
+        if os.getppid() != own:  # it ended before that
+            os._exit(1)
+
     command = [sys.executable, "-m", "poss_lightning.cli", "fit", *arguments]
-    done = subprocess.run(command, preexec_fn=_end_with_parent if sys.platform == "linux" else None)
+    done = subprocess.run(command, preexec_fn=end_with_parent if libc else None)
     if done.returncode:
         raise ValueError(f"the training ended with exit code {done.returncode}; it says above why")

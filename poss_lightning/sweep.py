@@ -23,7 +23,7 @@ from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.draft.specialists import HEADS, WEIGHTS, shipped
+from poss_lightning.draft.specialists import WEIGHTS, here
 from poss_lightning.evaluation.records import BASELINES
 from poss_lightning.evaluation.surroundings import origin
 from poss_lightning.features.manifest import MANIFEST
@@ -65,13 +65,13 @@ class Cell:
         """The folder of the draft it starts from.
 
         Raises:
-            ValueError: of a training that still writes it.
+            ValueError: of a training that is not finished, as its last validation may be half-way.
         """
-        folder = HEADS / draft if draft in shipped() else Path(draft)
-        if (folder.parent / FIT).exists() and not any((folder.parent / end).exists() for end in (FINISHED, SCALARS)):
-            raise ValueError(
-                f"{self.folder} starts from {draft}, of a training that is not finished: finish that first"
-            )
+        folder = here(draft)
+        training = folder.parent
+        ours = (training / FIT).is_file() and (training / FIT).read_text().startswith("# after ")
+        if ours and not any((training / end).exists() for end in (FINISHED, SCALARS)):
+            raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
         return folder
 
     def check(self) -> None:
@@ -209,6 +209,8 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     with FileLock(Path(folder) / ".summary.lock"):  # of shards that end together the last one sees all
         done = [cell for cell in cells if _measured(cell)]
         print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
+        for words in failed:
+            print(f"FAILED {words}")
         if done:
             _sum_up(Path(folder), done, own.reference)
     if failed:
@@ -242,6 +244,9 @@ def _run(cell: Cell) -> None:
 
 
 def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
+    for name, digests in _inputs(done).items():
+        if len(digests) > 1:
+            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see made.json of each)")
     folders = [cell.folder for cell in done]
     if reference not in {cell.choice for cell in done}:
         reference = None
@@ -249,9 +254,6 @@ def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
     with atomic(folder / "summary.json") as path:
         path.write_text(json.dumps([_plain(asdict(row)) for row in found.rows], indent=1) + "\n")
     show(found.tables, note=found.note)
-    for name, digests in _inputs(done).items():
-        if len(digests) > 1:
-            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see made.json of each)")
 
 
 def _inputs(done: list[Cell]) -> dict[str, set[str]]:

@@ -176,6 +176,7 @@ BAD = [
     (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
     (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
     (("replay", "out", "{inputs}/store", "--device", "abacus"), "device is 'abacus'"),
+    (("replay", "out", "{inputs}/store", "--drafts.lookup", "x"), "a draft is named 'lookup', like a baseline"),
     ((*VOCABULARY, "{inputs}/store"), "store is there already"),
     ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and the target's 320, or be null for all"),
     ((*VOCABULARY, "out", "--size", "321"), "size is 321"),

@@ -6,6 +6,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from lab import write_records
 from synthetic import make_records
 
@@ -53,6 +54,15 @@ def test_prompts_follow_their_seed_and_none_comes_twice(tmp_path):
     assert said[0] == said[1] != said[2]
     assert len(set(said[0])) == 120 and all("{" not in prompt for prompt in said[0] if len(prompt) < 100)
     assert {kind for kind in ("def ", "?", "$") for prompt in said[0] if kind in prompt} == {"def ", "?", "$"}
+
+
+def test_prompts_show_nothing_of_the_machine(tmp_path):
+    """Signatures of the standard library print default values: addresses, and once the whole environment."""
+    script = runpy.run_path(str(EXPERIMENTS / "data" / "prompts.py"))
+    script["main"](str(tmp_path / "functions"), "2000", "0", "functions")
+    assert " at 0x" not in (said := (tmp_path / "functions").read_text()) and "environ(" not in said
+    with pytest.raises(SystemExit, match="kinds are tasks, sums, .*; poems is none of them"):
+        script["main"](str(tmp_path / "x"), "9", "0", "poems")
 
 
 def test_chats_are_made_when_named(tmp_path):

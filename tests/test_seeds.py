@@ -242,7 +242,7 @@ def test_without_a_baseline_everywhere_there_is_no_speed_up():
         (
             lambda cells: cells | {("eagle", 1): [replace(record, prompt_tokens=9) for record in cells["eagle", 1]]},
             None,
-            "'eagle', seed 0, and 'eagle', seed 1, have different texts at chat/0 turn 0 repeat 0 .10 and 9 tokens",
+            "'eagle', seed 0, and 'eagle', seed 1, have prompts of 10 and 9 tokens at chat/0 turn 0 repeat 0",
         ),
     ],
 )

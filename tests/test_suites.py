@@ -102,6 +102,7 @@ def test_line_separators_inside_a_turn_break_no_question(tmp_path):
         (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: messages\[0\]: unknown role 'tool'"),
         (b'{"conversations": [{"from": "gpt", "value": "a"}]}\n', r":1: `conversations` has no message of a user"),
         (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
+        (b'{"turns": ["a"], "question_id": -1}\n', r"suite\.jsonl:1: question_id is -1; it must be a number of at"),
         (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
         (b"\n", "has no questions"),
     ],

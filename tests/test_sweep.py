@@ -1,5 +1,6 @@
 """A sweep: every choice with every seed, once; killed and gone on with; shared out; summed up."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from filelock import FileLock
 
 from poss_lightning import cli, fitting
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import HEADS, Specialists
 from poss_lightning.evaluation.records import read_cells, read_records
+from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.surroundings import COMMIT
 from poss_lightning.features.extract import write_store
-from poss_lightning.files import sha256
+from poss_lightning.files import alone, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -139,7 +141,7 @@ def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
     (tmp_path / "cells/one/seed-0/cell.json").unlink()
     (tmp_path / "cells/one/seed-0/scalars.json").unlink()
-    with pytest.raises(ValueError, match=r"seed-0 was trained otherwise: see what .*fit.yaml has"):
+    with pytest.raises(ValueError, match=r"seed-0 was trained with other settings, .*fit.yaml has"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
 
 
@@ -183,7 +185,7 @@ def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, 
     assert f"NOT LIKE WITH LIKE: these trainings had 2 different {store}" in capsys.readouterr().out
 
 
-def test_a_start_is_waited_for_and_digested_wherever_it_is_named(experiment, tmp_path):
+def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experiment, tmp_path):
     """A draft folder is rewritten by every validation, so one of a training that failed half-way is not begun with."""
     sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [2]}}}))
     start = tmp_path / "cells/one/seed-0/draft-last"
@@ -195,7 +197,7 @@ def test_a_start_is_waited_for_and_digested_wherever_it_is_named(experiment, tmp
     for end in ends:
         end.unlink()
     cell = Sweep.read(tmp_path / "sweep.yaml").cells(tmp_path / "cells")[1]
-    with pytest.raises(ValueError, match=r"two/seed-0 starts from .*draft-last, of a training that is not finished"):
+    with pytest.raises(ValueError, match=r"two/seed-0 starts from .*draft-last, but .*one/seed-0 is not finished"):
         cell.inputs()
     for end, text in zip(ends, kept, strict=True):
         end.write_text(text)
@@ -209,9 +211,14 @@ def test_a_config_that_changed_is_another_training(experiment, tmp_path):
     config.write_text("model: {allocation: [1], learning_rate: 1.0e-3}")
     options = yaml.safe_load(Path(experiment(), "sweep.yaml").read_text())["fit"]
     fitting.fitted(tmp_path / "run", [str(config)], options)
+    note = tmp_path / "run" / "fit.yaml"
+    said = note.read_text()
+    note.write_text("".join(line for line in said.splitlines(keepends=True) if "digests" not in line))
+    fitting.fitted(tmp_path / "run", [str(config)], options)  # made before there were digests
+    note.write_text(said)
     fitting.fitted(tmp_path / "run", [str(config)], options)
     config.write_text("model: {allocation: [1], learning_rate: 5.0}")
-    with pytest.raises(ValueError, match="run was trained otherwise"):
+    with pytest.raises(ValueError, match="run was trained with other settings, or with configs that have changed"):
         fitting.fitted(tmp_path / "run", [str(config)], options)
 
 
@@ -366,3 +373,36 @@ def test_the_experiments_parse(experiment, tmp_path, capsys):
         classes = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
         assert {"DraftFolders", "Replay"} <= set(classes)
         assert ("PublishedMask" in classes) == (cell.choice == "published")
+
+
+def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(experiment, tmp_path, monkeypatch):
+    choices = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
+    cell = Sweep.read(Path(experiment(choices=choices, reference=None), "sweep.yaml")).cells(tmp_path / "cells")[0]
+    shipped = cell.inputs()["embedded-hass"]
+    assert shipped == sha256(HEADS / "embedded-hass" / "model.safetensors")
+    (tmp_path / "embedded-hass").mkdir()
+    (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
+    monkeypatch.chdir(tmp_path)
+    assert cell.inputs()["embedded-hass"] == sha256("embedded-hass/model.safetensors") != shipped
+
+
+def test_a_summary_that_cannot_be_made_says_what_differs_first(experiment, tmp_path, capsys):
+    sweep(experiment(seeds=[0]))
+    cell = tmp_path / "cells/two/seed-0"
+    made = json.loads((cell / "made.json").read_text())
+    (cell / "made.json").write_text(json.dumps({**made, "inputs": {**made["inputs"], "trainer/base.yaml": "another"}}))
+    records = gzip.decompress((cell / "records.jsonl.gz").read_bytes()).decode()
+    changed = "".join(json.dumps(json.loads(line) | {"prompt_tokens": 999}) + "\n" for line in records.splitlines())
+    (cell / "records.jsonl.gz").write_bytes(gzip.compress(changed.encode()))
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=r"have prompts of .* tokens at"):
+        sweep(experiment(seeds=[0]))
+    assert "NOT LIKE WITH LIKE: these trainings had 2 different trainer/base.yaml" in capsys.readouterr().out
+
+
+def test_a_replay_writes_over_nobodys_records(tmp_path, store):
+    (tmp_path / "records.jsonl").touch()
+    with pytest.raises(ValueError, match=r"records.jsonl was written by `poss benchmark`: choose another folder"):
+        replay(str(tmp_path), store, {"one": "a-draft"})
+    with alone(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
+        replay(str(tmp_path / "out"), store, {"one": "a-draft"})

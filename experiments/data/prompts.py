@@ -4,7 +4,8 @@ python experiments/data/prompts.py people.jsonl 2000 [seed] [kind ...]
 poss answer people.jsonl.gz --suites "[people.jsonl]"
 
 Tasks, sums in words, short questions, functions to finish and texts to sum up (or the kinds named, chats among them),
-in turn, as long as there are new ones. Functions and texts are those of the Python that runs this.
+in turn, as long as there are new ones, 2,000 less what shows this machine. Functions and texts are those of the Python
+that runs this.
 """
 
 import importlib
@@ -93,6 +94,8 @@ KINDS = {kind.__name__: kind for kind in (tasks, sums, questions, functions, tex
 
 
 def main(out: str, count: str = "2000", seed: str = "0", *named: str) -> None:
+    if unknown := set(named) - KINDS.keys():
+        sys.exit(f"kinds are {', '.join(KINDS)}; {', '.join(sorted(unknown))} is none of them")
     draw = random.Random(int(seed))
     kinds = [KINDS[name](draw) for name in named or ("tasks", "sums", "questions", "functions", "texts")]
     prompts: dict[str, None] = {}  # each once

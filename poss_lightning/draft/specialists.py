@@ -179,13 +179,17 @@ def shipped() -> list[str]:
     return sorted(folder.name for folder in HEADS.iterdir()) if HEADS.is_dir() else []
 
 
+def here(source: str | Path) -> Path:
+    """Where a draft would be on this machine: the folder of that name, or else the shipped head."""
+    return HEADS / source if source in shipped() and not Path(source).is_dir() else Path(source)
+
+
 def locate(source: str | Path) -> Path:
     """The folder of a draft: a local one, a shipped head's, or a hub id's after its download.
 
     Raises:
         FileNotFoundError: none of them.
     """
-    names = shipped()
-    if source in names and not Path(source).is_dir():
-        return HEADS / source
-    return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped head: {', '.join(names) or 'none'}")
+    return fetch(
+        str(here(source)), "draft", [CONFIG, WEIGHTS], f", nor a shipped head: {', '.join(shipped()) or 'none'}"
+    )

@@ -153,10 +153,10 @@ class Run:
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
-            try:
-                prompt = _prompt(self.target, question, messages)
-            except ValueError as error:  # of a first turn it was checked before
-                logger.warning("%s; the conversation ends before it", error)
+            prompt = self.target.chat.prompt(messages)
+            if turn and len(prompt) >= (context := self.target.spec.context):  # a first turn's is refused before
+                place = f"question {question.id} of {question.suite}"
+                logger.warning("%s ends before turn %d: %d of %d tokens", place, turn, len(prompt), context)
                 break
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
@@ -224,9 +224,9 @@ class Run:
         """
         here, earlier = surroundings(self.target.device), json.loads((self.folder / "run.json").read_text())
         for fact in ("machine", "device", "threads"):
-            if self.lines and earlier.get(fact) != here[fact]:
+            if self.lines and earlier.get(fact, here[fact]) != here[fact]:
                 raise ValueError(
-                    f"{self.folder} was begun with {fact} {earlier.get(fact)!r}, here it is {here[fact]!r}; seconds of "
+                    f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {here[fact]!r}; seconds of "
                     "the two do not compare: go on there, or choose another folder"
                 )
         self._note(earlier | (here if not self.lines else {"gone_on": [*earlier.get("gone_on", []), here]}))

@@ -1,7 +1,8 @@
 """Benchmark records: one line of JSON per prompt, turn, method and repeat. Every table and plot is computed from them.
 
 Beside a `records.jsonl` (or `records.jsonl.gz`) lies `run.json`: the resolved config, versions, git SHA, device and
-depth of each method. The records of a draft trained with several seeds lie in CHOICE/seed-N, a folder a training.
+depth of each method, and in `gone_on` the processes that went on after a kill. The records of a draft trained with
+several seeds lie in CHOICE/seed-N, a folder a training.
 """
 
 import gzip

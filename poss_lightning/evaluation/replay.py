@@ -25,7 +25,7 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.records import Record, check_names, to_line
+from poss_lightning.evaluation.records import NAMES, Record, check_names, to_line
 from poss_lightning.evaluation.surroundings import describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import alone, atomic
@@ -76,29 +76,30 @@ def replay(
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_names(drafts)
-    features = FeatureStore(store)
-    ends, records, methods = features.ends().to(device), [], {}
-    for name, source in drafts.items():
-        draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
-        if difference := draft.config.target.difference(features.target):
-            raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
-        chosen = features.select(draft.config.layers)
-        samples = [chosen[i] for i in range(len(chosen))]
-        if not methods and (told := strange(samples)):
-            logger.warning("%s: %s", store, told)
-        deep = sum(draft.config.allocation) if depth is None else depth
-        methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
-        total = sum(1 for sample in samples for _ in answers(sample))
-        with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
-            replayed = replay_rounds(draft, ends, samples, deep, nodes, top_k, done=bar.update)
-        for sample, rounds in zip(samples, replayed, strict=True):
-            records += _records(name, sample, rounds)
-    folder = Path(out)
-    facts = {"command": sys.argv, "config": config, "methods": methods, **surroundings(ends.embedding.device)}
-    with alone(folder, wait=60):
+    folder, features = Path(out), FeatureStore(store)
+    if (other := folder / NAMES[0]).exists():
+        raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
+    with alone(folder):
+        ends, records, methods = features.ends().to(device), [], {}
+        for name, source in drafts.items():
+            draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
+            if difference := draft.config.target.difference(features.target):
+                raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+            chosen = features.select(draft.config.layers)
+            samples = [chosen[i] for i in range(len(chosen))]
+            if not methods and (told := strange(samples)):
+                logger.warning("%s: %s", store, told)
+            deep = sum(draft.config.allocation) if depth is None else depth
+            methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
+            total = sum(1 for sample in samples for _ in answers(sample))
+            with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
+                replayed = replay_rounds(draft, ends, samples, deep, nodes, top_k, done=bar.update)
+            for sample, rounds in zip(samples, replayed, strict=True):
+                records += _records(name, sample, rounds)
+        facts = {"command": sys.argv, "config": config, "methods": methods, **surroundings(ends.embedding.device)}
         with atomic(folder / "run.json") as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
-        with atomic(folder / "records.jsonl.gz") as path:
+        with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
 
 

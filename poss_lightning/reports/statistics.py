@@ -193,6 +193,7 @@ def interval(value: float, error: float, freedom: float) -> Estimate:
 
 def difference(value: float, error: float, freedom: float) -> Comparison:
     """A difference held against 0; not yet corrected for others."""
+    error = _spread(value, error)
     found = interval(value, error, freedom)
     p = _p(value, error, freedom)
     return Comparison(value, found.low, found.high, p, p, detectable(error, freedom), error, freedom)
@@ -200,6 +201,7 @@ def difference(value: float, error: float, freedom: float) -> Comparison:
 
 def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
     """A ratio held against 1, from its logarithm and the standard error of that; not yet corrected for others."""
+    error = _spread(logarithm, error)
     found = interval(logarithm, error, freedom)
     p = _p(logarithm, error, freedom)
     smallest = math.expm1(detectable(error, freedom))
@@ -233,9 +235,14 @@ def _quantile(freedom: float, level: float = LEVEL) -> float:
     return float(stats.t.isf(level / 2, freedom)) if freedom > 0 else math.nan
 
 
+def _spread(value: float, error: float) -> float:
+    """None at all, as two prompts may happen to show, makes nothing sure but that equal is equal."""
+    return math.nan if error == 0 and value != 0 else error
+
+
 def _p(value: float, error: float, freedom: float) -> float:
-    if error == 0:  # no spread at all, as two prompts may happen to show: equal is equal, but nothing is sure of more
-        return 1.0 if value == 0 else math.nan
+    if error == 0:
+        return 1.0
     return float(2 * stats.t.sf(abs(value) / error, freedom))
 
 

@@ -124,15 +124,15 @@ def check_same(first: tuple[str, Record], *others: tuple[str, Record]) -> None:
     """
     whose, own = first
     for other, record in others:
-        alike = own.turn > 0 or record.prompt_tokens == own.prompt_tokens
-        if not (own.seconds or record.seconds):
-            alike = alike and all(one == two for one, two in zip(own.tokens, record.tokens, strict=False))
-        if not alike:
-            key = (own.suite, own.id, own.turn, own.repeat)
-            raise ValueError(
-                f"{whose} and {other} have different texts at {say(key)} ({own.prompt_tokens} and "
-                f"{record.prompt_tokens} tokens of prompt). Methods are compared on the same prompts and answers"
-            )
+        both = min(own.new_tokens, record.new_tokens) if not (own.seconds or record.seconds) else 0
+        if own.turn == 0 and own.prompt_tokens != record.prompt_tokens:
+            differ = f"prompts of {own.prompt_tokens} and {record.prompt_tokens} tokens"
+        elif own.tokens[:both] != record.tokens[:both]:
+            differ = "replays of different answers"
+        else:
+            continue
+        key = (own.suite, own.id, own.turn, own.repeat)
+        raise ValueError(f"{whose} and {other} have {differ} at {say(key)}; methods are compared on the same texts")
 
 
 def sum_by_prompt(answers: Answers, depth: int) -> Sums:
