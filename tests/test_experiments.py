@@ -61,7 +61,7 @@ def test_prompts_show_nothing_of_the_machine(tmp_path):
     script = runpy.run_path(str(EXPERIMENTS / "data" / "prompts.py"))
     script["main"](str(tmp_path / "functions"), "2000", "0", "functions")
     assert " at 0x" not in (said := (tmp_path / "functions").read_text()) and "environ(" not in said
-    with pytest.raises(SystemExit, match="kinds are tasks, sums, .*; poems is none of them"):
+    with pytest.raises(SystemExit, match=r"kinds are tasks, sums, .*; poems is none of them"):
         script["main"](str(tmp_path / "x"), "9", "0", "poems")
 
 
