@@ -29,7 +29,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def alone(folder: str | Path) -> Iterator[None]:
+def records_lock(folder: str | Path) -> Iterator[None]:
     """Write records in a folder that no other process writes them in meanwhile.
 
     Raises:

@@ -15,7 +15,7 @@ from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import Question
-from poss_lightning.files import alone
+from poss_lightning.files import records_lock
 
 QUESTIONS = [
     {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
@@ -267,7 +267,7 @@ def test_packed_records_are_not_begun_anew(run, tmp_path):
 
 
 def test_two_benchmarks_of_one_folder_do_not_overwrite_each_other(run, tmp_path):
-    with alone(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
+    with records_lock(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
         run(tmp_path / "out", suites=suite(tmp_path, ["Hi"]))
 
 

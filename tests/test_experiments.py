@@ -80,7 +80,7 @@ def test_no_prompt_of_the_own_suites_was_trained_on():
         assert trained and not asked & trained, path.name
 
 
-def test_heads_before_and_after_people_stand_side_by_side(capsys):
-    runpy.run_path(str(EXPERIMENTS / "people" / "before.py"))["main"]()
+def test_heads_before_and_after_more_text_stand_side_by_side(capsys):
+    runpy.run_path(str(EXPERIMENTS / "before.py"))["main"]("heads", "people")
     said = capsys.readouterr().out
-    assert said.index("Against hass, before") < said.index("Against poss2, before")
+    assert said.index("hass of heads") < said.index("hass of people") < said.index("poss2 of people")

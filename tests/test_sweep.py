@@ -19,7 +19,7 @@ from poss_lightning.evaluation.records import read_cells, read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.surroundings import COMMIT
 from poss_lightning.features.extract import write_store
-from poss_lightning.files import alone, sha256
+from poss_lightning.files import records_lock, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
@@ -404,5 +404,5 @@ def test_a_replay_writes_over_nobodys_records(tmp_path, store):
     (tmp_path / "records.jsonl").touch()
     with pytest.raises(ValueError, match=r"records.jsonl was written by `poss benchmark`: choose another folder"):
         replay(str(tmp_path), store, {"one": "a-draft"})
-    with alone(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
+    with records_lock(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
         replay(str(tmp_path / "out"), store, {"one": "a-draft"})

@@ -20,7 +20,7 @@ from poss_lightning.evaluation.rounds import RoundLog
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.evaluation.surroundings import describe, surroundings
-from poss_lightning.files import alone, atomic
+from poss_lightning.files import atomic, records_lock
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -104,7 +104,7 @@ def benchmark(
         "methods": {name: _facts(method) for name, method in methods.items()},
         "suites": {suite.name: suite.source for suite in found},
     }
-    with alone(out):
+    with records_lock(out):
         Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats, show)
 
 

@@ -28,7 +28,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, Record, check_names, to_line
 from poss_lightning.evaluation.surroundings import describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.files import alone, atomic
+from poss_lightning.files import atomic, records_lock
 from poss_lightning.target.model import check_device
 from poss_lightning.target.spec import Ends
 
@@ -79,7 +79,7 @@ def replay(
     folder, features = Path(out), FeatureStore(store)
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
-    with alone(folder):
+    with records_lock(folder):
         ends, records, methods = features.ends().to(device), [], {}
         for name, source in drafts.items():
             draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()

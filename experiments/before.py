@@ -1,5 +1,6 @@
-"""The heads before and after they read people's kinds of text: python experiments/people/before.py"""
+"""Heads before and after they read more, prompt by prompt: python experiments/before.py heads people"""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +10,18 @@ from poss_lightning.reports.summary import summarise
 from poss_lightning.reports.tables import method_tables
 
 HERE = Path(__file__).parent
-CELLS = {"before": HERE.parent / "heads" / "cells", "after": HERE / "cells"}
 
 
-def main() -> None:
+def main(before: str, after: str) -> None:
     for head in ("hass", "poss2"):
         answers, known = [], {}
-        for when, cells in CELLS.items():
-            folder, name = [cells / head / "seed-0"], f"{head}, {when}"
+        for sweep in (before, after):
+            folder, name = [HERE / sweep / "cells" / head / "seed-0"], f"{head} of {sweep}"
             answers += [replace(record, method=name) for record in read_records(folder)]
             known[name] = depths(read_runs(folder))[head]
-        reference = f"{head}, before"
+        reference = f"{head} of {before}"
         show(method_tables(summarise(answers, None, reference, known), None, reference))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
