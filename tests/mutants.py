@@ -227,6 +227,34 @@ MUTANTS = (
         "TO_TARGET: ids",
         "test_interop3.py",
     ),
+    Mutant(
+        "statistics: replays of different answers are compared",
+        "reports/summary.py",
+        "elif own.tokens[:both] != record.tokens[:both]:",
+        "elif False:",
+        "test_statistics.py",
+    ),
+    Mutant(
+        "statistics: two prompts that happen to agree make a difference sure",
+        "reports/statistics.py",
+        "return math.nan if error == 0 and value != 0 else error",
+        "return error",
+        "test_statistics.py",
+    ),
+    Mutant(
+        "sweep: a training starts from another's unfinished draft",
+        "sweep.py",
+        'startswith("# after ")',
+        'startswith("never")',
+        "test_sweep.py",
+    ),
+    Mutant(
+        "benchmark: seconds of two machines go into one file",
+        "evaluation/benchmark.py",
+        "if self.lines and earlier.get(fact, here[fact]) != here[fact]:",
+        "if False:",
+        "test_benchmark.py",
+    ),
 )
 
 
