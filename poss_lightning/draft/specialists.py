@@ -190,6 +190,6 @@ def locate(source: str | Path) -> Path:
     Raises:
         FileNotFoundError: none of them.
     """
-    return fetch(
-        str(here(source)), "draft", [CONFIG, WEIGHTS], f", nor a shipped head: {', '.join(shipped()) or 'none'}"
-    )
+    if (folder := here(source)).is_dir():
+        return folder
+    return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped head: {', '.join(shipped()) or 'none'}")
