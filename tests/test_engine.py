@@ -1,5 +1,6 @@
 """Lossless: the engine's tokens are those of plain decoding, whatever the draft, the tree or the batch."""
 
+import time
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import count
@@ -112,7 +113,8 @@ def test_nothing_after_a_stop_token(target, place):
     end = future.index(stop)
     assert decoded.tokens == future[: end + 1]
     whole, rest = divmod(end - 1, 7)  # after the prefill's token: rounds of six drafted tokens and a bonus
-    assert decoded.accepted == ([6] * whole + [min(rest + 1, 6)] if end else [])
+    assert decoded.accepted == ([6] * whole + [rest] if end else [])
+    assert len(decoded.tokens) == 1 + sum(count + 1 for count in decoded.accepted)  # τ counts what is emitted
 
 
 def test_a_mask_off_by_one_is_not_lossless(monkeypatch):
@@ -179,6 +181,21 @@ def test_processors_are_those_of_generate(target):
     expected = [decoded.tokens for decoded in Generate(target).decode(PROMPTS[:1], 40, STOPS, law)]
     assert drawn(Speculative(target, tiny_draft(target, [2, 2])), law, 0, PROMPTS[:1]) == expected
     assert tokens_of(Generate(target), PROMPTS[:1]) != expected
+
+
+def test_generate_draws_by_the_seed_it_is_given(target):
+    """And leaves torch's own draws where they were."""
+
+    def once(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return Generate(target).decode(PROMPTS[:1], 20, STOPS, Sampling(temperature=1.0), generator)[0].tokens
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = once(0)
+    assert torch.equal(torch.rand(3), expected)
+    assert once(0) == first != once(1)
 
 
 def test_a_shared_budget_goes_where_the_draft_is_sure(target):
@@ -396,7 +413,16 @@ def test_what_cannot_be_is_refused(target):
 
 def test_seconds_by_part_make_the_total(target):
     seconds = Speculative(target, tiny_draft(target, [6])).decode([[5, 6]], 20, frozenset())[0].seconds
-    assert set(seconds) == {"prefill", "draft", "verify", "commit", "total"}
+    parts = {"prefill", "draft", "verify", "commit", "total"}
+    assert set(seconds) == parts
+    speculative, times = Speculative(target, tiny_draft(target, [6]), tree="auto"), []
+    for _ in range(2):
+        start = time.perf_counter()
+        seconds = speculative.decode([[5, 6]], 20, frozenset())[0].seconds
+        times.append((seconds, time.perf_counter() - start))
+    (first, whole), (second, _) = times
+    assert set(first) == {*parts, "measure"} and set(second) == parts  # measured once, and told
+    assert first["total"] + first["measure"] <= whole
     assert 0 < sum(value for part, value in seconds.items() if part != "total") <= seconds["total"]
 
 

@@ -20,10 +20,11 @@ from poss_lightning.evaluation.rounds import NAME, Round, to_line
 from poss_lightning.reports.charts import COLOURS, MARKED, Curve, line_chart
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.explorer import NODES, Node, spans, steps
-from poss_lightning.reports.findings import one_seed
+from poss_lightning.reports.findings import find, headline, one_seed
 from poss_lightning.reports.report import report
 from poss_lightning.reports.scalars import by_choice, by_depth, mean, over_runs, read_scalars
 from poss_lightning.reports.seeds import over_seeds
+from poss_lightning.reports.statistics import Ratio
 from poss_lightning.reports.summary import summarise
 
 
@@ -149,6 +150,22 @@ def test_a_failing_report_leaves_the_old_page(tmp_path, run):
 # --- text and rounds ---
 
 
+@pytest.mark.parametrize(("holm", "verdict"), [(0.116, "no difference shown"), (0.01, "faster")])
+def test_the_headline_says_no_more_than_its_table(holm, verdict):
+    """It tells of the fastest of all, so an interval that was not corrected for the choice would say too much."""
+    gain = Ratio(1.10, 1.02, 1.19, 0.02, holm, 0.1, 0.04, 7)
+    row = replace(summarise(make_records(), resamples=20)[0], method="poss-1", speed_up={"autoregressive": gain})
+    assert f"1.10 times the speed of autoregressive (95 % interval 1.02…1.19): {verdict}. " in headline(
+        [row], "autoregressive"
+    )
+
+
+@pytest.mark.parametrize("tree", ["auto", "fixed"])
+def test_sized_trees_are_told(tmp_path, tree):
+    write_records(tmp_path / "run", make_records(), {"config": {"tree": tree}})
+    assert ("sized by their cost" in find(str(tmp_path / "run"), resamples=20).note) == (tree == "auto")
+
+
 def test_spans_are_the_rounds():
     record = next(record for record in make_records() if record.method == "eagle")
     short = replace(record, accepted=[2, 0], new_tokens=5, tokens=[0] * 5, pieces=["a", "b", "\n", "c", "d"])
@@ -200,6 +217,15 @@ def test_a_large_tree_is_cut_to_its_likeliest_nodes():
     shown = {int(node.token) for node in flat(step.root) if node.kind != "bonus"}
     assert shown == likeliest(guesses, NODES) and 59 in shown and len(shown) + step.hidden == 60
     assert [node.chance for node in step.root.below[:2]] == ["90", "82"]
+
+
+def test_a_drafted_stop_token_stands_for_the_bonus():
+    facts = {"accepted": [1], "new_tokens": 3, "tokens": [0] * 3, "pieces": ["a", "b", "<end>"]}
+    record = replace(make_records()[2], **facts)
+    guesses = Guesses(["a", "b", "<end>"], [0, 0, 1], [0.0, -1.0, -2.0], [0, 1, 2], None)
+    (step,) = steps(record, [Round("chat", 0, 0, "eagle", 0, guesses)])
+    assert (step.taken, step.accepted, step.bonus) == (2, "b<end>", "")
+    assert [node.kind for node in flat(step.root)] == ["root", "accepted", "accepted"]
 
 
 def test_rounds_of_another_answer_are_refused():

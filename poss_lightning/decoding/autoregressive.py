@@ -1,6 +1,7 @@
 """The baselines: our own plain loop, and transformers' `generate`, behind the engine's interface."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -42,8 +43,11 @@ class Generate(Decoder):
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
-        """See `Decoder`: all in one step, and draws of its own. Batches are padded on the left, as it wants them."""
-        prompts, limit, stops, sampling, _ = request
+        """See `Decoder`: all in one step, and draws of its own, which the request's generator seeds.
+
+        Batches are padded on the left, as `generate` wants them.
+        """
+        prompts, limit, stops, sampling, generator = request
         limits = check_room(self.target, prompts, limit)
         texts = Texts(limits, stops)
         flipped = pad([prompt[::-1] for prompt in prompts], self.target.device)
@@ -53,15 +57,27 @@ class Generate(Decoder):
         if sampling.temperature:
             names = ("temperature", "top_k", "top_p")
             law = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
-        output = self.target.model.generate(
-            flipped.flip(1),
-            attention_mask=(slots < lengths[:, None]).flip(1),
-            max_new_tokens=max(limits),
-            eos_token_id=sorted(stops) or None,
-            pad_token_id=min(stops, default=0),
-            logits_processor=list(sampling.processors),
-            prompt_lookup_num_tokens=self.lookup or None,
-            **law,
-        )
+        with _seeded(generator, self.target.device):
+            output = self.target.model.generate(
+                flipped.flip(1),
+                attention_mask=(slots < lengths[:, None]).flip(1),
+                max_new_tokens=max(limits),
+                eos_token_id=sorted(stops) or None,
+                pad_token_id=min(stops, default=0),
+                logits_processor=list(sampling.processors),
+                prompt_lookup_num_tokens=self.lookup or None,
+                **law,
+            )
         new = output[:, flipped.shape[1] :].tolist()
         yield Progress({prompt: texts.take(prompt, row)[0] for prompt, row in enumerate(new)})
+
+
+@contextmanager
+def _seeded(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators from one in hand, and afterwards leave them as they were."""
+    if generator is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(torch.randint(2**63 - 1, (), generator=generator)))
+        yield

@@ -23,8 +23,8 @@ class Decoded:
     """One prompt's new tokens.
 
     Prefill gives one token and a round accepted + 1, so `len(tokens) == 1 + sum(a + 1 for a in accepted)`, or less
-    where a stop token or the limit cut the last round: what the target took there beyond the limit tells of the draft
-    all the same and is counted, what it took beyond a stop token is not.
+    where the limit cut the last round: what the target took there beyond it tells of the draft all the same and is
+    counted. Beyond a stop token nothing is, so a drafted stop token counts as its round's last, for the bonus.
     """
 
     tokens: list[int]  # up to and with the stop token
@@ -73,11 +73,14 @@ class Clock:
             self.seconds[name] += time.perf_counter() - start
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
-        """What is done inside does not count."""
+    def outside(self, name: str | None = None) -> Iterator[None]:
+        """What is done inside does not count in the total; with a name, it is told as a part all the same."""
         start = time.perf_counter()
         yield
-        self.began += time.perf_counter() - start
+        took = time.perf_counter() - start
+        self.began += took
+        if name is not None:
+            self.seconds[name] += took
 
     def total(self) -> dict[str, float]:
         """Seconds of every part, and of all since the clock was made; waits for the device."""
@@ -106,11 +109,11 @@ class Texts:
         self.left, self.stops = list(limits), stops
 
     def take(self, prompt: int, emitted: list[int]) -> tuple[list[int], int]:
-        """The tokens of `emitted` that count, and how many there were before the limit."""
+        """The tokens of a step's `emitted` that count, and of how many without the last, whatever the limit."""
         until = until_stop(emitted, self.stops)
         kept = until[: self.left[prompt]]
         self.left[prompt] = 0 if until[-1] in self.stops else self.left[prompt] - len(kept)
-        return kept, len(until)
+        return kept, len(until) - 1
 
 
 class Decoder(ABC):

@@ -37,7 +37,7 @@ class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
     An object decodes one batch at a time. What `tree: auto` measures, a second or a few for every size of batch that it
-    meets, is in nobody's seconds.
+    meets, is told as `measure` and not in the total: it is paid once, whatever is decoded then.
 
     Args:
         target: the frozen model.
@@ -112,8 +112,8 @@ class Speculative(Decoder):
             self._note([row[0] + 1 if i in going else 0 for i, row in enumerate(told)])
             budget.learn(done.tree, done.above, done.verdict)
             taken = {rows[i]: texts.take(rows[i], told[i][1 : told[i][0] + 2]) for i in going}
-            accepted = {rows[i]: min(taken[rows[i]][1], told[i][0]) for i in going}
-            yield Progress({p: kept for p, (kept, _) in taken.items()}, accepted, done.tree, done.verdict)
+            tokens, accepted = ({p: each[part] for p, each in taken.items()} for part in (0, 1))
+            yield Progress(tokens, accepted, done.tree, done.verdict)
 
     def _prefill(self, request: Request, limit: int) -> list[int]:
         """Read the prompts into both caches; the first token of each."""
@@ -196,7 +196,7 @@ class Speculative(Decoder):
         if self.tree == "fixed":
             return self.fixed
         if batch not in self.budgets:
-            with clock.outside():
+            with clock.outside("measure"):
                 self.budgets[batch] = self._measure()
         return self.budgets[batch]
 

@@ -186,7 +186,8 @@ def _tau(answer: Decoded) -> float | None:
 
 def _speed(answer: Decoded) -> str:
     tau = f", τ {_tau(answer):.2f}" if answer.accepted else ""
-    return f"{len(answer.tokens)} tokens, {_rate(answer):.1f} tokens/s{tau}"
+    first = f" (after {measured:.1f} s to measure this machine)" if (measured := answer.seconds.get("measure")) else ""
+    return f"{len(answer.tokens)} tokens, {_rate(answer):.1f} tokens/s{first}{tau}"
 
 
 def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:

@@ -31,11 +31,13 @@ class Record:
         repeat: which repetition of the same measurement, from 0.
         prompt_tokens: tokens read before the first new one, earlier turns included.
         new_tokens: the length of `tokens`.
-        accepted: drafted tokens that the target took, a number a round, up to and with a stop token; empty for the
-            methods in `BASELINES`. The prefill gives one token and a round accepted + 1, so without its last round
-            a record has fewer than `new_tokens`, and with it as many, or more where a stop token or the limit cut it.
-        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured; nothing
-            where rounds were replayed, which takes the target no time.
+        accepted: drafted tokens that the target took, a number a round; empty for the methods in `BASELINES`. The
+            prefill gives one token and a round accepted + 1, its last the bonus, or a stop token in its place: so
+            without its last round a record has fewer than `new_tokens`, and with it as many, or more where the limit
+            cut it.
+        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured; beside
+            the total `measure`, what `tree: auto` took to measure the machine; nothing where rounds were replayed,
+            which takes the target no time.
         tokens: the new token ids, up to and with the stop token.
         text: the new tokens decoded together.
         pieces: the text of each new token, where recorded.
@@ -134,6 +136,11 @@ def read_runs(paths: Iterable[str | Path] | str | Path) -> dict[str, dict[str, A
 def timed(records: Iterable[Record]) -> bool:
     """Whether any of them was decoded; else all were replayed, which says nothing of speed."""
     return any(record.seconds for record in records)
+
+
+def sized(runs: dict[str, dict[str, Any]]) -> bool:
+    """Whether `tree: auto` sized the trees of any run."""
+    return any(isinstance(run.get("config"), dict) and run["config"].get("tree") == "auto" for run in runs.values())
 
 
 def depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:

@@ -205,7 +205,8 @@ def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]
         verdict = judge(tree, *_written(text, tree.tokens), root + 1, depth)
         counts = (verdict.accepted + 1) * going
         seen = going & (whole | (root + depth < lengths))
-        for row, accepted, counted in zip(rows, verdict.accepted.tolist(), seen.tolist(), strict=True):
+        before = verdict.accepted.minimum(lengths - 1 - whole.long() - root)  # behind an answer's end is no bonus
+        for row, accepted, counted in zip(rows, before.tolist(), seen.tolist(), strict=True):
             if counted:
                 row.append(accepted)
         here = (root[:, None] + ahead).clamp(max=reach - 1)  # (B, K+1)

@@ -96,9 +96,9 @@ def decoded_texts(
 
 
 def spans(record: Record, depth: int) -> list[Span]:
-    """The text cut at rounds: the prefill's token, then each round's accepted run and its bonus token.
+    """The text cut at rounds: the prefill's token, then each round's accepted run and its bonus or stop token.
 
-    A last round that a stop token or the limit cut ends within its accepted run.
+    A last round that the limit cut ends within its accepted run.
     """
     if record.pieces is None or not record.accepted:
         return [Span("plain", record.text)]
@@ -119,7 +119,8 @@ def steps(record: Record, rounds: list[Round], most: int = ROUNDS) -> list[Step]
     """
     if not rounds:
         return []
-    if [len(one.guesses.path) - 1 for one in rounds] != record.accepted:
+    emitted = [len(one.guesses.path) - 1 + (one.guesses.bonus is not None) for one in rounds]
+    if emitted != [accepted + 1 for accepted in record.accepted]:
         place = f"{record.suite}/{record.id} turn {record.turn}"
         raise ValueError(f"the rounds of {record.method!r}, {place}, are not those of its record: remove rounds.jsonl")
     pieces = record.pieces or []

@@ -4,11 +4,25 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from poss_lightning.evaluation.records import BASELINES, Record, depths, read_cells, read_records, read_runs, timed
+from poss_lightning.evaluation.records import (
+    BASELINES,
+    Record,
+    depths,
+    read_cells,
+    read_records,
+    read_runs,
+    sized,
+    timed,
+)
 from poss_lightning.reports.seeds import Cells, SeedSummary, over_seeds
 from poss_lightning.reports.statistics import LEVEL, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary, summarise
 from poss_lightning.reports.tables import Measured, Table, method_tables, of_choices, positions, seed_tables
+
+AUTO = (
+    " Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ tell "
+    "of a draft and this machine together."
+)
 
 
 class Findings(NamedTuple):
@@ -43,13 +57,15 @@ def find(
     Raises:
         FileNotFoundError, ValueError: as `read_records`, `summarise` and `over_seeds`.
     """
-    known, cells = depths(read_runs(records)), read_cells(records)
-    chosen = one_seed(cells)
+    runs, cells = read_runs(records), read_cells(records)
+    known, chosen = depths(runs), one_seed(cells)
     answers = own_records(cells, chosen) if cells else read_records(records)
     if len(chosen) < len(cells) or (cells and timed(answers)):  # speeds compare with a folder's own baseline alone
-        return across_seeds(cells, baseline, reference, known)._replace(answers=answers, cells=chosen)
-    over = baseline if timed(answers) else None
-    return across_prompts(answers, over, reference, known, resamples, seed)._replace(cells=chosen)
+        found = across_seeds(cells, baseline, reference, known)._replace(answers=answers)
+    else:
+        over = baseline if timed(answers) else None
+        found = across_prompts(answers, over, reference, known, resamples, seed)
+    return found._replace(cells=chosen, note=found.note + (AUTO if sized(runs) else ""))
 
 
 def across_prompts(
@@ -91,7 +107,8 @@ def headline(overall: list[MethodSummary], baseline: str | None) -> str:
         return f"No method here drafts; tokens per second: {speeds}."
     best = max(drafting, key=lambda row: row.speed_up[baseline].value)
     gain = best.speed_up[baseline]
-    verdict = "faster" if gain.low > 1 else "slower" if gain.high < 1 else "no difference shown"
+    sure = gain.holm < LEVEL  # the best of several was chosen to be told here
+    verdict = "no difference shown" if not sure else "faster" if gain.value > 1 else "slower"
     return (
         f"{best.method} decodes at {gain.text()} times the speed of {baseline}{_within(gain)}: {verdict}. "
         f"It emits {best.tau_micro.text()} tokens a round{_within(best.tau_micro)}, "

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from poss_lightning.target.masks import FULL
 
 FEW = 32  # rows of features for which `project` puts the head on the left
+MATRIX_UNITS = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # whether this CPU has them (AMX)
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,13 @@ class Ends(nn.Module):
 
 
 def project(features: Tensor, head: Tensor) -> Tensor:
-    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and sooner for a few rows on a CPU.
+    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and sooner for a few rows on matrix units.
 
-    There `linear` lays out the right of a product anew for the matrix units, which is all of the head. With the head on
-    the left it is a few features; V is then not the innermost dimension in memory. `make bench` has the times of both.
+    There `linear` lays out the right of a product anew for them, which is all of the head. With the head on the left it
+    is a few features; V is then not the innermost dimension in memory. `make bench` has the times of both.
     """
     few = 1 < features.numel() // features.shape[-1] <= FEW
-    if not few or head.device.type != "cpu" or head.dtype == torch.float32:
+    if not (few and MATRIX_UNITS) or head.device.type != "cpu" or head.dtype == torch.float32:
         return nn.functional.linear(features, head)
     return (head @ features.flatten(0, -2).t()).t().unflatten(0, features.shape[:-1])
 
