@@ -123,6 +123,20 @@ MUTANTS = (
         "test_engine.py",
     ),
     Mutant(
+        "engine: a bonus that nobody emits is counted behind a drafted stop token",
+        "decoding/decoder.py",
+        "return kept, len(until) - 1",
+        "return kept, min(len(until), len(emitted) - 1)",
+        "test_engine.py",
+    ),
+    Mutant(
+        "replay: a bonus that nobody emits is counted behind an answer's end",
+        "evaluation/replay.py",
+        "verdict.accepted.minimum(lengths - 1 - whole.long() - root)",
+        "verdict.accepted",
+        "test_replay.py",
+    ),
+    Mutant(
         "loss: a pass counts where its text is not the assistant's",
         "losses.py",
         "live = counts[somewhere] >= passes[:, None]",
@@ -240,6 +254,13 @@ MUTANTS = (
         "return math.nan if error == 0 and value != 0 else error",
         "return error",
         "test_statistics.py",
+    ),
+    Mutant(
+        "report: the fastest of many is called faster without Holm's correction",
+        "reports/findings.py",
+        "sure = gain.holm < LEVEL",
+        "sure = gain.p < LEVEL",
+        "test_report.py",
     ),
     Mutant(
         "sweep: a training starts from another's unfinished draft",

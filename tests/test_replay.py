@@ -79,16 +79,17 @@ def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tre
     assert sum(sum(own.accepted) for own in decoded) > 5  # something was accepted at all
 
 
-def test_an_answer_that_the_target_ends_counts_to_its_end(target):
-    """The stop is accepted as any token, and nothing behind it."""
+@pytest.mark.parametrize("drafted", [True, False])
+def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
+    """To the stop, drafted or the bonus, and not to a bonus behind it. A tree of all tokens is right once a round."""
     plain = Autoregressive(target).decode(PROMPTS[:1], LIMIT, frozenset())[0].tokens
-    stop = plain[20]
-    answer = plain[: plain.index(stop) + 1]
-    draft = lucky(target, [plain], (2, 2, 2), 0)
-    own = Speculative(target, draft).decode(PROMPTS[:1], LIMIT, frozenset({stop}))[0]
-    assert own.tokens == answer
-    sample = read(target, PROMPTS[0], answer, more=5)
-    assert replay_rounds(draft, target.ends, [sample], 6) == [[own.accepted]]
+    end = next(i for i, token in enumerate(plain) if i > 10 and token not in plain[:i] and i % 2 == drafted)
+    whole = target.spec.vocab_size
+    draft = Specialists(DraftConfig(target.spec, (1,), 1)).eval()
+    own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
+    assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
+    sample = read(target, PROMPTS[0], own.tokens, more=5)
+    assert replay_rounds(draft, target.ends, [sample], 1, whole + 1, whole) == [[own.accepted]]
 
 
 def test_several_answers_of_a_conversation_stay_apart(target):
