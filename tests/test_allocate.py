@@ -38,6 +38,16 @@ def test_the_drift_of_a_run_is_read_and_shown(tmp_path, capsys):
         propose([1, 2, 3, 4], 5)
 
 
+def test_a_training_of_specialists_is_refused(tmp_path):
+    (tmp_path / "scalars.json").write_text(json.dumps({f"val_drift_l2/depth_{k}": [9, 0.1] for k in (1, 2)}))
+    (tmp_path / "draft-last").mkdir()
+    (tmp_path / "draft-last" / "config.json").write_text(json.dumps({"allocation": [2]}))
+    assert read_drift(str(tmp_path)) == [0.1, 0.1]
+    (tmp_path / "draft-last" / "config.json").write_text(json.dumps({"allocation": [1, 1]}))
+    with pytest.raises(ValueError, match=r"draft-last/config.json is of specialists, \[1, 1\]"):
+        read_drift(str(tmp_path))
+
+
 def test_a_run_without_drift_is_refused(tmp_path):
     (tmp_path / "scalars.json").write_text(json.dumps({"val/loss": [9, 3.0]}))
     with pytest.raises(ValueError, match="holds 0 runs that logged val_drift_l2"):

@@ -69,6 +69,11 @@ def test_what_has_no_room_is_left_out_and_told(tmp_path, capsys, suite):
     assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5
 
 
+def test_a_file_that_nothing_reads_is_refused_at_once(tmp_path, suite):
+    with pytest.raises(ValueError, match=r"out.txt; its name must end in .jsonl or .jsonl.gz"):
+        answer(str(tmp_path / "out.txt"), [suite])
+
+
 def test_sizes_below_one_are_refused(tmp_path, suite):
     with pytest.raises(ValueError, match="new_tokens is 0"):
         answer(str(tmp_path / "out.jsonl"), [suite], new_tokens=0)

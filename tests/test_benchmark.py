@@ -165,10 +165,19 @@ def test_a_finished_run_is_left_alone(whole, run):
     assert (whole / "records.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("change", [{"new_tokens": 11}, {"top_k": 2}, {"limit": 1}, {"drafts": {}}, {"repeats": 1}])
-def test_other_settings_in_the_same_folder_are_refused(whole, run, change):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"new_tokens": 11}, "new_tokens 12, now 11"),
+        ({"top_k": 2}, "top_k 3, now 2; nodes, top_k of "),
+        ({"limit": 1}, "limit None, now 1; questions "),
+        ({"drafts": {}}, "drafts {.*}, now {}; "),
+        ({"repeats": 1}, "repeats 2, now 1"),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_refused(whole, run, change, said):
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
-    with pytest.raises(ValueError, match="holds records of other settings"):
+    with pytest.raises(ValueError, match=rf"holds records of other settings \({said}"):
         run(whole, **change)
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
 
@@ -178,7 +187,7 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
     tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
     run(tmp_path / "out", drafts=drafts, limit=1)
     tiny_draft(target, [2], seed=1).save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(ValueError, match=r"other settings \(weights of 'd'\)"):
         run(tmp_path / "out", drafts=drafts, limit=1)
 
 

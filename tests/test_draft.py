@@ -176,7 +176,7 @@ def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
     with pytest.raises(ValueError, match=r"fc\.weight"):
         Specialists.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle is not even opened
-    with pytest.raises(ValueError, match=r"model\.safetensors does not fit"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is torn, or no safetensors file"):
         Specialists.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
         Specialists.from_pretrained("nobody/no-draft")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from poss_lightning.evaluation.records import Record, depths, read_cells, read_records, read_runs, to_line
+from poss_lightning.evaluation.records import Record, check_drafts, depths, read_cells, read_records, read_runs, to_line
 
 RECORD = {
     "suite": "chat", "id": 1, "turn": 0, "method": "poss-2", "repeat": 0, "seed": 0, "prompt_tokens": 41,
@@ -136,3 +136,11 @@ def test_run_facts_tolerate_gaps(tmp_path):
     runs = read_runs([tmp_path / name for name in "abc"])
     assert list(runs) == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert depths(runs) == {"poss-2": 6}
+    check_drafts(runs)
+
+
+def test_two_drafts_of_one_name_are_refused():
+    runs = {"a": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "auto"}}}}
+    check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "fixed"}, "poss": {}}}})
+    with pytest.raises(ValueError, match=r"'hass' of a is another than that of b \(weights 5c and 37, depth 6 and 4\)"):
+        check_drafts(runs | {"b": {"methods": {"hass": {"depth": 4, "weights": "37"}}}})

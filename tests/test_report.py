@@ -140,6 +140,20 @@ def test_sections_without_matter_are_left_out(tmp_path):
         assert words not in page
 
 
+def test_a_page_is_named_like_one(run, tmp_path):
+    with pytest.raises(ValueError, match=r"out is .*README.md; the page's name must end in .html"):
+        report(str(run[0]), out=str(tmp_path / "README.md"))
+
+
+def test_a_table_keeps_its_numbers_whole_on_a_narrow_terminal(run, capsys, monkeypatch):
+    said = []
+    for columns in ("40", "100"):
+        monkeypatch.setenv("COLUMNS", columns)
+        compare(str(run[0]), reference="eagle", resamples=50)
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+
+
 def test_a_failing_report_leaves_the_old_page(tmp_path, run):
     (tmp_path / "page.html").write_text("old")
     with pytest.raises(ValueError, match="baseline is 'plain'"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import tiny_target
+from conftest import tiny_draft, tiny_target
 from filelock import FileLock
 
 from poss_lightning import cli, fitting
@@ -404,5 +404,17 @@ def test_a_replay_writes_over_nobodys_records(tmp_path, store):
     (tmp_path / "records.jsonl").touch()
     with pytest.raises(ValueError, match=r"records.jsonl was written by `poss benchmark`: choose another folder"):
         replay(str(tmp_path), store, {"one": "a-draft"})
-    with records_lock(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
-        replay(str(tmp_path / "out"), store, {"one": "a-draft"})
+    drafts = [str(tmp_path / f"draft-{seed}") for seed in range(2)]
+    for seed, draft in enumerate(drafts):
+        tiny_draft(tiny_target(), [2], seed=seed).save_pretrained(draft)
+    out = tmp_path / "out"
+    with records_lock(out), pytest.raises(ValueError, match="out: another process writes records there"):
+        replay(str(out), store, {"one": drafts[0]})
+    replay(str(out), store, {"one": drafts[0]})
+    before = (out / "records.jsonl.gz").read_bytes()
+    with pytest.raises(ValueError, match=r"out holds records of other settings \(top_k of 'one'\)"):
+        replay(str(out), store, {"one": drafts[0]}, top_k=2)
+    with pytest.raises(ValueError, match=r"weights of 'one'; .*weights of 'two'\): choose another folder"):
+        replay(str(out), store, {"one": drafts[1], "two": drafts[0]})
+    replay(str(out), store, {"one": drafts[0]})
+    assert (out / "records.jsonl.gz").read_bytes() == before

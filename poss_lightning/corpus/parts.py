@@ -18,11 +18,14 @@ class Parts:
         out: file to write in the end.
 
     Raises:
+        ValueError: it is named like no file of conversations.
         FileExistsError: it is there already.
     """
 
     def __init__(self, out: str):
         self.out, self.folder = Path(out), Path(f"{out}.parts")
+        if not out.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError(f"out is {out}; its name must end in .jsonl or .jsonl.gz, as `poss extract` reads it")
         if self.out.exists() and not self.folder.exists():  # with both, an earlier run was killed at its very end
             raise FileExistsError(f"{out} is there already: choose another name or remove it")
 
@@ -53,8 +56,10 @@ class Parts:
 
     def finish(self, records: Iterable[dict]) -> None:
         """Write the corpus, and forget the parts."""
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        text = "".join(lines).encode()
         with atomic(self.out) as path:
             path.write_bytes(gzip.compress(text, 9, mtime=0) if self.out.suffix == ".gz" else text)
         done = self.folder.rename(f"{self.folder}.done")  # at once: half a folder might be taken for another run's
         shutil.rmtree(done)
+        print(f"{self.out}: {len(lines)} conversations")

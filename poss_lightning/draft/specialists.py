@@ -166,10 +166,13 @@ class Specialists(nn.Module):
         config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / WEIGHTS} is torn, or no safetensors file: {error}") from error
+        try:
             draft = cls(config, state.get("vocabulary"))
             state.setdefault("scale", draft.scale)  # drafts of before there was one
             draft.load_state_dict(state)
-        except (SafetensorError, RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
         return draft
 

@@ -19,7 +19,7 @@ from poss_lightning.evaluation.records import BASELINES, NAMES, Record, check_na
 from poss_lightning.evaluation.rounds import RoundLog
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.evaluation.surroundings import describe, surroundings
+from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.files import atomic, records_lock
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
@@ -93,6 +93,9 @@ def benchmark(
     questions = [question for suite in found for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
+    for name, draft in loaded.items():
+        if difference := draft.config.target.difference(model.spec):
+            raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
     for question in questions:  # what cannot be asked at all is refused before anything is written
         _prompt(model, question, [{"role": "user", "content": question.turns[0]}])
     plain = {"autoregressive": Autoregressive(model), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
@@ -105,7 +108,9 @@ def benchmark(
         "suites": {suite.name: suite.source for suite in found},
     }
     with records_lock(out):
-        Run(Path(out), model, methods, facts, sampling, seed).decode(questions, new_tokens, repeats, show)
+        run = Run(Path(out), model, methods, facts, sampling, seed)
+        run.decode(questions, new_tokens, repeats, show)
+    print(f"{out}: {len(run.lines)} records of {len(methods)} methods")
 
 
 class Run:
@@ -209,9 +214,7 @@ class Run:
             raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
         note = self.folder / "run.json"
         if note.exists():
-            earlier = json.loads(note.read_text())
-            if any(earlier.get(part) != json.loads(json.dumps(facts[part])) for part in ("config", "methods")):
-                raise ValueError(f"{self.folder} holds records of other settings: choose another folder or remove it")
+            check_settings(self.folder, facts["config"], facts["methods"])
             return self.file.read_text(encoding="utf-8").rstrip("\n").split("\n") if self.file.exists() else []
         self._note(facts)
         return []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
+DRAFT_FACTS = ("weights", "depth", "nodes", "top_k")  # of a method in run.json: what makes its rounds
 BASELINES = ("autoregressive", "generate", "lookup")  # methods without rounds: our own loop, and transformers'
 
 
@@ -141,6 +142,24 @@ def timed(records: Iterable[Record]) -> bool:
 def sized(runs: dict[str, dict[str, Any]]) -> bool:
     """Whether `tree: auto` sized the trees of any run."""
     return any(isinstance(run.get("config"), dict) and run["config"].get("tree") == "auto" for run in runs.values())
+
+
+def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
+    """Refuse runs in which one name stands for several drafts, or for one with several trees.
+
+    Raises:
+        ValueError: naming the method, the folders and what differs.
+    """
+    seen: dict[str, tuple[str, dict]] = {}
+    for folder, run in runs.items():
+        methods = run["methods"] if isinstance(run.get("methods"), dict) else {}
+        for name, facts in methods.items():
+            if not isinstance(facts, dict):
+                continue
+            first, known = seen.setdefault(name, (folder, facts))
+            if other := [fact for fact in DRAFT_FACTS if facts.get(fact) != known.get(fact)]:
+                values = ", ".join(f"{fact} {known.get(fact)} and {facts.get(fact)}" for fact in other)
+                raise ValueError(f"{name!r} of {first} is another than that of {folder} ({values}): name them apart")
 
 
 def depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:

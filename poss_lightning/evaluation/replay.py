@@ -26,7 +26,7 @@ from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, Record, check_names, to_line
-from poss_lightning.evaluation.surroundings import describe, surroundings
+from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import atomic, records_lock
 from poss_lightning.target.model import check_device
@@ -79,18 +79,22 @@ def replay(
     folder, features = Path(out), FeatureStore(store)
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
+    ends, loaded, methods = features.ends().to(device), {}, {}
+    for name, source in drafts.items():
+        loaded[name] = draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
+        if difference := draft.config.target.difference(features.target):
+            raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+        deep = sum(draft.config.allocation) if depth is None else depth
+        methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
+    check_settings(folder, {"store": store}, methods)
     with records_lock(folder):
-        ends, records, methods = features.ends().to(device), [], {}
-        for name, source in drafts.items():
-            draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
-            if difference := draft.config.target.difference(features.target):
-                raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+        records = []
+        for number, (name, draft) in enumerate(loaded.items()):
             chosen = features.select(draft.config.layers)
             samples = [chosen[i] for i in range(len(chosen))]
-            if not methods and (told := strange(samples)):
+            if number == 0 and (told := strange(samples)):
                 logger.warning("%s: %s", store, told)
-            deep = sum(draft.config.allocation) if depth is None else depth
-            methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
+            deep = methods[name]["depth"]
             total = sum(1 for sample in samples for _ in answers(sample))
             with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
                 replayed = replay_rounds(draft, ends, samples, deep, nodes, top_k, done=bar.update)
@@ -101,6 +105,7 @@ def replay(
             path.write_text(json.dumps(facts, indent=1) + "\n")
         with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
+    print(f"{out}: {len(records)} records of {len(methods)} methods")
 
 
 def strange(samples: Sequence[Sample]) -> str | None:

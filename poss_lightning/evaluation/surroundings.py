@@ -1,6 +1,7 @@
 """When, where and with what a run was made, and of which draft, for the file beside its records."""
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -45,6 +46,30 @@ def describe(draft: Specialists) -> dict:
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "weights": digest.hexdigest()[:16],
     }
+
+
+def check_settings(folder: Path, config: dict, methods: dict) -> None:
+    """Refuse a folder whose run.json tells of other methods, or of another value of a setting.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    note = folder / "run.json"
+    if not note.exists():
+        return
+    earlier = json.loads(note.read_text())
+    config, methods = json.loads(json.dumps([config, methods]))
+    there = earlier.get("config", {})
+    changed = [f"{name} {there.get(name)!r}, now {own!r}" for name, own in config.items() if there.get(name) != own]
+    known = earlier.get("methods", {})
+    for name in {**known, **methods}:
+        before, now = known.get(name, {}), methods.get(name, {})
+        if facts := [fact for fact in {**before, **now} if before.get(fact) != now.get(fact)]:
+            changed.append(f"{', '.join(facts)} of {name!r}")
+    if changed:
+        raise ValueError(
+            f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
+        )
 
 
 def _processor() -> str:

@@ -83,6 +83,9 @@ def extract(
     write_store(
         Path(out), model, conversations, max_length, batch_tokens, shard_mb * 2**20, stored, chosen, rank, world
     )
+    if rank == 0 and unfinished.finished(Path(out)):
+        whole = Manifest.read(Path(out))
+        print(f"{out}: {whole.samples:,} samples, {whole.tokens:,} tokens")
 
 
 def write_store(

@@ -4,8 +4,10 @@ A specialist serves positions whose features have drifted about as far. So, of a
 the one is proposed within whose runs the drift varies least: least squares about each run's mean.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -41,8 +43,11 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: it holds no such scalars, those of several runs, or fewer depths than asked for.
+        ValueError: it holds no such scalars, those of several runs or of specialists, or fewer depths than asked for.
     """
+    for config in sorted(Path(run).glob("draft-*/config.json")):
+        if len(allocation := json.loads(config.read_text())["allocation"]) > 1:
+            raise ValueError(f"{config} is of specialists, {allocation}: drift is read of a single layer's training")
     runs = {name: by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
     drifts = [depths for depths in runs.values() if depths]
     if len(drifts) != 1:

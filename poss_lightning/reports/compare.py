@@ -10,6 +10,7 @@ from rich.text import Text
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.tables import Cell, Table
 
+WIDTH = 100  # of tables, at least: narrower ones would break numbers
 LEGEND = (
     "Below a difference or a ratio also its p, Holm-corrected for all that are held against the same one, and as ± the "
     "smallest true effect that it would find with 80 % power, so corrected."
@@ -51,6 +52,7 @@ def show(
 ) -> None:
     """Print tables, after how to read them."""
     console = console or Console()
+    console.width = max(console.width, WIDTH)
     console.print(f"\n{note} {LEGEND}\n")
     for table in tables:
         console.print(_grid(table))

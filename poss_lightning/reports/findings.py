@@ -7,6 +7,7 @@ from typing import NamedTuple
 from poss_lightning.evaluation.records import (
     BASELINES,
     Record,
+    check_drafts,
     depths,
     read_cells,
     read_records,
@@ -55,11 +56,13 @@ def find(
         seed: of the bootstrap.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_records`, `summarise` and `over_seeds`.
+        FileNotFoundError, ValueError: as `read_records`, `check_drafts`, `summarise` and `over_seeds`.
     """
     runs, cells = read_runs(records), read_cells(records)
     known, chosen = depths(runs), one_seed(cells)
     answers = own_records(cells, chosen) if cells else read_records(records)
+    if not cells:  # whose folders tell the trainings of a choice apart
+        check_drafts(runs)
     if len(chosen) < len(cells) or (cells and timed(answers)):  # speeds compare with a folder's own baseline alone
         found = across_seeds(cells, baseline, reference, known)._replace(answers=answers)
     else:

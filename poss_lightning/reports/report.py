@@ -44,6 +44,8 @@ def report(
         resamples: Draws of the bootstrap over prompts, where each method was trained once.
         seed: Of the bootstrap.
     """
+    if Path(out).suffix != ".html":
+        raise ValueError(f"out is {out}; the page's name must end in .html")
     facts = read_runs(records)
     found = find(records, baseline, reference, resamples, seed)
     if found.cells:
