@@ -4,6 +4,7 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 """
 
 import logging
+import os
 import re
 import sys
 import warnings
@@ -11,8 +12,9 @@ from argparse import ArgumentError
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
-from poss_lightning.files import conf, named
+from poss_lightning.files import conf
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -64,23 +66,34 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with its arguments, as the terminal gives them."""
     import jsonargparse
 
+    from poss_lightning.configs import files_of, located, read, told
+
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
     )
-    arguments = _located(arguments)
+    arguments = located(arguments)
+    for file in files_of(arguments):
+        read(file)  # a broken one is named
     if command in TRAINER:
         return trainer([command, *arguments])
     tool = getattr(import_module(TOOLS[command][0]), command)
     arguments = _switched(arguments, tool)
-    jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
+    try:
+        jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
+    except ArgumentError as error:
+        raise told(error, arguments, signature(tool).parameters) from error
 
 
 def trainer(arguments: list[str]) -> None:
     """`fit`, `validate` and `test` through LightningCLI, which reads conf/trainer/base.yaml before all else."""
+    from lightning import Trainer
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+    from lightning.pytorch.utilities import rank_zero_warn
 
+    from poss_lightning.configs import told
     from poss_lightning.features.datamodule import FeatureData
+    from poss_lightning.training.export import read_checkpoint
     from poss_lightning.training.module import SpecialistTraining
 
     class Cli(LightningCLI):
@@ -88,20 +101,63 @@ def trainer(arguments: list[str]) -> None:
         def subcommands() -> dict[str, set[str]]:
             return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in TRAINER}
 
+        def add_core_arguments_to_parser(self, parser) -> None:
+            """In the order of the help: what is ours goes first."""
+            for own, group in ((SpecialistTraining, "model"), (FeatureData, "data"), (Trainer, "trainer")):
+                parser.add_lightning_class_args(own, group)
+            parser.set_defaults({"trainer.use_distributed_sampler": False})  # FeatureData shares its batches out itself
+
         def add_arguments_to_parser(self, parser) -> None:
             parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
+        def parse_arguments(self, parser, args) -> None:
+            try:
+                super().parse_arguments(parser, args)
+            except ArgumentError as error:
+                raise told(error, args, [each.dest for each in self._parser(args[0])._actions]) from error
+            given = self.config[self.config.subcommand].ckpt_path
+            if given and Path(given).is_file():
+                read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
+
+        def before_fit(self) -> None:
+            again = "SLURM_RESTART_COUNT" in os.environ  # a job that SLURM began anew, where it was killed
+            if not self._goes_on() and not self.trainer.fast_dev_run and not again:
+                _unused(Path(self.trainer.log_dir or self.trainer.default_root_dir), self.config.fit.config or [])
+
+        def before_validate(self) -> None:
+            if not self._goes_on():
+                start = self._get(self.config, "model").start_from
+                if start is None:
+                    raise ValueError(
+                        "no --ckpt_path: this is the draft before training, of random weights; give a training's "
+                        "checkpoints/last.ckpt"
+                    )
+                rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
+
+        before_test = before_validate
+
+        def _goes_on(self) -> bool:
+            """Whether it begins with a checkpoint, which is there."""
+            given = self._get(self.config, "ckpt_path")
+            if given and given not in ("best", "last", "hpc") and "://" not in str(given):  # Lightning finds these
+                read_checkpoint(Path(given))
+            return bool(given)
+
     class Settings(SaveConfigCallback):
-        """config.yaml is the training's: what looks at a checkpoint of it later leaves it as it is."""
+        """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it."""
 
         def setup(self, trainer, pl_module, stage: str) -> None:
-            if stage == "fit":
-                super().setup(trainer, pl_module, stage)
+            pass
+
+        def on_train_start(self, trainer, pl_module) -> None:
+            super().setup(trainer, pl_module, "fit")
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
-    for room in ("fabric.utilities.seed", "pytorch.utilities.rank_zero"):  # config.yaml tells it; the rest advertises
+    warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
+    rooms = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
+    for room in rooms:  # config.yaml tells it; the rest advertises
         logging.getLogger(f"lightning.{room}").setLevel(logging.WARNING)
     parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False}
     begins = parser | {"default_config_files": [str(conf("trainer/base.yaml"))]}
@@ -114,25 +170,20 @@ def trainer(arguments: list[str]) -> None:
             save_config_callback=Settings,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
-            trainer_defaults={"use_distributed_sampler": False},  # the DataModule shares its batches out itself
         )
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
 
 
-def _located(arguments: list[str]) -> list[str]:
-    """`--config` with files of conf/ by their path, which who installed a wheel does not have beside him."""
+def _unused(folder: Path, configs: list) -> None:
+    """Raise where a training has left something; `fitted`, whose note is among the configs, may begin anew there."""
+    from poss_lightning.fitting import SETTINGS
 
-    def place(name: str) -> str:
-        try:
-            return named(name)
-        except OSError:  # the parser says so, of what the user typed
-            return name
-
-    return [
-        place(each) if before == "--config" else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
-        for before, each in zip(["", *arguments], arguments, strict=False)
-    ]
+    own = (folder / SETTINGS).resolve() in [Path(str(file)).resolve() for file in configs]
+    if not own and any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*")):
+        last = folder / "checkpoints" / "last.ckpt"
+        how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
+        raise FileExistsError(f"{folder} holds a training already: {how}")
 
 
 def _switched(arguments: list[str], tool: Callable) -> list[str]:

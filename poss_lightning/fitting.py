@@ -1,19 +1,25 @@
 """A training that is done once: begun, gone on with after a kill, and not done again."""
 
 import ctypes
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from argparse import ArgumentError
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.files import atomic, named, sha256
+from poss_lightning.reports.scalars import EVENTS
 
 SETTINGS, FINISHED = "fit.yaml", "finished"
 
@@ -30,7 +36,7 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
         options: on top of them, nested as they are.
 
     Raises:
-        ValueError: the folder holds a training of other settings, or one on several devices failed.
+        ValueError: the folder holds a draft or a checkpoint of other settings, or one on several devices failed.
     """
     after, digests = f"# after {' '.join(configs)}\n", [sha256(named(name))[:12] for name in configs]
     plain = after + yaml.safe_dump(options, sort_keys=True)  # as it was before it had digests
@@ -38,19 +44,21 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
     draft = folder / "draft-last"
     if note.exists() and note.read_text() not in (settings, plain):
-        raise ValueError(
-            f"{folder} was trained with other settings, or with configs that have changed since: see what {note} has; "
-            "choose another folder or remove it"
-        )
+        if begun(folder):
+            raise ValueError(
+                f"{folder} was trained with other settings, or with configs that have changed since: see what {note} "
+                "has; choose another folder or remove it"
+            )
+        for events in folder.glob(EVENTS):  # else what those settings logged counts as this training's
+            events.unlink()
     if not finished.exists():
         with atomic(note) as path:
             path.write_text(settings)
-        files = [argument for name in configs for argument in ("--config", named(name))]
         going_on = ["--ckpt_path", str(last)] if last.exists() else []
         place = {"save_dir": folder.parent, "name": folder.name, "version": ""}
         logger = [f"--trainer.logger.{name}={value}" for name, value in place.items()]
         logger = ["--trainer.logger=TensorBoardLogger", *logger]
-        arguments = [*files, "--config", str(note), *logger, *going_on]
+        arguments = [*_configs(configs, note), *logger, *going_on]
         if option("trainer.devices", configs, options) == 1:
             cli.run("fit", arguments)
         else:
@@ -62,6 +70,48 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     return draft
 
 
+def begun(folder: Path) -> bool:
+    """Whether a training left anything to go on with, or to keep: a draft, a checkpoint."""
+    return any(any(folder.glob(name)) for name in ("draft-*", "checkpoints/*", FINISHED))
+
+
+def rehearsed(configs: list[str], options: dict) -> DraftConfig | None:
+    """The draft that `fitted` would train, once its settings are parsed, its data opened and its model made.
+
+    None where the target makes features online: only the settings are parsed, for it would have to be loaded.
+
+    Raises:
+        OSError, ValueError: as `poss fit` does before its first step.
+    """
+    from poss_lightning.features.datamodule import FeatureData  # slow to import, and a sweep may only sum up
+    from poss_lightning.training.module import SpecialistTraining
+
+    with TemporaryDirectory() as place:
+        note = Path(place) / SETTINGS
+        note.write_text(yaml.safe_dump(options))
+        try:
+            given = parsed("fit", _configs(configs, note))
+        except ArgumentError as error:
+            raise ValueError(str(error).replace(str(note), "its own options")) from error
+    if given["model"]["allocation"] is None:
+        raise ValueError("model has no allocation, e.g. [2, 2, 2]")
+    if (data := given["data"])["corpus"] and not data["store"]:
+        return None
+    return SpecialistTraining(FeatureData(**data).source, **given["model"]).draft.config
+
+
+def parsed(command: str, arguments: list[str]) -> dict:
+    """A command's options, defaults included, as its own parser takes them; nothing is run.
+
+    Raises:
+        ArgumentError, ValueError: it does not take them.
+    """
+    said = io.StringIO()
+    with redirect_stdout(said), suppress(SystemExit):
+        cli.run(command, [*arguments, "--print_config"])
+    return yaml.safe_load(said.getvalue())
+
+
 def option(name: str, configs: list[str], options: dict) -> Any:
     """An option of `fitted`, for example trainer.devices, as the last that names it has it; None where none does.
 
@@ -69,6 +119,10 @@ def option(name: str, configs: list[str], options: dict) -> Any:
     """
     whole = OmegaConf.merge(*(OmegaConf.load(named(config)) for config in configs), options)
     return OmegaConf.select(whole, name)
+
+
+def _configs(configs: list[str], note: Path) -> list[str]:
+    return [argument for name in [*configs, note] for argument in ("--config", named(str(name)))]
 
 
 def _fit_apart(arguments: list[str]) -> None:

@@ -11,30 +11,40 @@ NAME/
 import json
 import math
 import re
+import time
 import traceback
 from argparse import ArgumentError
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 from filelock import FileLock, Timeout
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
+from tqdm import tqdm
 
 from poss_lightning import cli
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, here
-from poss_lightning.evaluation.records import BASELINES
+from poss_lightning.evaluation.records import BASELINES, NAMES
+from poss_lightning.evaluation.suites import load_suites
 from poss_lightning.evaluation.surroundings import origin
 from poss_lightning.features.manifest import MANIFEST
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, sha256
-from poss_lightning.fitting import FINISHED, fitted, named, option
+from poss_lightning.fitting import FINISHED, begun, fitted, named, option, parsed, rehearsed
 from poss_lightning.fitting import SETTINGS as FIT
 from poss_lightning.reports.compare import show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
+from poss_lightning.target.model import check_device
 
 SETTINGS, BASE, SCALARS = "sweep.yaml", "trainer/base.yaml", "scalars.json"
+MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,10 @@ class Cell:
     measure: str  # "replay" or "benchmark"
     options: dict  # of that command
 
+    @property
+    def name(self) -> str:
+        return f"{self.choice}, seed {self.seed}"
+
     def settings(self) -> dict:
         """What was asked for."""
         configs = {name: sha256(named(name)) for name in self.configs}
@@ -56,10 +70,16 @@ class Cell:
 
     def inputs(self) -> dict[str, str]:
         """Digests of what else it is made of: stores, the draft it starts from, and what every fit reads first."""
+        return self._trained_on() | self._measured_on()
+
+    def _trained_on(self) -> dict[str, str]:
         store, start = (option(name, self.configs, self.fit) for name in ("data.store", "model.start_from"))
-        files = {place: Path(place) / MANIFEST for place in (store, self.options.get("store")) if place}
-        files |= {BASE: conf(BASE)} | ({start: self._start(start) / WEIGHTS} if start else {})
-        return {name: sha256(file) for name, file in files.items() if file.is_file()}
+        files = {BASE: conf(BASE)} | ({store: Path(store) / MANIFEST} if store else {})
+        return _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
+
+    def _measured_on(self) -> dict[str, str]:
+        store = self.options.get("store")
+        return _digests({store: Path(store) / MANIFEST} if store else {})
 
     def _start(self, draft: str) -> Path:
         """The folder of the draft it starts from.
@@ -74,18 +94,27 @@ class Cell:
             raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
         return folder
 
-    def check(self) -> None:
-        """Refuse a folder that was made with other settings.
+    def measured(self) -> bool:
+        """Whether it is done."""
+        return (self.folder / SCALARS).exists()  # written last
 
-        Raises:
-            ValueError: naming what differs.
-        """
-        if (earlier := _flat(_read(self.folder / "cell.json"))) and earlier != (now := _flat(self.settings())):
-            changed = sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
-            raise ValueError(
-                f"{self.folder} was made with other settings ({', '.join(changed)}): name the experiment or the choice "
-                "otherwise, or remove it"
-            )
+    def recorded(self) -> bool:
+        """Whether its measure has begun to write."""
+        return self.measured() or any((self.folder / name).exists() for name in NAMES)
+
+    def begun(self) -> bool:
+        """Whether its training has left anything."""
+        return self.recorded() or begun(self.folder)
+
+    def changed(self) -> list[str]:
+        """Names of settings that it was made with otherwise; those of its measure count once it has records."""
+        earlier, now = _read(self.folder / "cell.json"), self.settings()
+        if not earlier or not self.begun():
+            return []
+        if not self.recorded():
+            earlier, now = ({part: facts[part] for part in ("configs", "fit")} for facts in (earlier, now))
+        earlier, now = _flat(earlier), _flat(now)
+        return sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
 
     def claim(self) -> None:
         """Note what it is made of, and by which process: each that goes on with it adds itself.
@@ -94,12 +123,53 @@ class Cell:
             ValueError: another began with other inputs.
         """
         made, inputs = _read(self.folder / "made.json"), self.inputs()
-        if changed := sorted(name for name, digest in made.get("inputs", {}).items() if inputs.get(name) != digest):
-            raise ValueError(f"{self.folder} was begun with another {changed[0]} than is here now: remove the folder")
+        kept = (self._trained_on() if self.begun() else {}) | (self._measured_on() if self.recorded() else {})
+        if other := sorted(name for name, digest in made.get("inputs", {}).items() if kept.get(name, digest) != digest):
+            raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
+        if not self.recorded():
+            (self.folder / "run.json").unlink(missing_ok=True)  # of a measure that may have had other options
         processes = [*made.get("processes", []), origin()]
         for name, facts in {"cell": self.settings(), "made": {"inputs": inputs, "processes": processes}}.items():
             with atomic(self.folder / f"{name}.json") as path:
                 path.write_text(json.dumps(facts, indent=1) + "\n")
+
+    def measuring(self, draft: Path) -> list[str]:
+        """Arguments of the command that measures it."""
+        given = dict(self.options)
+        places = [str(self.folder), *([given.pop("store")] if self.measure == "replay" else [])]
+        said = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
+        return [*places, f"--drafts.{self.choice}={draft}", *(f"--{name}={value}" for name, value in said.items())]
+
+    def check(self, coming: set[Path]) -> None:
+        """Refuse what could only fail later: options nobody has, sizes that do not fit, what is not on this machine.
+
+        Args:
+            coming: folders of trainings that it may start from though they are not finished.
+
+        Raises:
+            ArgumentError, OSError, ValueError: as the commands would.
+        """
+        draft = None if (self.folder / FINISHED).exists() else self._rehearsed(coming)
+        given = parsed(self.measure, self.measuring(self.folder / "draft-last"))
+        if unknown := [name for name in self.options if name not in given]:  # the command would take an abbreviation
+            raise ValueError(f"{self.measure} has no option {unknown[0]!r}; it has {', '.join(given)}")
+        check_device(given["device"])
+        if self.measure == "benchmark":
+            _ask(json.dumps(given["suites"]), given["limit"])
+            return
+        store = FeatureStore(given["store"])
+        if draft and (difference := draft.target.difference(store.target)):
+            raise ValueError(f"{given['store']} is of another target than the draft: {difference}")
+        if draft:
+            store.select(draft.layers)
+
+    def _rehearsed(self, coming: set[Path]) -> DraftConfig | None:
+        start, fit = option("model.start_from", self.configs, self.fit), self.fit
+        if start and here(start).parent.resolve() in coming:
+            fit = {**fit, "model": {**fit.get("model", {}), "start_from": None}}
+        elif start:
+            self._start(start)
+        return rehearsed(self.configs, fit)
 
 
 @dataclass(frozen=True)
@@ -135,12 +205,12 @@ class Sweep:
         try:
             own = cls(**parser.parse_path(str(file)))
             own.check()
-        except (ArgumentError, ValueError) as error:
+        except (ArgumentError, OSError, ValueError) as error:
             raise ValueError(f"{file} is no sweep: {error}") from error
         return own
 
     def check(self) -> None:
-        """Raise ValueError where a field cannot be; the message names it."""
+        """Raise ValueError where a field cannot be, OSError where a config is not there; the message names it."""
         if not self.choices or not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(
                 f"choices are {list(self.choices)} and seeds {self.seeds}; name one or more of each, none twice"
@@ -154,6 +224,8 @@ class Sweep:
         for name, options in {"fit": self.fit, **self.choices}.items():
             if not isinstance(files := (options or {}).get("config", []), list):
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
+            for file in files:
+                named(str(file))
         if (self.replay is None) == (self.benchmark is None):
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
@@ -190,31 +262,62 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     """
     own = Sweep.read(Path(folder) / SETTINGS)
     cells = own.cells(Path(folder) / "cells")
-    mine, failed = _share(cells, shard), []
-    for cell in cells:
-        cell.check()
+    mine, seconds, failed = _share(cells, shard), [], []
+    _check(Path(folder), cells, mine)
     for number, cell in enumerate(mine, 1):
-        if not _measured(cell):
-            print(f"\n[{number}/{len(mine)}] {cell.choice}, seed {cell.seed}", flush=True)
-            try:
-                cell.folder.mkdir(parents=True, exist_ok=True)
-                with FileLock(cell.folder / ".lock", timeout=0):
-                    cell.claim()
-                    _run(cell)
-            except Timeout:
-                print("another process is at it")
-            except Exception as error:  # of whatever kind: the other trainings need not wait for it
+        if cell.measured():
+            continue
+        left = sum(not other.measured() for other in mine[number - 1 :])
+        expected = f", {timedelta(seconds=round(fmean(seconds) * left))} left" if seconds else ""
+        print(f"\n[{number}/{len(mine)}] {cell.name}{expected}", flush=True)
+        try:
+            cell.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(cell.folder / ".lock", timeout=0):
+                began = time.monotonic()
+                cell.claim()
+                _run(cell)
+                seconds.append(time.monotonic() - began)
+        except Timeout:
+            print("another process is at it")
+        except Exception as error:  # of whatever kind: the other trainings need not wait for it
+            if not isinstance(error, MENDABLE):
                 traceback.print_exc()
-                failed.append(f"{cell.choice}, seed {cell.seed}: {error}")
+            print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
+            failed.append(cell.name)
     with FileLock(Path(folder) / ".summary.lock"):  # of shards that end together the last one sees all
-        done = [cell for cell in cells if _measured(cell)]
+        done = [cell for cell in cells if cell.measured()]
         print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
-        for words in failed:
-            print(f"FAILED {words}")
         if done:
             _sum_up(Path(folder), done, own.reference)
     if failed:
-        raise ValueError(f"{len(failed)} of {len(mine)} trainings failed:\n" + "\n".join(failed))
+        raise ValueError(f"{len(failed)} of {len(mine)} trainings failed: {'; '.join(failed)}")
+
+
+def _check(folder: Path, cells: list[Cell], mine: list[Cell]) -> None:
+    """Refuse, before anything starts, trainings made with other settings, and those of mine that can only fail.
+
+    Raises:
+        ValueError: naming a training and what is wrong.
+    """
+    if changed := {cell.folder: names for cell in cells if (names := cell.changed())}:
+        first, names = next(iter(changed.items()))
+        raise ValueError(
+            f"{first} was made with other settings ({', '.join(names)}), one of {len(changed)} such of {len(cells)}: "
+            "name the experiment or the choice otherwise, or remove them; of an experiment that you copy, take "
+            f"{SETTINGS} alone"
+        )
+    coming = {cell.folder.resolve() for cell in cells if not cell.measured()}
+    for cell in tqdm([cell for cell in mine if not cell.measured()], desc="check", delay=5, leave=False):
+        try:
+            cell.check(coming)
+        except MENDABLE as error:
+            raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
+
+
+@cache
+def _ask(suites: str, limit: int | None) -> None:
+    """Of all trainings that ask the same questions, only for the first: the hub may have to send them."""
+    load_suites(json.loads(suites), limit)
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
@@ -227,17 +330,10 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
     return cells[place - 1 :: shares]
 
 
-def _measured(cell: Cell) -> bool:
-    return (cell.folder / SCALARS).exists()  # written last
-
-
 def _run(cell: Cell) -> None:
     """Train, measure, and keep the last of every scalar."""
     draft = fitted(cell.folder, cell.configs, cell.fit)
-    given = dict(cell.options)
-    places = [str(cell.folder), *([given.pop("store")] if cell.measure == "replay" else [])]
-    options = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
-    cli.run(cell.measure, [*places, f"--drafts.{cell.choice}={draft}", *options])
+    cli.run(cell.measure, cell.measuring(draft))
     scalars = read_scalars(cell.folder)[str(cell.folder)]
     with atomic(cell.folder / SCALARS) as path:
         path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")
@@ -263,6 +359,10 @@ def _inputs(done: list[Cell]) -> dict[str, set[str]]:
         for name, digest in _read(cell.folder / "made.json").get("inputs", {}).items():
             found.setdefault(name, set()).add(digest)
     return found
+
+
+def _digests(files: dict[str, Path]) -> dict[str, str]:
+    return {name: sha256(file) for name, file in files.items() if file.is_file()}
 
 
 def _flat(nested: dict) -> dict[str, object]:

@@ -21,6 +21,7 @@ from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features import extract
+from poss_lightning.fitting import FINISHED, fitted
 
 CONF = Path(__file__).parents[1] / "conf"
 TALK = {
@@ -89,6 +90,19 @@ def break_things(folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
     (folder / "no-weights").mkdir()
     shutil.copy(folder / "draft" / "config.json", folder / "no-weights")
+    texts = {
+        "misspelt": "model: {allocaton: [2]}",
+        "group": "modle.depth: 2",
+        "flat": "# a note\nallocation: [2]",
+        "value": "model: {allocation: two}",
+        "tab": "model:\n\tallocation: [2]",
+        "open": "model: [2",
+        "empty": "# nothing",
+        "list": "- model",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text + "\n")
+    (folder / "latin.yaml").write_bytes("# größer".encode("latin-1"))
 
 
 def says(result: Result, command: str, words: str) -> None:
@@ -108,6 +122,7 @@ BENCHMARK = ("benchmark", "out", *FLOAT, "--suites", "[{inputs}/suite.jsonl]", "
 EXTRACT = ("extract", "{inputs}/corpus.jsonl")
 GENERATE = ("generate", "Hi", *FLOAT)
 FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--model.allocation")
+THREE = ("fit", "--config", "draft/poss2.yaml", "--config", "trainer/cpu.yaml")
 VOCABULARY = ("vocabulary", "{inputs}/draft", "{inputs}/corpus.jsonl", "--target", "{inputs}/target")
 
 BAD = [
@@ -138,6 +153,7 @@ BAD = [
     ((*FIT, "[2]", "--model.start_from", "{inputs}/draft-of-another"), "has another target: fingerprint"),
     ((*FIT, "[2]", "--data.validation", "0"), "validation is 0"),
     ((*FIT, "[2]", "--data.limit", "0"), "limit is 0"),
+    ((*FIT, "[2]", "--data.validation", "0.001"), "--data.validation 0.001 of 40 conversations leaves a side empty: "),
     # the draft
     ((*FIT, "[0, 2]"), "allocation is [0, 2]; it must be a list of positive integers"),
     ((*FIT, "[]"), "allocation is []"),
@@ -175,6 +191,15 @@ BAD = [
     ((*EXTRACT, "s3://x/y"), "it must be a local folder"),
     (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
     (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
+    (("export", "{inputs}/draft", "{inputs}/store"), "store is there already: choose another folder or remove it"),
+    ((*FIT, "[2]", "--ckpt_path", "nowhere.ckpt"), "nowhere.ckpt: no such file"),
+    ((*FIT, "[2]", "--ckpt_path", "{inputs}/corpus.jsonl"), "corpus.jsonl is no whole checkpoint of plain tensors"),
+    ((*FIT, "[2]", "--ckpt_path", "{inputs}/store"), "store is a folder, and no draft's; give a .ckpt file"),
+    (("validate", *FIT[1:], "[2]"), "no --ckpt_path: this is the draft before training, of random weights"),
+    (
+        ("test", *FIT[1:], "[2]", "--ckpt_path", "{inputs}/draft"),
+        "draft is a draft's folder; give a training's checkpoints/last.ckpt, or `poss replay` the draft",
+    ),
     (("replay", "out", "{inputs}/store", "--device", "abacus"), "device is 'abacus'"),
     (("replay", "out", "{inputs}/store", "--drafts.lookup", "x"), "a draft is named 'lookup', like a baseline"),
     ((*VOCABULARY, "{inputs}/store"), "store is there already"),
@@ -185,10 +210,20 @@ BAD = [
     (("vocabulary", "{inputs}/no-weights", *VOCABULARY[2:], "out"), "is not a draft: it has no model.safetensors"),
     (("vocabulary", "{inputs}/draft-of-another", *VOCABULARY[2:], "out"), "another target: fingerprint"),
     (("plan", "--tokens", "1"), "tokens is 1; it must be at least 2"),
-    (("fit", "--model.allocation", "[2]"), "store is None and corpus None; give one of them"),
+    (("fit", "--model.allocation", "[2]"), "--data.store is None and --data.corpus None; give one of them"),
     (("extract",), "required: corpus, out"),
     ((*EXTRACT, "out", "--config", "nowhere.yaml"), "File does not exist"),
     ((*EXTRACT, "out", "--config", str(CONF / "tree" / "chain.yaml")), "'depth' is not accepted"),
+    ((*THREE, "--config", "{inputs}/misspelt.yaml"), "in {inputs}/misspelt.yaml; did you mean model.allocation?"),
+    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it stands in {inputs}/group.yaml; did you mean model."),
+    ((*THREE, "--config", "{inputs}/flat.yaml"), "flat.yaml; did you mean model.allocation, below `model:`? (poss fit"),
+    (("fit", "--config", "{inputs}/value.yaml"), "Got value: two; it stands in {inputs}/value.yaml (poss fit --help"),
+    ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is no YAML, line 2: found character '\\t'"),
+    ((*EXTRACT, "out", "--config", "{inputs}/open.yaml"), "{inputs}/open.yaml is no YAML, line 2: expected ','"),
+    ((*THREE, "--config", "{inputs}/empty.yaml"), "{inputs}/empty.yaml is empty; it must have options, `name: value`"),
+    ((*THREE, "--config", "{inputs}/list.yaml"), "{inputs}/list.yaml is a list; it must have options"),
+    ((*THREE, "--config", "{inputs}/latin.yaml"), "{inputs}/latin.yaml is no YAML: 'utf-8' codec"),
+    ((*EXTRACT, "out", "--config", "{inputs}/flat.yaml"), "'allocation' is not accepted; it stands in {inputs}/flat"),
     ((*FIT, "[2]", "--trainer.max_stepss", "3"), "unrecognized arguments: --trainer.max_stepss 3"),
     ((*FIT, "[2]", "--trainer.accelerator", "abacus"), "accelerator"),
     (("compare", "nowhere"), "nowhere: no such file"),
@@ -216,6 +251,93 @@ def test_a_probe_of_another_target_is_refused(poss, inputs, tmp_path):
     store = ("fit", "--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
     result = poss(*store, *quiet, *flags, "false", "--trainer.callbacks", json.dumps([probe]))
     assert "the probe's target is not the store's: fingerprint" in result.code and "\n" not in result.code
+
+
+# --- a training's folder ---
+
+SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.enable_progress_bar", "false")
+ONE = (*SHORT, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
+LOGGER = {"save_dir": ".", "name": "run", "version": ""}
+AGAIN = ("--trainer.logger", json.dumps({"class_path": "TensorBoardLogger", "init_args": LOGGER}))
+LAST = "run/checkpoints/last.ckpt"
+
+
+@pytest.fixture
+def small(inputs) -> tuple[object, ...]:
+    return ("--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in left(folder) if (folder / name).is_file()}
+
+
+def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it(poss, small, tmp_path, monkeypatch):
+    command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN]
+    first = subprocess.run(command, capture_output=True, text=True, check=True)  # where warnings and logs are printed
+    assert "no validation ran, so there is no draft-best" in first.stderr
+    assert not any(noise in first.stderr + first.stdout for noise in ("weights_only", "HINT", "monitored"))
+    before = contents(tmp_path)
+    (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
+    second = poss("fit", *small, *ONE, *AGAIN)
+    says(second, "fit", f"run holds a training already: go on with --ckpt_path {LAST}, or choose another name")
+    for command, given, words in [
+        ("fit", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
+        ("validate", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
+        ("fit", "gone.ckpt", "gone.ckpt: no such file"),
+        ("fit", "run/draft-last", "run/draft-last is a draft's folder; give a training's checkpoints/last.ckpt"),
+    ]:
+        says(poss(command, "--config", "run/config.yaml", "--ckpt_path", given), command, words)
+    (tmp_path / "torn.ckpt").unlink()
+    assert contents(tmp_path) == before
+
+    other = poss("fit", "--config", "run/config.yaml", "--data.seed", "1", "--ckpt_path", LAST)
+    says(other, "fit", "of other data")  # Lightning itself has begun to log
+    assert contents(tmp_path)["run/config.yaml"] == before["run/config.yaml"]
+
+    went_on = poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST, "--trainer.max_steps", "2")
+    assert went_on.code is None and left(tmp_path / "run/checkpoints") == ["last.ckpt"]
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["trainer"]["max_steps"] == 2
+
+    shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: choose another name")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
+    assert poss("fit", *small, *ONE, *AGAIN).code is None
+
+
+def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):
+    """A kill before its first checkpoint leaves a draft and nothing to go on with."""
+    options = {"data": {"store": str(inputs / "store"), "validation": 0.2}, "model": {"allocation": [2]}}
+    trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true", "max_steps": 1, "limit_val_batches": 0}
+    draft = fitted(tmp_path / "cell", [], options | {"trainer": trainer})
+    (tmp_path / "cell" / FINISHED).unlink()
+    (draft / "model.safetensors").unlink()
+    assert fitted(tmp_path / "cell", [], options | {"trainer": trainer}) == draft
+    assert (draft / "model.safetensors").is_file()
+
+
+def test_a_rehearsal_leaves_nothing(poss, small, tmp_path):
+    (tmp_path / "draft-last").mkdir()  # and minds nobody else's
+    before = left(tmp_path)
+    assert poss("fit", *small, *ONE[: len(SHORT)], *AGAIN, "--trainer.fast_dev_run", "true").code is None
+    assert left(tmp_path) == before
+
+
+def test_a_start_is_measured_with_a_warning(poss, inputs, small):
+    start = ("--model.start_from", inputs / "draft", "--trainer.logger", "false")
+    with pytest.warns(UserWarning, match="no --ckpt_path: this is the draft before training, as .*/draft has it"):
+        result = poss("validate", *small, *SHORT, *start)
+    assert result.code is None and "val/loss" in result.out
+
+
+def test_an_export_says_what_it_wrote(poss, inputs, target):
+    out = poss("export", inputs / "draft", "out", "--dtype", "bfloat16").out
+    assert out == f"out: allocation [1, 1], for {target.spec.name}, in bfloat16\n"
+
+
+def test_the_help_of_a_training_begins_with_what_is_ours(poss):
+    said = poss("fit", "--help").out
+    places = [said.index(f"  --{option} ") for option in ("model.allocation", "data.store", "trainer.max_steps")]
+    assert places == sorted(places)
 
 
 # --- what works ---

@@ -26,7 +26,7 @@ LEVELS = {
     4: {"training", "decoding", "interop"},
     5: {"evaluation"},
     6: {"reports"},
-    7: {"cli", "fitting", "sweep", "demo"},
+    7: {"cli", "configs", "fitting", "sweep", "demo"},
 }
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 SIDE_BY_SIDE = {7}  # only here may the rooms of one level import each other

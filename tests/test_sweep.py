@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -75,10 +77,27 @@ def experiment(tmp_path, store):
     return write
 
 
-def test_every_choice_with_every_seed_once_and_one_table(experiment, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def commands(monkeypatch):
+    """Names of the commands that ran, and `before`, called with each; those that are only parsed do not count."""
+    return Commands(monkeypatch)
+
+
+class Commands(list):
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.before, self.plain = lambda command, arguments: None, cli.run
+        monkeypatch.setattr(cli, "run", self.run)
+
+    def run(self, command, arguments):
+        if "--print_config" not in arguments:
+            self.before(command, arguments)
+            self.append(command)
+        return self.plain(command, arguments)
+
+
+def test_every_choice_with_every_seed_once_and_one_table(experiment, tmp_path, capsys, commands):
     folder = experiment()
-    commands, plain = [], cli.run
-    monkeypatch.setattr(cli, "run", lambda command, arguments: commands.append(command) or plain(command, arguments))
     sweep(folder)
     assert commands == ["fit", "replay"] * 4
     assert set(read_cells(tmp_path / "cells")) == {(choice, seed) for choice in ("one", "two") for seed in (0, 1)}
@@ -117,46 +136,198 @@ def test_shards_share_the_trainings_out(experiment):
             _share(cells, wrong)
 
 
-def test_a_killed_sweep_goes_on(experiment, tmp_path, monkeypatch):
-    folder, plain, left = experiment(), cli.run, [3]
+def test_a_killed_sweep_goes_on(experiment, commands):
+    folder = experiment()
 
     def dies(command, arguments):
-        left[0] -= 1
-        if left[0] < 0:
+        if len(commands) == 3:
             raise KeyboardInterrupt
-        return plain(command, arguments)
 
-    monkeypatch.setattr(cli, "run", dies)
+    commands.before = dies
     with pytest.raises(KeyboardInterrupt):
         sweep(folder)
-    commands = []
-    monkeypatch.setattr(cli, "run", lambda command, arguments: commands.append(command) or plain(command, arguments))
+    commands.clear()
+    commands.before = lambda command, arguments: None
     sweep(folder)
     assert commands == ["replay", "fit", "replay", "fit", "replay"]  # of the second training, only the measure was left
 
 
-def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_path):
+def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_path, capsys):
     sweep(experiment(seeds=[0]))
     with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
     (tmp_path / "cells/one/seed-0/cell.json").unlink()
     (tmp_path / "cells/one/seed-0/scalars.json").unlink()
-    with pytest.raises(ValueError, match=r"seed-0 was trained with other settings, .*fit.yaml has"):
+    (tmp_path / "cells/one/seed-0/finished").unlink()
+    with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
+    said = capsys.readouterr()
+    assert "one/seed-0 was trained with other settings, or" in said.out and "Traceback" not in said.err
 
 
-def test_one_failure_does_not_keep_the_others_from_being_done(experiment, tmp_path, monkeypatch):
-    plain = cli.run
+def test_a_copy_of_an_experiment_says_what_to_copy(experiment, tmp_path):
+    sweep(experiment(seeds=[0]))
+    mine = tmp_path / "mine"
+    shutil.copytree(tmp_path / "cells", mine / "cells")
+    experiment(seeds=[0, 1], replay={"store": "nowhere"})
+    (tmp_path / "sweep.yaml").rename(mine / "sweep.yaml")
+    words = r"one/seed-0 was .*\(replay.nodes, replay.store\), one of 2 such of 4: .*sweep.yaml alone"
+    with pytest.raises(ValueError, match=words):
+        sweep(str(mine))
 
+
+@pytest.mark.parametrize(
+    ("error", "traced"), [(RuntimeError("out of\nmemory"), True), (NotImplementedError("out of\nmemory"), False)]
+)
+def test_one_failure_does_not_keep_the_others_from_being_done(experiment, tmp_path, capsys, commands, error, traced):
     def fails(command, arguments):
         if any("one/seed-0" in argument for argument in arguments):
-            raise RuntimeError("out of memory")
-        return plain(command, arguments)
+            raise error
 
-    monkeypatch.setattr(cli, "run", fails)
-    with pytest.raises(ValueError, match=r"1 of 2 trainings failed:\none, seed 0: out of memory"):
+    commands.before = fails
+    with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
         sweep(experiment(seeds=[0]))
     assert (tmp_path / "cells/two/seed-0/scalars.json").exists() and (tmp_path / "summary.json").exists()
+    said = capsys.readouterr()
+    assert said.out.count("FAILED one, seed 0: out of memory\n") == 1 and ("Traceback" in said.err) == traced
+
+
+def test_time_left_is_told_once_a_training_is_done(experiment, capsys, monkeypatch):
+    clock = iter(range(0, 10_000, 60))  # a minute passes between looks
+    monkeypatch.setattr("poss_lightning.sweep.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("poss_lightning.sweep._run", lambda cell: (cell.folder / "scalars.json").touch())
+    monkeypatch.setattr("poss_lightning.sweep._sum_up", lambda *_: None)
+    sweep(experiment())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert lines == [
+        "[1/4] one, seed 0",
+        "[2/4] two, seed 0, 0:03:00 left",
+        "[3/4] one, seed 1, 0:02:00 left",
+        "[4/4] two, seed 1, 0:01:00 left",
+    ]
+
+
+ONE = {"one": {"model": {"allocation": [2]}}}
+HOPELESS = [
+    ({"replay": {"store": "missing"}}, "one, seed 0: missing is no finished feature store"),
+    ({"replay": {"store": "STORE", "nodess": 10}}, "unrecognized arguments: --nodess=10"),
+    ({"replay": {"store": "STORE", "dept": 4}}, "replay has no option 'dept'; it has out, store, drafts, depth"),
+    ({"replay": {"store": "STORE", "device": "tpu"}}, "device is 'tpu'"),
+    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is no .jsonl file"),
+    ({"replay": None, "benchmark": {"tree": "large"}}, '"tree"'),
+    ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*'alocation'"),
+    ({"choices": ONE | {"two": {"model": {"depth": 2}}}}, "two, seed 0: model has no allocation"),
+    ({"choices": ONE | {"two": {"model": {"allocation": [2, 2, 2], "depth": 4}}}}, "depth is 4, which never reaches"),
+    ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),
+    ({"choices": ONE | {"two": {"model": {"allocation": [2]}, "trainer": {"max_step": 2}}}}, "'max_step'"),
+    (
+        {"choices": ONE | {"two": {"model": {"allocation": [2]}, "data": {"store": "missing"}}}},
+        "missing is no finished",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), HOPELESS, ids=lambda x: str(x)[:60])
+def test_what_can_only_fail_is_refused_before_anything_is_trained(
+    experiment, tmp_path, store, commands, changes, words
+):
+    given = json.loads(json.dumps({"seeds": [0]} | changes).replace("STORE", store))
+    with pytest.raises(ValueError, match=words) as error:
+        sweep(experiment(**given))
+    assert str(error.value).startswith(f"{tmp_path / 'sweep.yaml'}: ")
+    assert not commands and not (tmp_path / "cells").exists()
+
+
+def test_a_store_of_another_target_measures_no_draft_of_this_one(experiment, tmp_path):
+    words = [Conversation("a/0", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])]
+    write_store(tmp_path / "other", tiny_target(seed=1), words, 128, 1024, 2**20)
+    with pytest.raises(ValueError, match="other is of another target than the draft: "):
+        sweep(experiment(replay={"store": str(tmp_path / "other")}))
+
+
+def test_a_training_may_start_from_one_of_the_same_experiment(experiment, tmp_path):
+    start = str(tmp_path / "cells/one/seed-${seed}/draft-last")
+    two = {"two": {"model": {"allocation": [1, 1], "start_from": start}}}
+    sweep(experiment(seeds=[3], choices=ONE | two))
+    made = json.loads((tmp_path / "cells/two/seed-3/made.json").read_text())
+    assert start.replace("${seed}", "3") in made["inputs"]
+    for end in ("finished", "scalars.json"):
+        (tmp_path / "cells/one/seed-3" / end).unlink()
+    shutil.rmtree(tmp_path / "cells/two")
+    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 3: .*one/seed-3 is not finished"):
+        sweep(experiment(seeds=[3], choices=two, reference="two"))
+
+
+def test_inner_layers_are_there_for_the_measure_too(experiment, tmp_path, store):
+    said = [
+        Conversation(f"a/{i}", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        for i in range(40)
+    ]
+    write_store(tmp_path / "all", tiny_target(num_hidden_layers=4), said, 128, 1024, 2**20, layers=(1, 2))
+    fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
+    eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3", "w_feature": 0.0}}}
+    write_store(tmp_path / "dev", tiny_target(num_hidden_layers=4), said, 128, 1024, 2**20)
+    with pytest.raises(ValueError, match=r"one, seed 0: .*dev keeps no outputs of layer"):
+        sweep(experiment(fit=fit, choices=eagle3, replay={"store": str(tmp_path / "dev")}))
+
+
+def test_another_measure_is_refused_only_of_records(experiment, tmp_path, store, commands):
+    def fails(command, arguments):
+        if command == "replay":
+            raise ValueError("no replay")
+
+    commands.before, cell = fails, tmp_path / "cells/one/seed-0"
+    shutil.copytree(store, tmp_path / "dev")
+    with pytest.raises(ValueError, match="1 of 1 trainings failed"):
+        sweep(experiment(seeds=[0], choices=ONE, replay={"store": str(tmp_path / "dev")}))
+    (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
+    (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
+    commands.before, dev = lambda command, arguments: None, str(tmp_path / "dev")
+    sweep(experiment(seeds=[0], choices=ONE, replay={"store": dev, "nodes": 9}))
+    assert commands == ["fit", "replay"] and json.loads((cell / "cell.json").read_text())["replay"]["nodes"] == 9
+    assert json.loads((cell / "run.json").read_text())["methods"]["one"]["nodes"] == 9
+    (cell / "scalars.json").unlink()
+    with pytest.raises(ValueError, match=r"made with other settings \(replay.nodes\)"):
+        sweep(experiment(seeds=[0], choices=ONE, replay={"store": dev, "nodes": 10}))
+
+
+def test_a_training_that_took_no_step_may_have_other_settings(experiment, tmp_path, store, monkeypatch):
+    fit = {"data": {"store": str(tmp_path / "copy"), "validation": 0.2}, "trainer": TRAINER}
+    shutil.copytree(store, tmp_path / "copy")
+    cell = tmp_path / "cells/one/seed-0"
+
+    def fails(self):
+        raise ValueError("no step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("poss_lightning.training.module.SpecialistTraining.on_train_start", fails, raising=False)
+        with pytest.raises(ValueError, match="1 of 1 trainings failed"):
+            sweep(experiment(seeds=[0], choices=ONE, fit=fit))
+    (cell / "events.out.tfevents.0.stale").touch()
+    assert (cell / "fit.yaml").exists() and not (cell / "draft-last").exists()
+    (tmp_path / "copy/manifest.json").write_text((tmp_path / "copy/manifest.json").read_text() + " ")
+    sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, fit=fit))
+    assert Specialists.from_pretrained(cell / "draft-last").config.allocation == (1,)
+    assert not (cell / "events.out.tfevents.0.stale").exists()
+    with pytest.raises(ValueError, match="one/seed-0 was made with other settings"):
+        sweep(experiment(seeds=[0], choices=ONE, fit=fit))
+
+
+def test_what_is_finished_needs_no_store(experiment, tmp_path, store, commands, capsys):
+    shutil.copytree(store, tmp_path / "all")
+    fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
+    given = {"fit": fit, "seeds": [0], "choices": ONE}
+    sweep(experiment(**given))
+    shutil.rmtree(tmp_path / "all")
+    (tmp_path / "cells/one/seed-0/scalars.json").unlink()
+    sweep(experiment(**given))  # the measure is left
+    assert commands == ["fit", "replay", "replay"]
+    given["replay"] = {"store": str(tmp_path / "gone"), "nodes": 20}
+    note = tmp_path / "cells/one/seed-0/cell.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"replay": given["replay"]}))
+    capsys.readouterr()
+    sweep(experiment(**given))
+    assert len(commands) == 3 and "1 of 1 trainings are done" in capsys.readouterr().out
 
 
 def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys):
@@ -170,7 +341,7 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys)
     assert "another process is at it" in out and "1 of 2 trainings are done" in out
 
 
-def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, store, monkeypatch, capsys):
+def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, store, capsys):
     sweep(experiment(seeds=[0]))
     cell = tmp_path / "cells/one/seed-0"
     made = json.loads((cell / "made.json").read_text())
@@ -178,8 +349,9 @@ def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, 
     assert [process["git"] for process in made["processes"]] == [COMMIT]
     (cell / "scalars.json").unlink()
     (cell / "made.json").write_text(json.dumps({**made, "inputs": {store: "another"}}))
-    with pytest.raises(ValueError, match=r"one/seed-0 was begun with another .*store than is here now"):
+    with pytest.raises(ValueError, match="1 of 2 trainings failed: one, seed 0"):
         sweep(experiment(seeds=[0]))
+    assert f"one/seed-0 was begun with another {store} than is here now" in capsys.readouterr().out
     (cell / "scalars.json").write_text((tmp_path / "cells/two/seed-0/scalars.json").read_text())
     sweep(experiment(seeds=[0]))  # a table of such is made, with a warning
     assert f"NOT LIKE WITH LIKE: these trainings had 2 different {store}" in capsys.readouterr().out
@@ -222,12 +394,11 @@ def test_a_config_that_changed_is_another_training(experiment, tmp_path):
         fitting.fitted(tmp_path / "run", [str(config)], options)
 
 
-def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, monkeypatch):
+def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, commands, monkeypatch):
     sweep(experiment(seeds=[0]))
     (tmp_path / "cells/two/seed-0/scalars.json").unlink()
     monkeypatch.chdir(tmp_path)
-    commands, plain = [], cli.run
-    monkeypatch.setattr(cli, "run", lambda command, arguments: commands.append(command) or plain(command, arguments))
+    commands.clear()
     sweep(".")
     assert commands == ["replay"]
 
@@ -276,18 +447,20 @@ def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path
     assert {record.seed for record in records} == {7}
 
 
-def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, monkeypatch):
+def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, store, monkeypatch, capsys):
     """Lightning's other processes would run the first one's command line, which is then that of a fit alone."""
     choices, started = {"one": {"model": {"allocation": [2]}}}, []
-    folder = experiment(seeds=[0], fit={"trainer": {**TRAINER, "devices": 2}}, choices=choices)
+    fit = {"data": {"store": store, "validation": 0.2}, "trainer": {**TRAINER, "devices": 2}}
+    folder = experiment(seeds=[0], fit=fit, choices=choices)
 
     def run(command, **options):
         started.append(command)
         return subprocess.CompletedProcess(command, 3)
 
     monkeypatch.setattr(fitting.subprocess, "run", run)
-    with pytest.raises(ValueError, match="the training ended with exit code 3"):
+    with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(folder)
+    assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
     assert [command[:4] for command in started] == [[sys.executable, "-m", "poss_lightning.cli", "fit"]]
     assert str(tmp_path / "cells/one/seed-0/fit.yaml") in started[0]
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
@@ -331,6 +504,7 @@ BAD = [
     ({"choices": {"a/b": None}}, "a choice is named 'a/b'"),
     ({"choices": {"generate": None}}, "a choice is named 'generate'"),
     ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
+    ({"choices": {"one": {"config": ["labb.yaml"]}}}, "conf/labb.yaml is neither"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, "sedes"),
 ]

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -22,6 +23,7 @@ from poss_lightning.evaluation.probe import Probe
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError
+from poss_lightning.features.schedule import split
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
@@ -128,8 +130,9 @@ def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path)
     assert losses[-1] < 0.95 * losses[0]
 
 
-def test_it_learns_logs_and_leaves_a_draft(store, tmp_path):
+def test_it_learns_logs_and_leaves_a_draft(store, tmp_path, recwarn):
     fit(store, tmp_path)
+    assert not any("draft-best" in str(warning.message) for warning in recwarn)
     events = EventAccumulator(str(tmp_path)).Reload()
     names = {f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_drift_cosine")}
     assert names <= set(events.Tags()["scalars"])
@@ -259,6 +262,18 @@ def test_throughput_is_seen(store, tmp_path):
     assert 0 < seen["throughput/waiting"] < 1 and seen["throughput/teraflops"] > 0
     assert seen["slots/s"] / seen["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
     assert {"slots/s", "throughput/waiting"} <= set(trainer.progress_bar_metrics)
+
+
+@pytest.mark.parametrize("validation", [1e-3, 0.999])
+def test_a_validation_that_is_proposed_leaves_no_side_empty(validation):
+    for count in (2, 5, 12):
+        ids = [str(i) for i in range(count)]
+        with pytest.raises(ValueError, match=f"--data.validation {validation} of {count} conversations") as told:
+            split(ids, validation, 0)
+        share = float(re.search(r"([\d.]+) does not$", str(told.value))[1])
+        assert all(split(ids, share, 0))
+    with pytest.raises(ValueError, match=r"leaves a side empty: use more of them$"):
+        split(["0"], validation, 0)
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):

@@ -48,7 +48,7 @@ class FeatureData(lightning.LightningDataModule):
     ):
         super().__init__()
         if (store is None) == (corpus is None):
-            raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
+            raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
         if noise < 0:

@@ -45,7 +45,10 @@ def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list
     held = np.flatnonzero(ranks < validation).tolist()
     kept = np.flatnonzero(ranks >= validation).tolist()
     if not held or not kept:
-        raise ValueError(f"validation {validation} of {len(ids)} conversations leaves a side empty: use more of them")
+        works = [share / 100 for share in range(1, 100) if ranks.min() < share / 100 <= ranks.max()]
+        nearest = min(works, key=lambda share: abs(share - validation), default=None)
+        how = f"{nearest} does not" if nearest else "use more of them"
+        raise ValueError(f"--data.validation {validation} of {len(ids)} conversations leaves a side empty: {how}")
     return kept, held
 
 

@@ -29,11 +29,12 @@ class DraftFolders(lightning.Callback):
         if mode not in ("max", "min"):
             raise ValueError(f"mode is {mode!r}; it must be max or min")
         self.monitor, self.sign = monitor, 1 if mode == "max" else -1
-        self.best = -math.inf
+        self.best, self.validated = -math.inf, False
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":
             return
+        self.validated = True
         self._save(trainer, pl_module, "draft-last")
         value = trainer.callback_metrics.get(self.monitor)
         if value is None:
@@ -43,8 +44,11 @@ class DraftFolders(lightning.Callback):
             self._save(trainer, pl_module, "draft-best")
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if not trainer.fast_dev_run:
-            self._save(trainer, pl_module, "draft-last")
+        if trainer.fast_dev_run:
+            return
+        self._save(trainer, pl_module, "draft-last")
+        if not self.validated and self.best == -math.inf:
+            rank_zero_warn("no validation ran, so there is no draft-best")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks, so all must ask
@@ -75,6 +79,8 @@ class LastCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, *args)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        if trainer.fast_dev_run:
+            return
         super().on_train_end(trainer, pl_module)  # writes it only if there is none
         if self.last_model_path:
             trainer.save_checkpoint(self.last_model_path)

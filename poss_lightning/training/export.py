@@ -20,13 +20,17 @@ def export(source: str, out: str, dtype: str = "float32") -> None:
             in that dtype anyway.
 
     Raises:
+        FileExistsError: `out` is there already.
         FileNotFoundError: there is no such file.
         ValueError: it is no checkpoint of ours, or its weights contradict its config.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16")
+    if Path(out).exists():
+        raise FileExistsError(f"{out} is there already: choose another folder or remove it")
     draft = Specialists.from_pretrained(source) if (Path(source) / CONFIG).is_file() else _trained(Path(source))
     draft.to(getattr(torch, dtype)).save_pretrained(out)
+    print(f"{out}: allocation {list(draft.config.allocation)}, for {draft.config.target.name}, in {dtype}")
 
 
 def _trained(checkpoint: Path) -> Specialists:
@@ -50,13 +54,17 @@ def read_checkpoint(path: Path) -> dict:
         FileNotFoundError: there is no such file.
         ValueError: it is no checkpoint of ours.
     """
+    if (path / CONFIG).is_file():
+        raise ValueError(
+            f"{path} is a draft's folder; give a training's checkpoints/last.ckpt, or `poss replay` the draft"
+        )
     if path.is_dir():
         raise ValueError(f"{path} is a folder, and no draft's; give a .ckpt file, as `poss fit` writes it")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
         raise ValueError(f"{path} is no whole checkpoint of plain tensors: {str(error).splitlines()[0]}") from error
     for name in ("state_dict", "draft"):
         if not isinstance(stored, dict) or name not in stored:
