@@ -116,7 +116,7 @@ def trainer(arguments: list[str]) -> None:
             except ArgumentError as error:
                 raise told(error, args, [each.dest for each in self._parser(args[0])._actions]) from error
             given = self.config[self.config.subcommand].ckpt_path
-            if given and given not in ("best", "last", "hpc") and "://" not in str(given):  # Lightning finds these
+            if given and Path(given).exists():
                 read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
 
         def before_fit(self) -> None:
@@ -137,8 +137,11 @@ def trainer(arguments: list[str]) -> None:
         before_test = before_validate
 
         def _goes_on(self) -> bool:
-            """Whether it begins with a checkpoint."""
-            return bool(self._get(self.config, "ckpt_path"))
+            """Whether it begins with a checkpoint; one that is there was looked at when the command was read."""
+            given = self._get(self.config, "ckpt_path")
+            if given and given not in ("best", "last", "hpc") and "://" not in given and not Path(given).exists():
+                raise FileNotFoundError(f"{given}: no such file")  # "best" and addresses are Lightning's to find
+            return bool(given)
 
     class Settings(SaveConfigCallback):
         """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it."""
