@@ -91,7 +91,7 @@ def trainer(arguments: list[str]) -> None:
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
     from lightning.pytorch.utilities import rank_zero_warn
 
-    from poss_lightning.configs import told
+    from poss_lightning.configs import files_of, told
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.training.export import read_checkpoint
     from poss_lightning.training.module import SpecialistTraining
@@ -122,7 +122,7 @@ def trainer(arguments: list[str]) -> None:
         def before_fit(self) -> None:
             again = "SLURM_RESTART_COUNT" in os.environ  # a job that SLURM began anew, where it was killed
             if not self._goes_on() and not self.trainer.fast_dev_run and not again:
-                _unused(Path(self.trainer.log_dir or self.trainer.default_root_dir), self.config.fit.config or [])
+                _unused(Path(self.trainer.log_dir or self.trainer.default_root_dir), files_of(arguments))
 
         def before_validate(self) -> None:
             if not self._goes_on():
@@ -175,11 +175,11 @@ def trainer(arguments: list[str]) -> None:
         raise ValueError(str(error)) from error
 
 
-def _unused(folder: Path, configs: list) -> None:
+def _unused(folder: Path, configs: list[str]) -> None:
     """Raise where a training has left something; `fitted`, whose note is among the configs, may begin anew there."""
     from poss_lightning.fitting import SETTINGS
 
-    own = (folder / SETTINGS).resolve() in [Path(str(file)).resolve() for file in configs]
+    own = (folder / SETTINGS).resolve() in [Path(file).resolve() for file in configs]
     if not own and any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*")):
         last = folder / "checkpoints" / "last.ckpt"
         how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"

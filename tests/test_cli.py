@@ -306,12 +306,14 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
 
 def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):
     """A kill before its first checkpoint leaves a draft and nothing to go on with."""
-    options = {"data": {"store": str(inputs / "store"), "validation": 0.2}, "model": {"allocation": [2]}}
-    trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true", "max_steps": 1, "limit_val_batches": 0}
-    draft = fitted(tmp_path / "cell", [], options | {"trainer": trainer})
+    data = {"store": str(inputs / "store"), "validation": 0.2}
+    model, trainer = {"allocation": [2], "vocabulary_size": None}, {"precision": "32-true", "max_steps": 1}
+    options = {"data": data, "model": model, "trainer": trainer}
+    lab = [str(CONF / "lab.yaml")]  # an option that stands for another, as there, is another way through the parser
+    draft = fitted(tmp_path / "cell", lab, options)
     (tmp_path / "cell" / FINISHED).unlink()
     (draft / "model.safetensors").unlink()
-    assert fitted(tmp_path / "cell", [], options | {"trainer": trainer}) == draft
+    assert fitted(tmp_path / "cell", lab, options) == draft
     assert (draft / "model.safetensors").is_file()
 
 
