@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.budget import Budget
+from poss_lightning.decoding.rounded import RoundedHead, pays
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rotation, rotate
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
-from poss_lightning.target.spec import Ends
+from poss_lightning.target.spec import Ends, project
 
 BLOCK = 128  # logits looked at together, where the likeliest few of a large vocabulary are sought
 
@@ -38,17 +39,21 @@ class Drafter:
         ends: the target's embedding and head (cut to the draft's vocabulary here).
         depth: K, positions drafted at most.
         top_k: children tried a node, and nodes of a frontier; 1 makes the tree a chain.
+        rounded: read the head in 8 bits where that is sooner.
 
     Raises:
         ValueError: a number below 1.
     """
 
-    def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, top_k: int = 10):
+    def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, top_k: int = 10, rounded: bool = False):
         if depth < 1 or top_k < 1:
             raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
         self.shared = draft.config.kv == "shared"  # one cache for all specialists
         self.depth, self.top_k = depth, min(top_k, self.ends.head.shape[0])
+        _, own = draft.own_head([])
+        head = self.ends.head if own is None else own
+        self.product = RoundedHead(head) if rounded and pays(head) else project
         self.slots: Slots | None = None
         self.room = self.top_k * (depth - 1)  # slots of drafted nodes
         self.scored = 1 + self.top_k + self.top_k**2 * (depth - 1)  # nodes, root included
@@ -141,7 +146,7 @@ class Drafter:
             enable_gqa=True,
         )
         predicted = layer.finish(z, attended)
-        return predicted, self.draft.logits(predicted, self.ends)
+        return predicted, self.draft.logits(predicted, self.ends, self.product)
 
     def select(self, rows: list[int]) -> None:
         """Forget every row of the batch but `rows`."""

@@ -75,7 +75,8 @@ class Speculative(Decoder):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
         self.target, self.tree = target, tree
-        self.drafter = Drafter(draft, target.ends, sum(draft.config.allocation) if depth is None else depth, top_k)
+        depth = sum(draft.config.allocation) if depth is None else depth
+        self.drafter = Drafter(draft, target.ends, depth, top_k, rounded=True)
         self.fixed = Fixed(self.drafter.depth, nodes)
         self.nodes = min(nodes, self.drafter.scored)
         self.share, self.most = share, min(SHARE * nodes if share else nodes, self.drafter.scored)  # nodes of a row

@@ -23,7 +23,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.layer import Norm, NormedSpecialist, Rotation, Specialist, rotation
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
-from poss_lightning.target.spec import Ends, project
+from poss_lightning.target.spec import Ends, Product, project
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HEADS = Path(str(files("poss_lightning") / "draft" / "heads"))  # drafts of the embedded target, shipped
@@ -77,10 +77,10 @@ class Specialists(nn.Module):
         joined = torch.cat([embedded.to(features.dtype), features], dim=-1)
         return joined if self.fuses else self.fc(joined * self.scale.to(joined.dtype))
 
-    def logits(self, predicted: Tensor, ends: Ends) -> Tensor:
+    def logits(self, predicted: Tensor, ends: Ends, product: Product = project) -> Tensor:
         """Of predicted features (..., D), over the draft's vocabulary: (..., V); `ends` are cut to it."""
         (read,), own = self.own_head([predicted])
-        return ends.logits(read) if own is None else project(read, own)
+        return ends.logits(read, product) if own is None else product(read, own)
 
     def own_head(self, predictions: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """What a head reads of predicted features (..., D), and the draft's own head (V, D); None for the target's."""

@@ -1,6 +1,7 @@
 """What training and decoding know of a target without having it: its spec, and its two frozen ends."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 from poss_lightning.target.masks import FULL
 
 FEW = 32  # rows of features for which `project` puts the head on the left
+Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, D) -> (..., V)
 MATRIX_UNITS = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # whether this CPU has them (AMX)
 
 
@@ -40,6 +42,18 @@ class TargetSpec:
             if field != "name" and mine != theirs and not (field == "layers" and None in (mine, theirs)):
                 return f"{field} {mine!r} ({self.name}) against {theirs!r} ({other.name})"
         return None
+
+
+def project(features: Tensor, head: Tensor) -> Tensor:
+    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and sooner for a few rows on matrix units.
+
+    There `linear` lays out the right of a product anew for them, which is all of the head. With the head on the left it
+    is a few features; V is then not the innermost dimension in memory. `make bench` has the times of both.
+    """
+    few = 1 < features.numel() // features.shape[-1] <= FEW
+    if not (few and MATRIX_UNITS) or head.device.type != "cpu" or head.dtype == torch.float32:
+        return nn.functional.linear(features, head)
+    return (head @ features.flatten(0, -2).t()).t().unflatten(0, features.shape[:-1])
 
 
 class Ends(nn.Module):
@@ -75,9 +89,12 @@ class Ends(nn.Module):
         """(B, T) -> (B, T, D)"""
         return nn.functional.embedding(tokens, self.embedding)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours."""
-        logits = project(features.to(self.head.dtype), self.head)
+    def logits(self, features: Tensor, product: Product = project) -> Tensor:
+        """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours.
+
+        `product` multiplies features by the head.
+        """
+        logits = product(features.to(self.head.dtype), self.head)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -98,18 +115,6 @@ class Ends(nn.Module):
         if vocabulary is None:
             return self
         return Ends(self.embedding, self.head, vocabulary.to(self.head.device), self.scale, self.cap)
-
-
-def project(features: Tensor, head: Tensor) -> Tensor:
-    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and sooner for a few rows on matrix units.
-
-    There `linear` lays out the right of a product anew for them, which is all of the head. With the head on the left it
-    is a few features; V is then not the innermost dimension in memory. `make bench` has the times of both.
-    """
-    few = 1 < features.numel() // features.shape[-1] <= FEW
-    if not (few and MATRIX_UNITS) or head.device.type != "cpu" or head.dtype == torch.float32:
-        return nn.functional.linear(features, head)
-    return (head @ features.flatten(0, -2).t()).t().unflatten(0, features.shape[:-1])
 
 
 def read_ends(model: nn.Module, spec: TargetSpec) -> Ends:

@@ -1,0 +1,101 @@
+"""A head in 8 bits: exact sums of rounded numbers, near the head's own logits; and the text stays the target's."""
+
+import pytest
+import torch
+from conftest import tiny_draft, tiny_target
+from test_engine import PROMPTS, tokens_of
+
+from poss_lightning.decoding import drafting, rounded
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.rounded import MOST, RoundedHead, pays
+from poss_lightning.sampling import Sampling
+from poss_lightning.target.spec import project
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.onednn, "qlinear_prepack"), reason="this torch has no products of bytes, and none is taken"
+)
+
+
+@pytest.fixture(params=[(1, 40, 32), (7, 320, 32), (33, 5000, 576)], ids=str)
+def case(request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (n, D) and a head (V, D); rows of all sizes, among them one of zeros each."""
+    rows, vocabulary, width = request.param
+    generator = torch.Generator().manual_seed(rows)
+    features, head = (
+        torch.randn(n, width, generator=generator) * 10 ** torch.randn(n, 1, generator=generator)
+        for n in (rows, vocabulary)
+    )
+    features[rows // 2 + 1 :][:1] = head[vocabulary // 2] = 0
+    return features.bfloat16(), head.bfloat16()
+
+
+def naive(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row as whole numbers up to MOST, one by one, and its scale."""
+    scales = torch.tensor([max(row.abs().max().item(), 1e-30) / MOST for row in rows.float()])
+    return torch.stack([(row / scale).round() for row, scale in zip(rows.float(), scales, strict=True)]), scales
+
+
+def test_sums_are_exact_and_rows_stand_alone(case):
+    features, head = case
+    logits = RoundedHead(head)(features, head)
+    (left, scale), (right, scales) = naive(features), naive(head)
+    exact = left.double() @ right.double().t() * scale[:, None] * scales
+    assert left.abs().max() == right.abs().max() == MOST
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=0)
+    alone = [RoundedHead(head)(row[None, None], head)[0, 0] for row in features]
+    assert torch.equal(logits, torch.stack(alone))
+
+
+def test_no_logit_is_further_off_than_rounding_explains(case):
+    features, head = (each.double() for each in case)
+    logits = RoundedHead(case[1])(*case)
+    half, halves = (each.abs().amax(-1, keepdim=True) / MOST / 2 for each in (features, head))  # of a step of a row
+    most = features.abs().sum(-1, keepdim=True) * halves.t() + half * (head.abs() + halves).sum(-1)
+    assert ((logits - features @ head.t()).abs() <= 1.001 * most).all()
+
+
+def test_what_is_no_number_stays_none(case):
+    features, head = case
+    features[0, 0] = torch.nan
+    logits = RoundedHead(head)(features, head)
+    assert logits[0].isnan().all() and not logits[1:].isnan().any()
+
+
+@pytest.fixture
+def everywhere(monkeypatch) -> None:
+    """Let it pay for float32 too, in which a text is the target's own to the token."""
+    monkeypatch.setattr(drafting, "pays", lambda head: True)
+
+
+@pytest.mark.parametrize("allocation, more", [([6], {}), ([2, 2, 2], {"kv": "shared"})], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+def test_the_text_is_the_targets_own(target, everywhere, allocation, more, sampling):
+    speculative = Speculative(target, tiny_draft(target, allocation, **more), 6, 30, 5)
+    assert isinstance(speculative.drafter.product, RoundedHead)
+    said = [
+        decoder.decode(PROMPTS, 40, frozenset(), sampling, torch.Generator().manual_seed(3))
+        for decoder in (speculative, Autoregressive(target))
+    ]
+    assert len({str([decoded.tokens for decoded in each]) for each in said}) == 1
+
+
+def test_a_head_of_the_drafts_own_is_what_is_rounded(everywhere):
+    deep, read = tiny_target(num_hidden_layers=7), torch.randn(1, 3, 32)
+    draft = tiny_draft(deep, [2, 2], kind="eagle3")
+    drafter = Drafter(draft, deep.ends, 4, 5, rounded=True)
+    near, own = draft.logits(read, drafter.ends, drafter.product), draft.logits(read, drafter.ends)
+    torch.testing.assert_close(near, own, rtol=0, atol=0.02 * own.abs().max().item())
+
+
+def test_it_is_taken_where_it_pays(target, monkeypatch):
+    half, whole = torch.zeros(8, 32, dtype=torch.bfloat16), torch.zeros(8, 32)
+    monkeypatch.setattr(rounded, "BYTES", True)
+    assert pays(half) and not pays(whole) and not pays(half.to("meta"))
+    monkeypatch.setattr(rounded, "BYTES", False)
+    assert not pays(half)
+    draft = tiny_draft(target, [2, 2])
+    assert Drafter(draft, target.ends, 4, 5).product is project
+    assert Speculative(target, draft, 4, 20, 5).drafter.product is project
+    assert tokens_of(Speculative(target, draft, 4, 20, 5)) == tokens_of(Autoregressive(target))
