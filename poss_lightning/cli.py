@@ -56,7 +56,7 @@ def main() -> None:
         run(command, sys.argv[2:])
     except ArgumentError as error:
         sys.exit(f"poss {command}: {_line(error)} (poss {command} --help tells its options)")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:  # the last is of a target that is not supported
         sys.exit(f"poss {command}: {_line(error)}")
     except KeyboardInterrupt:
         sys.exit(f"poss {command}: interrupted")
@@ -120,9 +120,13 @@ def trainer(arguments: list[str]) -> None:
                 read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
 
         def before_fit(self) -> None:
-            again = "SLURM_RESTART_COUNT" in os.environ  # a job that SLURM began anew, where it was killed
-            if not self._goes_on() and not self.trainer.fast_dev_run and not again:
+            if not self._goes_on() and not self.trainer.fast_dev_run:
                 _unused(Path(self.trainer.log_dir or self.trainer.default_root_dir), files_of(arguments))
+
+        def after_fit(self) -> None:
+            if any(isinstance(each, Settings) and not each.began for each in self.trainer.callbacks):
+                reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
+                rank_zero_warn(f"nothing was left to train: --ckpt_path is at {reached}")
 
         def before_validate(self) -> None:
             if not self._goes_on():
@@ -144,12 +148,18 @@ def trainer(arguments: list[str]) -> None:
             return bool(given)
 
     class Settings(SaveConfigCallback):
-        """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it."""
+        """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it.
+
+        It does not say where that one went on: another training of these settings begins at its own beginning.
+        """
+
+        began = False
 
         def setup(self, trainer, pl_module, stage: str) -> None:
             pass
 
         def on_train_start(self, trainer, pl_module) -> None:
+            self.began, self.config.ckpt_path = True, None
             super().setup(trainer, pl_module, "fit")
 
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are the command line, or the demo's
@@ -176,12 +186,18 @@ def trainer(arguments: list[str]) -> None:
 
 
 def _unused(folder: Path, configs: list[str]) -> None:
-    """Raise where a training has left something; `fitted`, whose note is among the configs, may begin anew there."""
+    """Raise where a training has left something.
+
+    Where there is nothing to go on with, `fitted`, whose note is among the configs, may begin anew, and so may a job
+    that SLURM begins once more.
+    """
     from poss_lightning.fitting import SETTINGS
 
+    last = folder / "checkpoints" / "last.ckpt"
     own = (folder / SETTINGS).resolve() in [Path(file).resolve() for file in configs]
-    if not own and any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*")):
-        last = folder / "checkpoints" / "last.ckpt"
+    if (own or "SLURM_RESTART_COUNT" in os.environ) and not last.is_file():
+        return
+    if any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*")):
         how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
         raise FileExistsError(f"{folder} holds a training already: {how}")
 
@@ -194,7 +210,7 @@ def _switched(arguments: list[str], tool: Callable) -> list[str]:
     ]
     following = [*arguments[1:], ""]
     return [
-        f"{argument}=true" if kinds.get(argument) in (bool, bool | None) and then not in VALUES else argument
+        f"{argument}=true" if kinds.get(argument) in (bool, bool | None) and then.lower() not in VALUES else argument
         for argument, then in zip(arguments, following, strict=False)
     ]
 

@@ -10,6 +10,8 @@ import yaml
 
 from poss_lightning.files import named
 
+GIVEN = ("--config", "-c")
+
 
 def located(arguments: list[str]) -> list[str]:
     """`--config` with files of conf/ by their path, which who installed a wheel does not have beside him."""
@@ -21,7 +23,7 @@ def located(arguments: list[str]) -> list[str]:
             return name
 
     return [
-        place(each) if before == "--config" else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
+        place(each) if before in GIVEN else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
         for before, each in zip(["", *arguments], arguments, strict=False)
     ]
 
@@ -29,7 +31,7 @@ def located(arguments: list[str]) -> list[str]:
 def files_of(arguments: list[str]) -> list[str]:
     """What is given as `--config FILE` and `--config=FILE`."""
     pairs = zip(["", *arguments], arguments, strict=False)
-    return [file.removeprefix("--config=") for before, file in pairs if "--config" in (before, file.partition("=")[0])]
+    return [file.removeprefix("--config=") for before, file in pairs if before in GIVEN or file.startswith("--config=")]
 
 
 def read(file: str) -> dict:

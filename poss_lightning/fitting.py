@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
+from poss_lightning.configs import read
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.files import atomic, named, sha256
 from poss_lightning.reports.scalars import EVENTS
@@ -117,7 +118,7 @@ def option(name: str, configs: list[str], options: dict) -> Any:
 
     What `poss fit` itself reads first, conf/trainer/base.yaml and defaults, does not count.
     """
-    whole = OmegaConf.merge(*(OmegaConf.load(named(config)) for config in configs), options)
+    whole = OmegaConf.merge(*(read(named(config)) for config in configs), options)
     return OmegaConf.select(whole, name)
 
 

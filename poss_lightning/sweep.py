@@ -28,8 +28,10 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from poss_lightning import cli
+from poss_lightning.decoding.budget import Fixed
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, here
+from poss_lightning.evaluation import benchmark
 from poss_lightning.evaluation.records import BASELINES, NAMES
 from poss_lightning.evaluation.suites import load_suites
 from poss_lightning.evaluation.surroundings import origin
@@ -154,7 +156,10 @@ class Cell:
         if unknown := [name for name in self.options if name not in given]:  # the command would take an abbreviation
             raise ValueError(f"{self.measure} has no option {unknown[0]!r}; it has {', '.join(given)}")
         check_device(given["device"])
+        if draft:
+            Fixed(sum(draft.allocation) if given["depth"] is None else given["depth"], given["nodes"])
         if self.measure == "benchmark":
+            benchmark.check(given)
             _ask(json.dumps(given["suites"]), given["limit"])
             return
         store = FeatureStore(given["store"])
@@ -216,6 +221,8 @@ class Sweep:
                 f"choices are {list(self.choices)} and seeds {self.seeds}; name one or more of each, none twice"
             )
         for name in self.choices:
+            if not isinstance(name, str):
+                raise ValueError(f"a choice is named {name}, which YAML reads as {type(name).__name__}: quote it")
             if not re.fullmatch(r"[\w.+-]+", name) or name in BASELINES:
                 raise ValueError(
                     f"a choice is named {name!r}; it names a folder and a method: letters, digits and -_.+, but none "
@@ -244,7 +251,7 @@ class Sweep:
         common, special = self.fit or {}, self.choices[choice] or {}
         fit = OmegaConf.merge(common, special)
         configs = [*common.get("config", []), *special.get("config", [])]
-        whole = OmegaConf.create({"seed": seed, "fit": fit, "measure": getattr(self, measure)})
+        whole = OmegaConf.merge(fit, {"seed": seed, "fit": fit, "measure": getattr(self, measure)})
         plain = OmegaConf.to_container(whole, resolve=True)
         own = {name: value for name, value in plain["fit"].items() if name != "config"}
         own = {"seed_everything": seed, **own, "data": {"seed": seed, **own.get("data", {})}}

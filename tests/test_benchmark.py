@@ -159,6 +159,12 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
 
 
+def test_a_run_without_a_record_may_have_other_settings(whole, run, tmp_path):
+    (tmp_path / "run.json").write_bytes((whole / "run.json").read_bytes())
+    run(tmp_path, limit=1, repeats=1)
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["repeats"] == 1
+
+
 def test_a_finished_run_is_left_alone(whole, run):
     before = (whole / "records.jsonl").read_bytes()
     run(whole)

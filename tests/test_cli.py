@@ -170,7 +170,7 @@ BAD = [
     ((*GENERATE, "--new_tokens", "0"), "must be at least 1"),
     ((*GENERATE, "--temperature", "-1"), "temperature is -1.0"),
     ((*GENERATE, "--sample_top_k", "-1"), "sample_top_k is -1; it must be 0 (all tokens)"),
-    ((*GENERATE, "--chat", "true", "--json", "true"), "chat and json are both true"),
+    ((*GENERATE, "--chat", "true", "--json", "True"), "chat and json are both true"),
     ((*GENERATE, "--show", "tree"), "show is tree, but without --draft there is none"),
     ((*GENERATE, "--show", "tree", "--json", "true"), "show is tree and json true"),
     ((*GENERATE, "--compare", "true"), "compare is true, but without --draft"),
@@ -296,8 +296,19 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
 
     went_on = poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST, "--trainer.max_steps", "2")
     assert went_on.code is None and left(tmp_path / "run/checkpoints") == ["last.ckpt"]
-    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["trainer"]["max_steps"] == 2
+    settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None  # of another training no beginning
+    with pytest.warns(UserWarning, match="nothing was left to train: --ckpt_path is at step 2"):
+        poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
+    elsewhere = ("--trainer.logger.save_dir", tmp_path, "--trainer.max_steps", "3")  # the same, by another path
+    assert poss("fit", "-c", "run/config.yaml", "--ckpt_path", tmp_path / LAST, *elsewhere).code is None
+    assert left(tmp_path / "run/checkpoints") == ["last.ckpt"]
+    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3
+
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: go on with --ckpt_path {LAST}")
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
     shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
     says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: choose another name")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
@@ -329,6 +340,14 @@ def test_a_start_is_measured_with_a_warning(poss, inputs, small):
     with pytest.warns(UserWarning, match="no --ckpt_path: this is the draft before training, as .*/draft has it"):
         result = poss("validate", *small, *SHORT, *start)
     assert result.code is None and "val/loss" in result.out
+
+
+def test_a_target_that_is_not_supported_is_refused_in_a_line(poss, monkeypatch):
+    def load(*args) -> None:
+        raise NotImplementedError("its layers are of kind 'mamba'")
+
+    monkeypatch.setattr("poss_lightning.target.model.Target.load", load)
+    says(poss("generate", "hi"), "generate", "its layers are of kind 'mamba'")
 
 
 def test_an_export_says_what_it_wrote(poss, inputs, target):

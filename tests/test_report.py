@@ -376,7 +376,9 @@ def test_a_missing_training_run_is_named(tmp_path):
         read_scalars(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("values", [[0.5], [0.0, 0.0], [float("nan"), 0.2], [float("nan")], [1e-7, 3e6]])
+@pytest.mark.parametrize(
+    "values", [[0.5], [0.0, 0.0], [float("nan"), 0.2], [float("nan")], [1e-7, 3e6], [1e-12, 2e-12]]
+)
 def test_charts_of_odd_values_stay_inside_the_drawing(values):
     drawn = line_chart([Curve("<a>", 0, range(1, len(values) + 1), values)], "position", "share", whole=True)
     assert "nan" not in drawn and "<a>" not in drawn

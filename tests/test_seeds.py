@@ -231,6 +231,10 @@ def test_without_a_baseline_everywhere_there_is_no_speed_up():
     cells = make_cells()
     cells["eagle", 0] = [record for record in cells["eagle", 0] if record.method == "eagle"]
     assert not any(row.measure == "speed_up" for row in over_seeds(cells))
+    with pytest.raises(
+        ValueError, match="baseline is 'autoregresive'; these records have the baselines autoregressive"
+    ):
+        over_seeds(cells, baseline="autoregresive")
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,21 @@ def test_seeds_differ_and_the_same_seed_does_not(experiment, tmp_path):
         for cell in ("one/seed-3", "one/seed-4")
     }
     assert not weights["one/seed-3"].equal(weights["one/seed-4"])
-    with open(tmp_path / "cells/one/seed-3/fit.yaml") as file:
-        given = yaml.safe_load(file)
+    given = yaml.safe_load((tmp_path / "cells/one/seed-3/fit.yaml").read_text())
     assert given["seed_everything"] == given["data"]["seed"] == 3
+
+
+def test_an_option_of_fit_may_stand_for_another(experiment, tmp_path):
+    own = Sweep.read(
+        Path(experiment(fit={"trainer": {"max_steps": 7, "val_check_interval": "${trainer.max_steps}"}})) / "sweep.yaml"
+    )
+    assert own.cells(tmp_path)[0].fit["trainer"] == {"max_steps": 7, "val_check_interval": 7}
+
+
+def test_a_config_that_is_no_yaml_is_named(experiment, tmp_path):
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"one, seed 0: .*broken.yaml is no YAML, line 1"):
+        sweep(experiment(fit={"config": [str(tmp_path / "broken.yaml")]}))
 
 
 def test_shards_share_the_trainings_out(experiment):
@@ -215,6 +227,11 @@ HOPELESS = [
     ({"replay": {"store": "STORE", "device": "tpu"}}, "device is 'tpu'"),
     ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is no .jsonl file"),
     ({"replay": None, "benchmark": {"tree": "large"}}, '"tree"'),
+    ({"replay": {"store": "STORE", "nodes": 0}}, "one, seed 0: nodes is 0, which cannot hold a path of depth 2"),
+    ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
+    ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold autoregressive"),
+    ({"replay": None, "benchmark": {"repeats": 0}}, "repeats 0; both must be at least 1"),
+    ({"replay": None, "benchmark": {"temperature": -1}}, "temperature is -1"),
     ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*'alocation'"),
     ({"choices": ONE | {"two": {"model": {"depth": 2}}}}, "two, seed 0: model has no allocation"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2, 2, 2], "depth": 4}}}}, "depth is 4, which never reaches"),
@@ -503,6 +520,7 @@ BAD = [
     ({"choices": {"one": [1]}}, '"choices"'),
     ({"choices": {"a/b": None}}, "a choice is named 'a/b'"),
     ({"choices": {"generate": None}}, "a choice is named 'generate'"),
+    ({"choices": {20: None}}, "a choice is named 20, which YAML reads as int: quote it"),
     ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
     ({"choices": {"one": {"config": ["labb.yaml"]}}}, "conf/labb.yaml is neither"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),

@@ -80,15 +80,9 @@ def benchmark(
     """
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in locals().items() if name != "out"}
-    if "autoregressive" not in baselines or set(baselines) - set(BASELINES):
-        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
     drafts = drafts or {}
     check_names(drafts)
-    if new_tokens < 1 or repeats < 1:
-        raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
-    if show < 0:
-        raise ValueError(f"show is {show}; it must be 0 (no rounds are written) or a number of questions a suite")
-    sampling = Sampling(temperature, sample_top_k, top_p)
+    sampling = check(config)
     found = load_suites(suites, limit)
     questions = [question for suite in found for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
@@ -111,6 +105,22 @@ def benchmark(
         run = Run(Path(out), model, methods, facts, sampling, seed)
         run.decode(questions, new_tokens, repeats, show)
     print(f"{out}: {len(run.lines)} records of {len(methods)} methods")
+
+
+def check(config: dict) -> Sampling:
+    """How answers are drawn, of the options of a benchmark.
+
+    Raises:
+        ValueError: one of them cannot be, whatever is asked of whom.
+    """
+    baselines, new_tokens, repeats, show = (config[name] for name in ("baselines", "new_tokens", "repeats", "show"))
+    if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(BASELINES)):
+        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
+    if new_tokens < 1 or repeats < 1:
+        raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
+    if show < 0:
+        raise ValueError(f"show is {show}; it must be 0 (no rounds are written) or a number of questions a suite")
+    return Sampling(config["temperature"], config["sample_top_k"], config["top_p"])
 
 
 class Run:
@@ -212,10 +222,9 @@ class Run:
         """Lines of an earlier, killed run of the same settings; else begin with run.json."""
         if (packed := self.folder / NAMES[1]).exists():
             raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
-        note = self.folder / "run.json"
-        if note.exists():
+        if self.file.exists():
             check_settings(self.folder, facts["config"], facts["methods"])
-            return self.file.read_text(encoding="utf-8").rstrip("\n").split("\n") if self.file.exists() else []
+            return self.file.read_text(encoding="utf-8").rstrip("\n").split("\n")
         self._note(facts)
         return []
 

@@ -134,7 +134,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(place * step, 10) for place in range(first, max(last, first + 1) + 1)]
+    return [float(f"{place * step:.10g}") for place in range(first, max(last, first + 1) + 1)]
 
 
 def _number(value: float) -> str:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from poss_lightning.evaluation.records import Record
+from poss_lightning.evaluation.records import BASELINES, Record
 from poss_lightning.reports import statistics
 from poss_lightning.reports.statistics import (
     Comparison,
@@ -108,6 +108,9 @@ def over_seeds(
     for (choice, _), own in methods.items():
         most[choice] = max(most[choice], depth_of(choice, own[choice], (depths or {}).get(choice)))
     over = baseline if all(baseline in own for own in methods.values()) else None
+    known = {record.method for records in cells.values() for record in records} & set(BASELINES)
+    if known and not any(baseline in own for own in methods.values()):
+        raise ValueError(f"baseline is {baseline!r}; these records have the baselines {', '.join(sorted(known))}")
     suites = sorted({record.suite for records in cells.values() for record in records})
     summaries = []
     for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:

@@ -98,7 +98,9 @@ def group(records: list[Record]) -> dict[str, Answers]:
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
         key = (record.suite, record.id, record.turn, record.repeat)
         if key in methods.setdefault(record.method, {}):
-            raise ValueError(f"{record.method!r} answers {say(key)} twice; name the methods of several runs apart")
+            own = record.method not in BASELINES
+            how = "name the methods of several runs apart" if own else "decode all drafts in one benchmark"
+            raise ValueError(f"{record.method!r} answers {say(key)} twice; {how}")
         methods[record.method][key] = record
     every = sorted(set().union(*methods.values()), key=lambda key: (key[0], str(key[1]), *key[2:]))
     for name, answers in methods.items():

@@ -168,7 +168,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
     rows = [([name], [cell(one.mean.percent(), ".1f") for one in own]) for name, own in shares.items()]
     tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
-    if reference:
+    if reference and len(shares) > 1:
         rows = [
             ([name], [cell(one.gain and one.gain.percent(), "+.1f") for one in own])
             for name, own in shares.items()

@@ -71,7 +71,8 @@ class LastCheckpoint(ModelCheckpoint):
     """
 
     def __init__(self, every_n_train_steps: int = 200):
-        super().__init__(every_n_train_steps=every_n_train_steps, save_top_k=0, save_last=True)
+        one = {"save_top_k": 0, "save_last": True, "enable_version_counter": False}  # whatever path leads to its folder
+        super().__init__(every_n_train_steps=every_n_train_steps, **one)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
         """Not behind the last step: a run that is killed in its last validation would have nothing left to do."""
