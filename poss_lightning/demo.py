@@ -57,11 +57,12 @@ def demo(
     _say(4, f"{limit} questions of each suite, answered by plain decoding and by every draft in turn")
     methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
     drafts = [f"--drafts.{name}={path}" for name, path in methods.items()]
-    options = [f"--target={target}", f"--limit={limit}", f"--new_tokens={new_tokens}", "--tree=auto"]
+    options = [f"--target={target}", f"--limit={limit}", f"--new_tokens={new_tokens}"]
     records, report = str(folder / "benchmark"), str(folder / "report.html")
-    cli.run("benchmark", [records, *drafts, *options])
+    cli.run("benchmark", [records, *drafts, *options, "--tree=auto"])
     _say(5, "and some again in float32, where the answers must be the target's own to the last token")
-    cli.run("benchmark", [f"{folder}/exact", *drafts, *options, "--dtype=float32", "--suites=[questions]"])
+    deep = ["--dtype=float32", "--suites=[questions]", "--nodes=20"]  # in every round, whether it pays or not
+    cli.run("benchmark", [f"{folder}/exact", *drafts, *options, *deep])
     cli.run("compare", [records, "--reference", "single"])
     cli.run("report", [records, "--runs", str(folder), "--out", report])
     print(_exactness(Path(f"{folder}/exact")))
@@ -83,8 +84,13 @@ def _exactness(folder: Path) -> str:
     """How many float32 answers are plain decoding's, token for token."""
     methods = group(read_records(folder))
     plain = methods.pop("autoregressive")
-    pairs = [answers[key].tokens == plain[key].tokens for answers in methods.values() for key in plain]
-    return f"In float32, {sum(pairs)} of {len(pairs)} answers equal plain decoding's, token for token."
+    pairs = [(answers[key], plain[key]) for answers in methods.values() for key in plain]
+    equal = sum(answer.tokens == own.tokens for answer, own in pairs)
+    drafted = sum(sum(answer.accepted) for answer, _ in pairs)
+    return (
+        f"In float32, {equal} of {len(pairs)} answers equal plain decoding's, token for token; {drafted} drafted tokens "
+        "were accepted in them."
+    )
 
 
 def _say(stage: int, what: str) -> None:
