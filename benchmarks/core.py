@@ -1,4 +1,4 @@
-"""`make bench`: extraction beside the target's bare forward, and a head on the left of its product beside `linear`.
+"""`make bench`: extraction beside the target's bare forward, and other ways to read a head beside `linear`.
 
 Prints a table, writes runs/bench/core.json.
 """
@@ -13,6 +13,7 @@ import torch
 from measure import once, seconds
 
 from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.decoding.rounded import RoundedHead, pays
 from poss_lightning.demo import CORPUS
 from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features import extract
@@ -58,19 +59,24 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
 
 @torch.inference_mode()
 def heads(target: Target, times: int = 25) -> dict[str, float]:
-    """How many times faster `project` is than `linear`, by rows and vocabulary, with other weights in the caches."""
+    """How many times faster than `linear` a head is read by `project` (verification) and in 8 bits (a draft's).
+
+    By rows of features and vocabulary, with other weights in the caches.
+    """
     others, found = torch.zeros(2**26), {}  # 256 MiB
     for head in (target.ends.head[:32768], target.ends.head):
+        rounded = RoundedHead(head) if pays(head) else None
         for rows in (2, 10, 24):
             features = torch.randn(rows, head.shape[1]).to(head.dtype)
-            works = {work: partial(work, features, head) for work in (torch.nn.functional.linear, project)}
-            took = {work: [] for work in works}
+            ways = {"linear": torch.nn.functional.linear, "project": project, "rounded": rounded}
+            took = {way: [] for way, read in ways.items() if read}
             for _ in range(times):
-                for work, run in works.items():
+                for way, seconds_of in took.items():
                     others.add_(1)
-                    took[work].append(once(run))
-            linear, own = map(median, took.values())
-            found[f"linear_over_project_{rows}_rows_of_{len(head)}"] = linear / own
+                    seconds_of.append(once(partial(ways[way], features, head)))
+            for way in [*took][1:]:
+                ratio = median(took["linear"]) / median(took[way])
+                found[f"linear_over_{way}_{rows}_rows_of_{len(head)}"] = ratio
     return found
 
 
