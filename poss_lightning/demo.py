@@ -88,8 +88,8 @@ def _exactness(folder: Path) -> str:
     equal = sum(answer.tokens == own.tokens for answer, own in pairs)
     drafted = sum(sum(answer.accepted) for answer, _ in pairs)
     return (
-        f"In float32, {equal} of {len(pairs)} answers equal plain decoding's, token for token; {drafted} drafted tokens "
-        "were accepted in them."
+        f"In float32, {equal} of {len(pairs)} answers equal plain decoding's, token for token; "
+        f"{drafted} drafted tokens were accepted in them."
     )
 
 

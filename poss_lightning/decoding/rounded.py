@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 MOST = 127  # of 8 bits with a sign
-BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)()  # whether this CPU multiplies bytes as fast as it reads them
+# Whether this CPU multiplies bytes as fast as it reads them, and this torch knows how.
+BYTES = getattr(torch.cpu, "_is_vnni_supported", bool)() and torch.backends.mkldnn.is_available()
 ROWS = 4096  # of a head, rounded at once: no second one in float32
 
 
