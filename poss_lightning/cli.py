@@ -87,6 +87,7 @@ def run(command: str, arguments: list[str]) -> None:
 def trainer(arguments: list[str]) -> None:
     """`fit`, `validate` and `test` through LightningCLI, which reads conf/trainer/base.yaml before all else."""
     from lightning import Trainer
+    from lightning.fabric.plugins.environments import SLURMEnvironment
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
     from lightning.pytorch.utilities import rank_zero_warn
@@ -120,13 +121,15 @@ def trainer(arguments: list[str]) -> None:
                 read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
 
         def before_fit(self) -> None:
-            if not self._goes_on() and not self.trainer.fast_dev_run:
+            left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
+            by_itself = left and SLURMEnvironment.detect()  # Lightning goes on with it
+            if not self._goes_on() and not self.trainer.fast_dev_run and not by_itself:
                 _unused(Path(self.trainer.log_dir or self.trainer.default_root_dir), files_of(arguments))
 
         def after_fit(self) -> None:
             if any(isinstance(each, Settings) and not each.began for each in self.trainer.callbacks):
                 reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
-                rank_zero_warn(f"nothing was left to train: --ckpt_path is at {reached}")
+                rank_zero_warn(f"nothing was left to train at {reached}")
 
         def before_validate(self) -> None:
             if not self._goes_on():

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from poss_lightning import cli
 from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.drafting import check_reach
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, here
 from poss_lightning.evaluation import benchmark
@@ -157,7 +158,9 @@ class Cell:
             raise ValueError(f"{self.measure} has no option {unknown[0]!r}; it has {', '.join(given)}")
         check_device(given["device"])
         if draft:
-            Fixed(sum(draft.allocation) if given["depth"] is None else given["depth"], given["nodes"])
+            depth = sum(draft.allocation) if given["depth"] is None else given["depth"]
+            check_reach(depth, given["top_k"])
+            Fixed(depth, given["nodes"])
         if self.measure == "benchmark":
             benchmark.check(given)
             _ask(json.dumps(given["suites"]), given["limit"])

@@ -298,7 +298,7 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     assert went_on.code is None and left(tmp_path / "run/checkpoints") == ["last.ckpt"]
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None  # of another training no beginning
-    with pytest.warns(UserWarning, match="nothing was left to train: --ckpt_path is at step 2"):
+    with pytest.warns(UserWarning, match="nothing was left to train at step 2"):
         poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
     elsewhere = ("--trainer.logger.save_dir", tmp_path, "--trainer.max_steps", "3")  # the same, by another path
@@ -308,6 +308,12 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
 
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: go on with --ckpt_path {LAST}")
+    shutil.copy(tmp_path / LAST, tmp_path / "hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
+    with monkeypatch.context() as job, pytest.warns(UserWarning, match="nothing was left to train at step 3"):
+        for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():
+            job.setenv(f"SLURM_{name}", str(value))
+        assert poss("fit", *small, *ONE, *AGAIN, "--trainer.max_steps", "3").code is None
+    (tmp_path / "hpc_ckpt_1.ckpt").unlink()
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
     says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: choose another name")

@@ -13,9 +13,7 @@ from poss_lightning.decoding.rounded import MOST, RoundedHead, pays
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.spec import project
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.ops.onednn, "qlinear_prepack"), reason="this torch has no products of bytes, and none is taken"
-)
+here = pytest.mark.skipif(not (rounded.BYTES and rounded.exact()), reason="on this CPU no head is read in 8 bits")
 
 
 @pytest.fixture(params=[(1, 40, 32), (7, 320, 32), (33, 5000, 576)], ids=str)
@@ -37,6 +35,7 @@ def naive(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([(row / scale).round() for row, scale in zip(rows.float(), scales, strict=True)]), scales
 
 
+@here
 def test_sums_are_exact_and_rows_stand_alone(case):
     features, head = case
     logits = RoundedHead(head)(features, head)
@@ -48,6 +47,7 @@ def test_sums_are_exact_and_rows_stand_alone(case):
     assert torch.equal(logits, torch.stack(alone))
 
 
+@here
 def test_no_logit_is_further_off_than_rounding_explains(case):
     features, head = (each.double() for each in case)
     logits = RoundedHead(case[1])(*case)
@@ -56,6 +56,7 @@ def test_no_logit_is_further_off_than_rounding_explains(case):
     assert ((logits - features @ head.t()).abs() <= 1.001 * most).all()
 
 
+@here
 def test_what_is_no_number_stays_none(case):
     features, head = case
     features[0, 0] = torch.nan
@@ -69,6 +70,7 @@ def everywhere(monkeypatch) -> None:
     monkeypatch.setattr(drafting, "pays", lambda head: True)
 
 
+@here
 @pytest.mark.parametrize("allocation, more", [([6], {}), ([2, 2, 2], {"kv": "shared"})], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
 def test_the_text_is_the_targets_own(target, everywhere, allocation, more, sampling):
@@ -81,10 +83,12 @@ def test_the_text_is_the_targets_own(target, everywhere, allocation, more, sampl
     assert len({str([decoded.tokens for decoded in each]) for each in said}) == 1
 
 
+@here
 def test_a_head_of_the_drafts_own_is_what_is_rounded(everywhere):
     deep, read = tiny_target(num_hidden_layers=7), torch.randn(1, 3, 32)
     draft = tiny_draft(deep, [2, 2], kind="eagle3")
     drafter = Drafter(draft, deep.ends, 4, 5, rounded=True)
+    assert not drafter.product.scale.requires_grad
     near, own = draft.logits(read, drafter.ends, drafter.product), draft.logits(read, drafter.ends)
     torch.testing.assert_close(near, own, rtol=0, atol=0.02 * own.abs().max().item())
 
@@ -92,10 +96,17 @@ def test_a_head_of_the_drafts_own_is_what_is_rounded(everywhere):
 def test_it_is_taken_where_it_pays(target, monkeypatch):
     half, whole = torch.zeros(8, 32, dtype=torch.bfloat16), torch.zeros(8, 32)
     monkeypatch.setattr(rounded, "BYTES", True)
+    monkeypatch.setattr(rounded, "exact", lambda: True)
     assert pays(half) and not pays(whole) and not pays(half.to("meta"))
+    monkeypatch.setattr(rounded, "exact", lambda: False)
+    assert not pays(half)
     monkeypatch.setattr(rounded, "BYTES", False)
     assert not pays(half)
     draft = tiny_draft(target, [2, 2])
     assert Drafter(draft, target.ends, 4, 5).product is project
+    monkeypatch.setattr(drafting, "pays", lambda head: True)
+    assert Drafter(draft, target.ends, 4, 5).product is project  # nobody asked
+    assert Speculative(target, draft, 4, 20, 5, compile=True).drafter.product is project
+    monkeypatch.undo()
     assert Speculative(target, draft, 4, 20, 5).drafter.product is project
     assert tokens_of(Speculative(target, draft, 4, 20, 5)) == tokens_of(Autoregressive(target))

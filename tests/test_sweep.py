@@ -229,6 +229,7 @@ HOPELESS = [
     ({"replay": None, "benchmark": {"tree": "large"}}, '"tree"'),
     ({"replay": {"store": "STORE", "nodes": 0}}, "one, seed 0: nodes is 0, which cannot hold a path of depth 2"),
     ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
+    ({"replay": {"store": "STORE", "top_k": 0}}, "depth is 2 and top_k 0; both must be at least 1"),
     ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold autoregressive"),
     ({"replay": None, "benchmark": {"repeats": 0}}, "repeats 0; both must be at least 1"),
     ({"replay": None, "benchmark": {"temperature": -1}}, "temperature is -1"),

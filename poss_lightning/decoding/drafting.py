@@ -46,8 +46,7 @@ class Drafter:
     """
 
     def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, top_k: int = 10, rounded: bool = False):
-        if depth < 1 or top_k < 1:
-            raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
+        check_reach(depth, top_k)
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
         self.shared = draft.config.kv == "shared"  # one cache for all specialists
         self.depth, self.top_k = depth, min(top_k, self.ends.head.shape[0])
@@ -180,6 +179,12 @@ class Drafter:
         keys, values = torch.nn.functional.linear(read, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
         caches = slice(0, 1) if self.shared else run  # keys, values: (caches, B, kv heads, n, d)
         self.store.write(caches, self.slots.index, rotate(keys, turn), values)
+
+
+def check_reach(depth: int, top_k: int) -> None:
+    """Raise ValueError for a number below 1."""
+    if depth < 1 or top_k < 1:
+        raise ValueError(f"depth is {depth} and top_k {top_k}; both must be at least 1")
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,8 @@ class Speculative(Decoder):
         share: spend the nodes of a batch where they are likeliest to be accepted, whichever row they are in, instead of
             as many on every row.
         graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors must be asked.
-        compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere.
+        compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere. A
+            head is then not read in 8 bits: Inductor has no such product of weights that it does not own.
 
     Raises:
         ValueError: the draft was trained for another target, or the tree cannot be.
@@ -76,7 +77,7 @@ class Speculative(Decoder):
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
         self.target, self.tree = target, tree
         depth = sum(draft.config.allocation) if depth is None else depth
-        self.drafter = Drafter(draft, target.ends, depth, top_k, rounded=True)
+        self.drafter = Drafter(draft, target.ends, depth, top_k, rounded=not compile)
         self.fixed = Fixed(self.drafter.depth, nodes)
         self.nodes = min(nodes, self.drafter.scored)
         self.share, self.most = share, min(SHARE * nodes if share else nodes, self.drafter.scored)  # nodes of a row

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.rounded import RoundedHead
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, NAMES, Record, check_names, to_line
 from poss_lightning.evaluation.rounds import RoundLog
@@ -257,6 +258,7 @@ def _facts(method: Decoder) -> dict:
         "nodes": method.nodes,
         "tree": method.tree,
         "top_k": drafter.top_k,
+        "rounded": isinstance(drafter.product, RoundedHead),
         **describe(drafter.draft),
     }
 
