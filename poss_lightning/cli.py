@@ -194,13 +194,13 @@ def _unused(folder: Path, configs: list[str]) -> None:
     Where there is nothing to go on with, `fitted`, whose note is among the configs, may begin anew, and so may a job
     that SLURM begins once more.
     """
-    from poss_lightning.fitting import SETTINGS
+    from poss_lightning.fitting import SETTINGS, begun
 
     last = folder / "checkpoints" / "last.ckpt"
     own = (folder / SETTINGS).resolve() in [Path(file).resolve() for file in configs]
     if (own or "SLURM_RESTART_COUNT" in os.environ) and not last.is_file():
         return
-    if any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*")):
+    if begun(folder):
         how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
         raise FileExistsError(f"{folder} holds a training already: {how}")
 

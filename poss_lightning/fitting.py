@@ -73,7 +73,7 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
 
 def begun(folder: Path) -> bool:
     """Whether a training left anything to go on with, or to keep: a draft, a checkpoint."""
-    return any(any(folder.glob(name)) for name in ("draft-*", "checkpoints/*", FINISHED))
+    return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
 
 
 def rehearsed(configs: list[str], options: dict) -> DraftConfig | None:
