@@ -13,7 +13,7 @@ import torch
 from measure import once, seconds
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.decoding.rounded import RoundedHead, pays
+from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
 from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features import extract
@@ -65,10 +65,10 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
     """
     others, found = torch.zeros(2**26), {}  # 256 MiB
     for head in (target.ends.head[:32768], target.ends.head):
-        rounded = RoundedHead(head) if pays(head) else None
+        int8 = Int8Head(head, levels) if (levels := exact_levels()) else None
         for rows in (2, 10, 24):
             features = torch.randn(rows, head.shape[1]).to(head.dtype)
-            ways = {"linear": torch.nn.functional.linear, "project": project, "rounded": rounded}
+            ways = {"linear": torch.nn.functional.linear, "project": project, "int8": int8}
             took = {way: [] for way, read in ways.items() if read}
             for _ in range(times):
                 for way, seconds_of in took.items():

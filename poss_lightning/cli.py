@@ -52,6 +52,7 @@ def main() -> None:
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
         sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
+    _log_lines()
     try:
         run(command, sys.argv[2:])
     except ArgumentError as error:
@@ -94,6 +95,7 @@ def trainer(arguments: list[str]) -> None:
 
     from poss_lightning.configs import files_of, told
     from poss_lightning.features.datamodule import FeatureData
+    from poss_lightning.machine import choose_precision
     from poss_lightning.training.export import read_checkpoint
     from poss_lightning.training.module import SpecialistTraining
 
@@ -104,8 +106,12 @@ def trainer(arguments: list[str]) -> None:
 
         def add_core_arguments_to_parser(self, parser) -> None:
             """In the order of the help: what is ours goes first."""
-            for own, group in ((SpecialistTraining, "model"), (FeatureData, "data"), (Trainer, "trainer")):
-                parser.add_lightning_class_args(own, group)
+            parser.add_lightning_class_args(SpecialistTraining, "model")
+            parser.add_lightning_class_args(FeatureData, "data")
+            own = {"skip": {"precision"}, "fail_untyped": False, "instantiate": False, "sub_configs": True}
+            parser.add_class_arguments(Trainer, "trainer", **own)
+            known = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
+            parser.add_argument("--trainer.precision", type=str, default="auto", help=known)
             parser.set_defaults({"trainer.use_distributed_sampler": False})  # FeatureData shares its batches out itself
 
         def add_arguments_to_parser(self, parser) -> None:
@@ -119,6 +125,11 @@ def trainer(arguments: list[str]) -> None:
             given = self.config[self.config.subcommand].ckpt_path
             if given and Path(given).exists():
                 read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
+
+        def before_instantiate_classes(self) -> None:
+            trainer = self._get(self.config, "trainer")
+            if trainer.precision == "auto":
+                trainer.precision = choose_precision(str(trainer.accelerator))
 
         def before_fit(self) -> None:
             left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
@@ -186,6 +197,15 @@ def trainer(arguments: list[str]) -> None:
         )
     except MisconfigurationException as error:
         raise ValueError(str(error)) from error
+
+
+def _log_lines() -> None:
+    """Show what the package tells, one plain line each, on stderr."""
+    logger, handler = logging.getLogger("poss_lightning"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _unused(folder: Path, configs: list[str]) -> None:

@@ -3,18 +3,88 @@
 shipped corpus --extract--> features --fit, from a single layer--> hass, poss2 --benchmark--> records --> table, report
 """
 
+import json
 import sys
 import time
-from functools import partial
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from poss_lightning import cli
+import torch
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records
+from poss_lightning.features.extract import extract
+from poss_lightning.files import atomic
 from poss_lightning.fitting import fitted
+from poss_lightning.machine import best_seconds, choose_device
+from poss_lightning.reports.compare import compare
+from poss_lightning.reports.report import report
 from poss_lightning.reports.summary import group
+from poss_lightning.target.model import Target, causal
+from poss_lightning.training.costs import step_flops
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
+SUITES, DRAFTS, BASELINES = 6, 4, 2  # what the benchmark decodes: of each suite, with each draft, and without one
+BATCH_TOKENS, TOKENS = 1024, 280  # of a training step (conf/demo.yaml), and of a conversation of the shipped corpus
+# Minutes that the demo may take: on a GPU, on a CPU that multiplies bfloat16 fast, on another.
+MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}
+SPARE = 0.75  # share of these minutes that is planned with
+OVERHEAD = 60  # seconds to load the target a few times, validate, measure trees and write the page
+NOTE = "demo.json"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much the demo does.
+
+    Args:
+        conversations: of the shipped corpus, whose features are kept.
+        steps: training steps of each of the two drafts.
+        limit: questions of each suite.
+        new_tokens: of an answer, at most.
+    """
+
+    conversations: int
+    steps: int
+    limit: int
+    new_tokens: int
+
+
+# The largest that fits the minutes is taken.
+LADDER = (
+    Sizes(200, 40, 2, 64),
+    Sizes(150, 30, 2, 64),
+    Sizes(120, 20, 2, 48),
+    Sizes(100, 15, 1, 48),
+    Sizes(80, 10, 1, 48),
+    Sizes(60, 5, 1, 32),
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a machine does in a second, measured in a few.
+
+    Args:
+        dtype: of the target.
+        device: where it was measured.
+        read: tokens that the target reads a second, many at once.
+        write: tokens that plain decoding writes a second.
+        flops: of the target's products while it reads.
+    """
+
+    dtype: str
+    device: str
+    read: float
+    write: float
+    flops: float
+
+    @property
+    def minutes(self) -> float:
+        """What the demo may take on such a machine."""
+        return MINUTES["gpu" if self.device != "cpu" else "bfloat16" if self.dtype == "bfloat16" else "float32"]
 
 
 def demo(
@@ -22,60 +92,158 @@ def demo(
     target: str = "embedded",
     start_from: str = "embedded-hass",
     trained: str | None = "embedded-poss2",
-    conversations: int = 200,
-    steps: int = 40,
-    limit: int = 2,
-    new_tokens: int = 64,
+    minutes: float | None = None,
+    conversations: int | None = None,
+    steps: int | None = None,
+    limit: int | None = None,
+    new_tokens: int | None = None,
     vocabulary_size: int = 32768,
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
     """From a frozen target to a faster decode in a few minutes on two CPU cores.
 
     Features of conversations; from a single layer, for equal steps, the same layer on its own features (HASS) and
-    position specialists (PosS-2); then real answers by all of them, by a head that was trained for longer, and by
-    plain decoding. Stages that are finished are not done again.
+    position specialists (PosS-2); then real answers by all of them, by a draft that was trained for longer, and by
+    plain decoding. The machine's speed decides how much of each. Stages that are finished are not done again.
 
     Args:
         out: folder to write.
         target: "embedded", a local folder or a hub id.
-        start_from: the single layer: draft folder, hub id or shipped head.
-        trained: a head to decode with as it is; null for none.
-        conversations: of the shipped corpus.
+        start_from: the single layer: draft folder, hub id or shipped draft.
+        trained: a draft to decode with as it is; null for none.
+        minutes: that it may take; by default 6 on a CPU that multiplies bfloat16 fast, 15 on another, 3 on a GPU.
+        conversations: of the shipped corpus; by default as many as the minutes allow, and so the next three.
         steps: training steps of the single layer and of the specialists.
         limit: questions of each of the six suites.
         new_tokens: decoded a turn, at most.
         vocabulary_size: tokens the trained drafts may propose, the commonest in the corpus.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these.
     """
-    folder, began = Path(out), time.perf_counter()
+    folder, began, device = Path(out), time.perf_counter(), choose_device(device)
+    asked = {"conversations": conversations, "steps": steps, "limit": limit, "new_tokens": new_tokens}
+    sizes, dtype = plan(folder, target, start_from, minutes, asked, dtype, device)
+
     store = str(folder / "features")
-    _say(1, f"the target reads {conversations} conversations and keeps its features")
-    cli.run("extract", [str(CORPUS), store, "--target", target, "--limit", str(conversations)])
-    fit = partial(_fit, folder, store, vocabulary_size, steps, start_from)
-    _say(2, f"the single layer {start_from} learns from its own features (HASS, {steps} steps)")
-    hass = fit("hass")
-    _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {steps} steps)")
-    poss2 = fit("poss2")
-    _say(4, f"{limit} questions of each suite, answered by plain decoding and by every draft in turn")
+    _say(1, f"the target reads {sizes.conversations} conversations and keeps its features")
+    extract(str(CORPUS), store, target, limit=sizes.conversations, dtype=dtype, device=device)
+    _say(2, f"the single layer {start_from} learns from its own features (HASS, {sizes.steps} steps)")
+    hass = _fit(folder, "hass", store, vocabulary_size, sizes.steps, start_from, device)
+    _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {sizes.steps} steps)")
+    poss2 = _fit(folder, "poss2", store, vocabulary_size, sizes.steps, start_from, device)
+    _say(4, f"{sizes.limit} questions of each suite, answered by plain decoding and by every draft in turn")
     methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
-    drafts = [f"--drafts.{name}={path}" for name, path in methods.items()]
-    options = [f"--target={target}", f"--limit={limit}", f"--new_tokens={new_tokens}"]
-    records, report = str(folder / "benchmark"), str(folder / "report.html")
-    cli.run("benchmark", [records, *drafts, *options, "--tree=auto"])
+    common = {"drafts": methods, "target": target, "limit": sizes.limit, "new_tokens": sizes.new_tokens}
+    records, exact = str(folder / "benchmark"), str(folder / "exact")
+    benchmark(records, **common, tree="auto", dtype=dtype, device=device)
     _say(5, "and some again in float32, where the answers must be the target's own to the last token")
-    deep = ["--dtype=float32", "--suites=[questions]", "--nodes=20"]  # in every round, whether it pays or not
-    cli.run("benchmark", [f"{folder}/exact", *drafts, *options, *deep])
-    cli.run("compare", [records, "--reference", "single"])
-    cli.run("report", [records, "--runs", str(folder), "--out", report])
-    print(_exactness(Path(f"{folder}/exact")))
-    print(f"\nThe page: {report}   ({time.perf_counter() - began:.0f} s)")
+    in_every_round = {"suites": ["questions"], "nodes": 20}  # whether it pays or not
+    benchmark(exact, **common, **in_every_round, dtype="float32", device=device)
+    compare(records, reference="single")
+    report(records, runs=str(folder), out=str(folder / "report.html"), reference="single")
+    print(_exactness(Path(exact)))
+    print(f"\nThe page: {folder / 'report.html'}   ({time.perf_counter() - began:.0f} s)")
     print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
 
 
-def _fit(folder: Path, store: str, vocabulary_size: int, steps: int, start_from: str, name: str) -> str:
+# --- how much of it ---
+
+
+def plan(
+    folder: Path, target: str, draft: str, minutes: float | None, asked: dict[str, int | None], dtype: str, device: str
+) -> tuple[Sizes, str]:
+    """The sizes of this demo and its dtype, told in some lines; those it was begun with where `folder` has some."""
+    note, given = folder / NOTE, {name: value for name, value in asked.items() if value is not None}
+    if note.exists():
+        earlier = json.loads(note.read_text())
+        there = earlier["sizes"] | {"dtype": earlier["dtype"]}
+        now = given | ({"dtype": dtype} if dtype != "auto" else {})
+        if changed := [name for name, value in now.items() if there[name] != value]:
+            name = changed[0]
+            raise ValueError(
+                f"{folder} was begun with {name} {there[name]}, now {now[name]}: go on without --{name}, or choose "
+                "another --out"
+            )
+        print(f"{folder} goes on as it was begun: {_words(Sizes(**earlier['sizes']))}")
+        return Sizes(**earlier["sizes"]), earlier["dtype"]
+    speed = measure(Target.load(target, dtype, device), device)
+    minutes = speed.minutes if minutes is None else minutes
+    ladder = list(dict.fromkeys(Sizes(**(asdict(sizes) | given)) for sizes in LADDER))
+    single = Specialists.from_pretrained(draft).config
+    expected = {sizes: expected_seconds(sizes, speed, single) for sizes in ladder}
+    sizes = next((own for own in ladder if expected[own] <= 60 * minutes * SPARE), ladder[-1])
+    print(
+        f"{speed.device}, {speed.dtype}: the target reads {speed.read:,.0f} tokens/s and writes {speed.write:.1f}.\n"
+        f"This takes about {_minutes(expected[sizes])}: {_words(sizes)}."
+    )
+    if sizes != ladder[0]:
+        print(f"Made smaller for this machine, from {_words(ladder[0])} (about {_minutes(expected[ladder[0]])}).")
+    with atomic(note) as path:
+        facts = {"sizes": asdict(sizes), "dtype": speed.dtype, "speed": asdict(speed)}
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+    return sizes, speed.dtype
+
+
+@torch.inference_mode()
+def measure(target: Target, device: str, tokens: int = 256, steps: int = 4) -> Speed:
+    """Read some tokens, and write some one by one."""
+    tokens = min(tokens, target.spec.context - steps)
+    text = torch.arange(tokens, device=target.device)[None] % target.spec.vocab_size
+    cache = target.cache(1, tokens + steps)
+    alone = causal(1, target.device)
+
+    def read() -> None:
+        target.read(text)
+
+    def write() -> None:
+        cache.clear()
+        for step in range(steps):
+            target.ends.logits(target.features(text[:, step : step + 1], alone, cache))
+            cache.append([1])
+
+    took = best_seconds({read: read, write: write}, device=device)
+    numbers = sum(parameter.numel() for parameter in target.model.base_model.parameters())
+    weights, rate = numbers - target.ends.embedding.numel(), tokens / took[read]
+    return Speed(target.dtype_name, device, rate, steps / took[write], 2 * weights * rate)
+
+
+def expected_seconds(sizes: Sizes, speed: Speed, draft: DraftConfig) -> float:
+    """How long the demo takes, roughly: its parts by what the machine does in a second."""
+    extracting = 1.3 * sizes.conversations * TOKENS / speed.read
+    head = draft.vocabulary_size or draft.target.vocab_size
+    flops = step_flops(draft, head, BATCH_TOKENS, BATCH_TOKENS, BATCH_TOKENS / 4)
+    training = 2 * sizes.steps * flops / speed.flops
+    answers = sizes.limit * (SUITES + 2) * (DRAFTS + BASELINES)  # those of one suite again in float32, at half the rate
+    decoding = answers * sizes.new_tokens / speed.write
+    return extracting + training + decoding + OVERHEAD
+
+
+def _minutes(seconds: float) -> str:
+    return f"{max(1, round(seconds / 60))} minutes" if seconds >= 90 else "a minute"
+
+
+def _words(sizes: Sizes) -> str:
+    return (
+        f"{sizes.conversations} conversations, {sizes.steps} training steps a draft, {sizes.limit} questions of each "
+        f"suite, {sizes.new_tokens} tokens an answer"
+    )
+
+
+# --- its stages ---
+
+
+def _fit(folder: Path, name: str, store: str, vocabulary_size: int, steps: int, start_from: str, device: str) -> str:
     """Train one draft, if that is not done, and return its folder."""
     options = {
         "data": {"store": store},
         "model": {"vocabulary_size": vocabulary_size, "start_from": start_from},
-        "trainer": {"max_steps": steps, "val_check_interval": steps, "check_val_every_n_epoch": None},
+        "trainer": {
+            "accelerator": torch.device(device).type,
+            "max_steps": steps,
+            "val_check_interval": steps,
+            "check_val_every_n_epoch": None,
+        },
     }
     return str(fitted(folder / name, ["demo.yaml", f"draft/{name}.yaml"], options))
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from poss_lightning.machine import SUMS
+
 BINS = 100  # of cosines from -1 to 1
 
 
@@ -89,7 +91,7 @@ class PassMeans(Metric):
 
     def __init__(self, depth: int, **kwargs):
         super().__init__(**kwargs)
-        self.add_state("sums", torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(depth, dtype=SUMS), dist_reduce_fx="sum")
         self.add_state("slots", torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, sums: Tensor, slots: Tensor) -> None:
@@ -113,7 +115,7 @@ class FeatureDrift(Metric):
     def __init__(self, depth: int, **kwargs):
         super().__init__(**kwargs)
         for name in ("cosine", "l2", "norm_ratio", "slots"):
-            self.add_state(name, torch.zeros(depth, dtype=torch.float64), dist_reduce_fx="sum")
+            self.add_state(name, torch.zeros(depth, dtype=SUMS), dist_reduce_fx="sum")
         self.add_state("histogram", torch.zeros(depth, BINS, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, predictions: list[Tensor], features: Tensor, counts: Tensor) -> None:

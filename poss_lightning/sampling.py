@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from poss_lightning.machine import float64_device
+
 Processor = Callable[[Tensor, Tensor], Tensor]  # token ids (1, T) and logits (1, V) -> logits, as in transformers
 
 # What transformers' processors need to know is the text so far, and these keep nothing from one call to the next.
@@ -130,7 +132,7 @@ class Chooser:
         if sampling.temperature > 0:  # drawn on the CPU, so that a seed means the same on every device
             seeds = torch.randint(2**32, (len(prompts),), generator=generator).tolist()
             streams = [torch.rand(room, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds]
-            self.uniform = torch.stack(streams).to(device)  # (B, room)
+            self.uniform = torch.stack(streams).to(float64_device(device))  # (B, room)
         if sampling.processors:
             longest = max(map(len, prompts)) + room
             self.texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
@@ -146,8 +148,9 @@ class Chooser:
         if self.uniform is None:
             chosen = _argmax(logits)
         else:
-            uniform = self.uniform.gather(1, (place - self.begun)[:, None])[:, 0]
-            chosen = draw(self.sampling.probabilities(logits), uniform)
+            where = self.uniform.device
+            uniform = self.uniform.gather(1, (place - self.begun).to(where)[:, None])[:, 0]
+            chosen = draw(self.sampling.probabilities(logits).to(where), uniform).to(logits.device)
         if self.asks:
             self.texts.scatter_(1, place[:, None], chosen[:, None])
         return chosen

@@ -41,10 +41,10 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, sha256
 from poss_lightning.fitting import FINISHED, begun, fitted, named, option, parsed, rehearsed
 from poss_lightning.fitting import SETTINGS as FIT
+from poss_lightning.machine import choose_device
 from poss_lightning.reports.compare import show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
-from poss_lightning.target.model import check_device
 
 SETTINGS, BASE, SCALARS = "sweep.yaml", "trainer/base.yaml", "scalars.json"
 MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
@@ -156,7 +156,7 @@ class Cell:
         given = parsed(self.measure, self.measuring(self.folder / "draft-last"))
         if unknown := [name for name in self.options if name not in given]:  # the command would take an abbreviation
             raise ValueError(f"{self.measure} has no option {unknown[0]!r}; it has {', '.join(given)}")
-        check_device(given["device"])
+        choose_device(given["device"])
         if draft:
             depth = sum(draft.allocation) if given["depth"] is None else given["depth"]
             check_reach(depth, given["top_k"])

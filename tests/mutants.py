@@ -54,17 +54,17 @@ MUTANTS = (
     ),
     Mutant(
         "decoding: in a head of 8 bits all rows of features have the scale of the largest",
-        "decoding/rounded.py",
+        "decoding/int8_head.py",
         "logits.mul_(scale)",
         "logits.mul_(scale.amax())",
-        "test_rounded.py",
+        "test_int8_head.py",
     ),
     Mutant(
         "decoding: the target judges by a head in 8 bits too",
         "decoding/engine.py",
         "self.target.ends.logits(features.flatten(0, 1))",
         "self.target.ends.logits(features.flatten(0, 1), self.drafter.product)",
-        "test_rounded.py",
+        "test_int8_head.py",
     ),
     Mutant(
         "replay: what is left after finished answers is counted as the first ones'",

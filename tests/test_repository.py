@@ -19,17 +19,18 @@ PACKAGE = "poss_lightning"
 
 # The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
 LEVELS = {
-    0: {"files", "versions", "sampling", "losses", "metrics"},
-    1: {"target"},
-    2: {"corpus"},
-    3: {"draft", "features"},
-    4: {"training", "decoding", "interop"},
-    5: {"evaluation"},
-    6: {"reports"},
-    7: {"cli", "configs", "fitting", "sweep", "demo"},
+    0: {"files", "machine", "versions"},
+    1: {"sampling", "losses", "metrics"},
+    2: {"target"},
+    3: {"corpus"},
+    4: {"draft", "features"},
+    5: {"training", "decoding", "interop"},
+    6: {"evaluation"},
+    7: {"reports"},
+    8: {"cli", "configs", "fitting", "sweep", "demo"},
 }
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
-SIDE_BY_SIDE = {7}  # only here may the rooms of one level import each other
+SIDE_BY_SIDE = {8}  # only here may the rooms of one level import each other
 
 # Where these libraries may be imported: rooms, or single modules of a room.
 LIBRARIES = {
@@ -100,18 +101,26 @@ def test_imports_point_down():
         (
             "draft/unroll.py",
             "import torch\nfrom poss_lightning.decoding.trees import Tree\n",
-            ":2: draft (level 3) imports",
+            ":2: draft (level 4) imports",
         ),
-        ("draft/unroll.py", "from poss_lightning import features\n", ":1: draft (level 3) imports features (level 3)"),
-        ("decoding/engine.py", "from ..training import module\n", ":1: decoding (level 4) imports training (level 4)"),
-        ("decoding/engine.py", "from .. import evaluation\n", ":1: decoding (level 4) imports evaluation (level 5)"),
+        ("draft/unroll.py", "from poss_lightning import features\n", ":1: draft (level 4) imports features (level 4)"),
+        ("decoding/engine.py", "from ..training import module\n", ":1: decoding (level 5) imports training (level 5)"),
+        ("decoding/engine.py", "from .. import evaluation\n", ":1: decoding (level 5) imports evaluation (level 6)"),
         (
             "interop/layouts.py",
             "import poss_lightning.decoding.trees as trees\n",
-            ":1: interop (level 4) imports decoding",
+            ":1: interop (level 5) imports decoding",
         ),
-        ("losses.py", "def late():\n    from poss_lightning import sampling\n", "losses may import no other room"),
-        ("target/cache.py", "from poss_lightning.corpus import readers\n", "target may import files, losses, metrics"),
+        (
+            "losses.py",
+            "def late():\n    from poss_lightning import sampling\n",
+            "losses may import files, machine",
+        ),
+        (
+            "target/cache.py",
+            "from poss_lightning.corpus import readers\n",
+            "target may import files, machine",
+        ),
         (
             "draft/layer.py",
             "import lightning.pytorch as pl\n",

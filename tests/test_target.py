@@ -15,11 +15,11 @@ from tiny import tiny_tokenizer
 from poss_lightning.decoding.autoregressive import Generate
 from poss_lightning.decoding.trees import ancestors
 from poss_lightning.sampling import Sampling
-from poss_lightning.target import embedded, spec
+from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal
-from poss_lightning.target.spec import FEW, TargetSpec, project
+from poss_lightning.target.spec import FEW, TargetSpec, head_on_the_left, project
 
 
 def fresh(target, tokens: list[int]) -> torch.Tensor:
@@ -167,12 +167,12 @@ def test_a_restricted_head_speaks_of_its_own_rows(target):
 
 @pytest.mark.parametrize("shape", [(1,), (2,), (1, FEW), (3, FEW)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_head_on_the_left_gives_the_logits_of_linear(monkeypatch, shape, dtype):
-    monkeypatch.setattr(spec, "MATRIX_UNITS", True)
+def test_a_head_on_the_left_gives_the_logits_of_linear(shape, dtype):
     features, head = (torch.randn(*size, 64).to(dtype) for size in (shape, (1000,)))
-    logits = project(features, head)
+    logits = head_on_the_left(features, head)
     torch.testing.assert_close(logits, torch.nn.functional.linear(features, head), rtol=1e-2, atol=1e-2)
-    alone = torch.stack([project(one, head) for one in features.flatten(0, -2)]).view_as(logits)
+    torch.testing.assert_close(logits, project(features, head), rtol=1e-2, atol=1e-2)
+    alone = torch.stack([head_on_the_left(one[None], head) for one in features.flatten(0, -2)]).view_as(logits)
     torch.testing.assert_close(logits, alone, rtol=1e-2, atol=1e-2)
 
 

@@ -8,5 +8,5 @@ from functools import partial
 
 from poss_lightning.evaluation import replay
 
-replay.Drafter = partial(replay.Drafter, rounded=True)
+replay.Drafter = partial(replay.Drafter, int8_head=True)
 replay.replay(sys.argv[1], "runs/lab/dev", {"hass-rounded": "embedded-hass"})

@@ -33,8 +33,8 @@ def synthesize(
     batch_size: int = 128,
     openings: str | None = None,
     seed: int = 0,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
     """Let the target write conversations with itself, as (compressed) JSON lines of chat messages.
 
@@ -55,8 +55,8 @@ def synthesize(
         openings: file of texts, one a line; each first message begins with one of them, drawn by the seed. What a
             target writes of itself is less varied than what it is asked.
         seed: same seed, target and machine: same file.
-        dtype: bfloat16, float16 or float32.
-        device: cpu or cuda.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these.
     """
     given = dict(locals())
     for name in ("conversations", "turns", "user_tokens", "answer_tokens", "batch_size"):
@@ -69,7 +69,8 @@ def synthesize(
     model = Target.load(target, dtype, device)
     writer = _Writer(model, turns, (user, user_tokens), (answer, answer_tokens), begun)
     settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
-    parts.claim(settings | {"openings": begun, "fingerprint": writer.target.spec.fingerprint})
+    own = {"dtype": model.dtype_name, "openings": begun, "fingerprint": model.spec.fingerprint}
+    parts.claim(settings | own)
     records = islice(_records(parts, writer, batch_size, seed), conversations)
     parts.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 

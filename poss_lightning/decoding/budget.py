@@ -14,8 +14,9 @@ The chances come of the draft's path probabilities, corrected by how often nodes
 """
 
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from poss_lightning.decoding.trees import ABSENT, Tree
 from poss_lightning.decoding.verification import Verdict
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
+MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own word
 MEMORY = 0.98  # of what was seen, a round later: texts change
@@ -93,6 +95,32 @@ class Fixed:
         """Nothing to learn."""
 
 
+class Costs(NamedTuple):
+    """Seconds that a round is made of, on this machine and for one size of batch."""
+
+    draft_step: float
+    verify: dict[int, float]  # of n nodes a row, for every n that a tree may have; 1 is a step of plain decoding
+
+    @classmethod
+    def measured(cls, draft_step: float, timed: dict[int, float]) -> "Costs":
+        """From the times of some sizes; those between lie on the line between their neighbours.
+
+        Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
+        """
+        knots = sorted(timed)
+        level = [min(timed[m] for m in knots if m >= n) for n in knots]
+        sizes = sorted({*knots, *(n for n in SIZES if n < knots[-1])})
+        return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes})
+
+    def verify_seconds(self, nodes: int) -> float:
+        """Of any number of nodes: as of the next larger one that a tree may have, or of the largest."""
+        return self.verify[min((n for n in self.verify if n >= nodes), default=max(self.verify))]
+
+    def break_even(self, steps: int, nodes: int) -> float:
+        """Tokens a round at which drafting `steps` and verifying `nodes` is as fast as plain decoding."""
+        return (steps * self.draft_step + self.verify_seconds(nodes)) / self.verify[1]
+
+
 class Calibration:
     """How often nodes are accepted, by the path probability that the draft gave them."""
 
@@ -121,8 +149,7 @@ class Auto:
     Args:
         depth: the deepest tree.
         nodes: the largest.
-        draft: seconds of a draft step.
-        verify: seconds of verifying n nodes a row, by n, one of `SIZES` or `nodes`.
+        costs: measured here, for sizes up to `nodes`.
         calibration: of the draft's path probabilities.
         asks: choose anew in every round, which asks the device in the middle of it; else settle on one depth and size
             after a few full rounds.
@@ -132,18 +159,17 @@ class Auto:
         self,
         depth: int,
         nodes: int,
-        draft: float,
-        verify: dict[int, float],
+        costs: Costs,
         calibration: Calibration,
         asks: bool = True,
     ):
-        self.depth, self.nodes, self.draft, self.verify = depth, nodes, draft, verify
+        self.depth, self.nodes, self.costs = depth, nodes, costs
         self.asks, self.calibration = asks, calibration
         self.going = [0]  # rows that count
         self.steps, self.chosen = 1, 1  # of this round: steps drafted, nodes verified
         self.deepened = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
         self.reached = [2.0] * depth
-        self.step = min(verify.values())  # seconds of a round without a draft
+        self.step = costs.verify[1]  # seconds of a round without a draft
         self.tokens, self.seconds = 4 * 1.5, 4 * self.step  # of a row; to begin with, a hopeful guess
         self.looked: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it is settled
         self.plan: tuple[int, int] | None = None
@@ -161,7 +187,9 @@ class Auto:
             further = self.tokens / self.seconds >= PAYS / self.step
         elif self.asks:
             onward = self.deepened[depth] / self.reached[depth]
-            further = float(self.calibration.chance(scores[self.going]).sum()) * onward > self.rate * self.draft
+            further = (
+                float(self.calibration.chance(scores[self.going]).sum()) * onward > self.rate * self.costs.draft_step
+            )
         else:
             further = self.plan is None or depth < self.plan[0]
         self.steps = depth + further
@@ -169,12 +197,12 @@ class Auto:
 
     def size(self, scores: Tensor) -> int:
         if not self.asks:
-            self.chosen = self.plan[1] if self.plan else max(n for n in self.verify if n <= scores.shape[1])
+            self.chosen = self.plan[1] if self.plan else max(n for n in self.costs.verify if n <= scores.shape[1])
             return self.chosen
         chances = self.calibration.chance(scores[self.going][:, 1:])  # the root is sure
         likely = chances.sort(dim=1, descending=True).values.sum(0)
         gains = torch.cat([likely.new_zeros(1), likely.cumsum(0)]).tolist()  # by nodes - 1
-        worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.verify.items() if n <= len(gains)}
+        worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.costs.verify.items() if n <= len(gains)}
         self.chosen = max(worth, key=worth.__getitem__)
         return self.chosen
 
@@ -184,7 +212,7 @@ class Auto:
         going = self.going
         accepted = verdict.accepted[going].tolist()
         self.tokens = MEMORY * self.tokens + 1 + sum(accepted) / len(accepted)
-        self.seconds = MEMORY * self.seconds + self.steps * self.draft + self.verify[self.chosen]
+        self.seconds = MEMORY * self.seconds + self.steps * self.costs.draft_step + self.costs.verify[self.chosen]
         if self.steps == 0:
             return
         levels = above.sum(-1)[going] - 1  # (B, N)
@@ -213,6 +241,6 @@ class Auto:
                 likely = chances.sort(dim=1, descending=True).values.sum(0).cpu()
                 gains[1 : len(likely)] += likely[:-1].cumsum(0) / len(self.looked)
             rows = len(self.looked[0][0])
-            for n, cost in self.verify.items():
-                rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.draft + cost)
+            for n, cost in self.costs.verify.items():
+                rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.costs.draft_step + cost)
         return max(rates, key=rates.__getitem__)

@@ -13,6 +13,7 @@ import torch
 
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
+from poss_lightning.machine import synchronize
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
@@ -84,8 +85,7 @@ class Clock:
 
     def total(self) -> dict[str, float]:
         """Seconds of every part, and of all since the clock was made; waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         for name, start, end in self.events:
             self.seconds[name] += start.elapsed_time(end) / 1000
         self.events.clear()

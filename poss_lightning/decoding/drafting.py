@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.budget import Budget
-from poss_lightning.decoding.rounded import RoundedHead, pays
+from poss_lightning.decoding.int8_head import Int8Head, exact_levels, faster_product
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rotation, rotate
 from poss_lightning.draft.specialists import Specialists
@@ -39,20 +39,20 @@ class Drafter:
         ends: the target's embedding and head (cut to the draft's vocabulary here).
         depth: K, positions drafted at most.
         top_k: children tried a node, and nodes of a frontier; 1 makes the tree a chain.
-        rounded: read the head in 8 bits where that is sooner.
+        int8_head: read the head in 8 bits; None does so where it is faster.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number below 1, or a CPU that cannot read a head in 8 bits.
     """
 
-    def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, top_k: int = 10, rounded: bool = False):
+    def __init__(self, draft: Specialists, ends: Ends, depth: int = 6, top_k: int = 10, int8_head: bool | None = False):
         check_reach(depth, top_k)
         self.draft, self.ends = draft, ends.restrict(draft.vocabulary)
         self.shared = draft.config.kv == "shared"  # one cache for all specialists
         self.depth, self.top_k = depth, min(top_k, self.ends.head.shape[0])
         _, own = draft.own_head([])
         head = self.ends.head if own is None else own
-        self.product = RoundedHead(head) if rounded and pays(head) else project
+        self.product = faster_product(head) if int8_head is None else _int8(head) if int8_head else project
         self.slots: Slots | None = None
         self.room = self.top_k * (depth - 1)  # slots of drafted nodes
         self.scored = 1 + self.top_k + self.top_k**2 * (depth - 1)  # nodes, root included
@@ -179,6 +179,12 @@ class Drafter:
         keys, values = torch.nn.functional.linear(read, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
         caches = slice(0, 1) if self.shared else run  # keys, values: (caches, B, kv heads, n, d)
         self.store.write(caches, self.slots.index, rotate(keys, turn), values)
+
+
+def _int8(head: Tensor) -> Int8Head:
+    if (levels := exact_levels()) is None:
+        raise ValueError("int8_head is true, but this CPU has no exact products of bytes")
+    return Int8Head(head, levels)
 
 
 def check_reach(depth: int, top_k: int) -> None:

@@ -1,26 +1,29 @@
 """The loop: draft, verify, judge, commit. The one object that holds caches while sequences are decoded."""
 
 import copy
-import time
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import SIZES, Auto, Budget, Calibration, Fixed
+from poss_lightning.decoding.budget import MEASURED, Auto, Budget, Calibration, Costs, Fixed
 from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, Texts, check_room
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import Tree, ancestors, rerank, share
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.machine import best_seconds
 from poss_lightning.sampling import GREEDY, Chooser
 from poss_lightning.target.cache import Packed, TreeCache
 from poss_lightning.target.generation import pad, prefill
 from poss_lightning.target.model import Target
 
+logger = logging.getLogger(__name__)
+MEASURING = 3.0  # seconds after which `tree: auto` times nothing once more
 SHARE = 4  # a row may have so many times its share of a batch's nodes
 
 
@@ -36,8 +39,8 @@ class Round(NamedTuple):
 class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
-    An object decodes one batch at a time. What `tree: auto` measures, a second or a few for every size of batch that it
-    meets, is told as `measure` and not in the total: it is paid once, whatever is decoded then.
+    An object decodes one batch at a time. The seconds in which `tree: auto` measures, once for every size of batch, are
+    told as `measure` and not in the total: they are paid once, whatever is decoded then.
 
     Args:
         target: the frozen model.
@@ -53,6 +56,7 @@ class Speculative(Decoder):
         graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors must be asked.
         compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere. A
             head is then not read in 8 bits: Inductor has no such product of weights that it does not own.
+        int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
 
     Raises:
         ValueError: the draft was trained for another target, or the tree cannot be.
@@ -69,6 +73,7 @@ class Speculative(Decoder):
         share: bool = False,
         graphs: bool | None = None,
         compile: bool = False,
+        int8_head: bool | None = None,
     ):
         if difference := draft.config.target.difference(target.spec):
             raise ValueError(f"the draft was trained for another target: {difference}")
@@ -77,7 +82,8 @@ class Speculative(Decoder):
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
         self.target, self.tree = target, tree
         depth = sum(draft.config.allocation) if depth is None else depth
-        self.drafter = Drafter(draft, target.ends, depth, top_k, rounded=not compile)
+        int8_head = False if compile else int8_head
+        self.drafter = Drafter(draft, target.ends, depth, top_k, int8_head)
         self.fixed = Fixed(self.drafter.depth, nodes)
         self.nodes = min(nodes, self.drafter.scored)
         self.share, self.most = share, min(SHARE * nodes if share else nodes, self.drafter.scored)  # nodes of a row
@@ -202,6 +208,11 @@ class Speculative(Decoder):
                 self.budgets[batch] = self._measure()
         return self.budgets[batch]
 
+    @property
+    def costs(self) -> Costs | None:
+        """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
+        return self.budgets[1].costs if 1 in self.budgets else None
+
     def _measure(self) -> Auto:
         """Time draft steps and verification here and now; what they write, the next round overwrites."""
         drafter = self.drafter
@@ -210,30 +221,17 @@ class Speculative(Decoder):
         def verify(tree: Tree, packed: Packed | None) -> None:
             self._verify(tree, ancestors(tree.parents, drafter.depth), packed)
 
-        sizes = [*(n for n in SIZES if n < self.nodes), self.nodes]
+        logger.info("tree: auto times draft steps and verification on this machine, some seconds")
+        sizes = [*(n for n in MEASURED if n < self.nodes), self.nodes]
         verifying = {n: partial(verify, *self._prune(whole, n)) for n in sizes}
-        seconds = self._fastest({0: partial(drafter.grow, self.fixed), **verifying})
-        draft = seconds.pop(0) / drafter.depth
-        # Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
-        verified = {n: min(cost for m, cost in seconds.items() if m >= n) for n in seconds}
-        asks = self.target.device.type != "cuda"
-        return Auto(drafter.depth, self.nodes, draft, verified, self.calibration, asks)
-
-    def _fastest(self, works: dict[int, Callable[[], None]], times: int = 3) -> dict[int, float]:
-        """Seconds of each, done in turn, `times` after a first that is not counted."""
+        works = {0: partial(drafter.grow, self.fixed), **verifying}
         if self.graphs.enabled:
             works = {n: partial(self.graphs.run, ("timed", n), work, []) for n, work in works.items()}
-        _, *runs = [{n: self._seconds(work) for n, work in works.items()} for _ in range(1 + times)]
+        seconds = best_seconds(works, device=self.target.device, enough=MEASURING)
         self.graphs.forget()
-        return {n: min(run[n] for run in runs) for n in works}
-
-    def _seconds(self, work: Callable[[], object]) -> float:
-        wait = torch.cuda.synchronize if self.target.device.type == "cuda" else lambda: None
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        return time.perf_counter() - start
+        costs = Costs.measured(seconds.pop(0) / drafter.depth, seconds)
+        asks = self.target.device.type != "cuda"
+        return Auto(drafter.depth, self.nodes, costs, self.calibration, asks)
 
 
 def _where(tree: Tree, packed: Packed | None) -> Tensor:

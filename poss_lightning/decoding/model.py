@@ -37,8 +37,8 @@ def load(
     target: str | nn.Module = "embedded",
     draft: str | Specialists | None = None,
     tokenizer=None,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
     tree: Literal["auto", "fixed"] = "auto",
     depth: int | None = None,
     nodes: int = 60,
@@ -51,8 +51,9 @@ def load(
             keeps its dtype and device.
         draft: folder, hub id or shipped head, or specialists in hand; without one the target decodes alone.
         tokenizer: of a target in hand.
-        dtype: "bfloat16", "float16" or "float32", of a target that is loaded here.
-        device: where it computes, "cpu" or "cuda".
+        dtype: of a target that is loaded here: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
+            "float32".
+        device: where it computes: "auto" ("cuda", else "mps", else "cpu"), or one of these.
         tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of `depth` and `nodes`.
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.

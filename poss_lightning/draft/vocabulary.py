@@ -52,7 +52,7 @@ def vocabulary(
     if Path(out).exists():
         raise FileExistsError(f"{out} is there already: choose another name or remove it")
     given, conversations = Specialists.from_pretrained(draft), read_conversations(corpus, split, limit)
-    loaded = Target.load(target)
+    loaded = Target.load(target, dtype=None, device="cpu")  # for its template: nothing is computed
     if given.fuses:
         raise ValueError(f"{draft} has a head of its own, whose vocabulary is chosen when it is trained")
     if difference := given.config.target.difference(loaded.spec):

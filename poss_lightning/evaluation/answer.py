@@ -23,8 +23,8 @@ def answer(
     limit: int | None = None,
     new_tokens: int = 256,
     batch_size: int = 32,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
     """Let the target answer suites of prompts, turn by turn, as (compressed) JSON lines of chat messages.
 
@@ -37,8 +37,8 @@ def answer(
         limit: the first so many questions of each suite.
         new_tokens: an answer is cut there.
         batch_size: conversations answered side by side.
-        dtype: bfloat16, float16 or float32.
-        device: cpu or cuda.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these.
     """
     given = dict(locals())
     for name in ("new_tokens", "batch_size"):
@@ -48,8 +48,9 @@ def answer(
     model = Target.load(target, dtype, device)
     names = [f"{question.suite}/{question.id}" for question in questions]
     asked = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
-    settings = {name: given[name] for name in ("target", "new_tokens", "batch_size", "dtype")}
-    parts.claim(settings | {"questions": names, "asked": asked, "fingerprint": model.spec.fingerprint})
+    settings = {name: given[name] for name in ("target", "new_tokens", "batch_size")}
+    own = {"dtype": model.dtype_name, "questions": names, "asked": asked, "fingerprint": model.spec.fingerprint}
+    parts.claim(settings | own)
     conversations: list[Messages] = []
     with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
         for number, start in enumerate(range(0, len(questions), batch_size)):

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.rounded import RoundedHead
+from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import BASELINES, NAMES, Record, check_names, to_line
 from poss_lightning.evaluation.rounds import RoundLog
@@ -22,6 +22,7 @@ from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.files import atomic, records_lock
+from poss_lightning.machine import choose_device
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -46,8 +47,8 @@ def benchmark(
     baselines: list[str] | None = None,
     repeats: int = 1,
     show: int = 1,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
     """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
 
@@ -76,8 +77,9 @@ def benchmark(
             first two by default. The first is also the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
         show: questions of each suite whose rounds are written too, tree by tree, for the report to show.
-        dtype: bfloat16, float16 or float32; only float32 is exact to the last token against the baselines.
-        device: cpu or cuda.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
+            last token against the baselines.
+        device: auto (cuda, else mps, else cpu), or one of these.
     """
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in locals().items() if name != "out"}
@@ -87,7 +89,9 @@ def benchmark(
     found = load_suites(suites, limit)
     questions = [question for suite in found for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
+    config["device"] = device = choose_device(device)
     model = Target.load(target, dtype, device)
+    config["dtype"] = model.dtype_name
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
@@ -218,6 +222,13 @@ class Run:
         prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
         for method in self.methods.values():
             method.decode([prompt], min(new_tokens, 16))
+        self._note(json.loads((self.folder / "run.json").read_text()) | self._costs())
+
+    def _costs(self) -> dict:
+        """What `tree: auto` measured of each draft, for `poss compare` to say whether drafting pays here."""
+        measured = {name: method.costs for name, method in self.methods.items() if isinstance(method, Speculative)}
+        found = {name: costs._asdict() for name, costs in measured.items() if costs is not None}
+        return {"costs": found} if found else {}
 
     def _go_on(self, facts: dict) -> list[str]:
         """Lines of an earlier, killed run of the same settings; else begin with run.json."""
@@ -258,7 +269,7 @@ def _facts(method: Decoder) -> dict:
         "nodes": method.nodes,
         "tree": method.tree,
         "top_k": drafter.top_k,
-        "rounded": isinstance(drafter.product, RoundedHead),
+        "int8_head": isinstance(drafter.product, Int8Head),
         **describe(drafter.draft),
     }
 

@@ -15,6 +15,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.machine import choose_device
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
@@ -33,8 +34,8 @@ def generate(
     sample_top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
     compare: bool | None = None,
     chat: bool = False,
     show: Literal["tree"] | None = None,
@@ -55,8 +56,8 @@ def generate(
         sample_top_k: draw among so many likeliest tokens; 0 for all.
         top_p: draw among the likeliest tokens that hold this mass.
         seed: of what is drawn.
-        dtype: bfloat16, float16 or float32.
-        device: cpu or cuda.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these.
         compare: decode the answer once more without the draft, for the speed-up; by default wherever there is a draft,
             but not in a chat.
         chat: go on asking, line by line, up to an empty one or the end of stdin; with - for a prompt, from the first.
@@ -71,7 +72,9 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
     loaded = Specialists.from_pretrained(draft) if draft else None
+    config["device"] = device = choose_device(device)
     model = Target.load(target, dtype, device)
+    config["dtype"] = dtype = model.dtype_name
     decoder = Speculative(model, loaded, depth, nodes, top_k, tree) if loaded else Autoregressive(model)
     if compare is None:
         compare = loaded is not None and not chat

@@ -29,7 +29,7 @@ from poss_lightning.evaluation.records import NAMES, Record, check_names, to_lin
 from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import atomic, records_lock
-from poss_lightning.target.model import check_device
+from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.target.spec import Ends
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ def replay(
     depth: int | None = None,
     nodes: int = 60,
     top_k: int = 10,
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
 ) -> None:
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
@@ -69,17 +70,20 @@ def replay(
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         top_k: children tried a node; 1 drafts chains.
-        device: cpu or cuda.
+        dtype: that drafts compute in, whatever the store has: auto (what this device multiplies fastest), bfloat16,
+            float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these.
     """
     config = dict(locals())
-    check_device(device)
+    config["device"] = device = choose_device(device)
+    config["dtype"] = dtype = choose_dtype(dtype, device)
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_names(drafts)
     folder, features = Path(out), FeatureStore(store)
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
-    ends, loaded, methods = features.ends().to(device), {}, {}
+    ends, loaded, methods = features.ends().to(device, getattr(torch, dtype)), {}, {}
     for name, source in drafts.items():
         loaded[name] = draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
         if difference := draft.config.target.difference(features.target):

@@ -19,7 +19,8 @@ class FeatureData(lightning.LightningDataModule):
         corpus: file or hub id of conversations, as `poss extract` takes it.
         target: of online features: "embedded", a local folder or a hub id.
         max_length: of online features: tokens a conversation is cut at.
-        dtype: of online features: bfloat16, float16 or float32, of the target and the features.
+        dtype: of online features, of the target and the features: auto (what the device multiplies fastest), bfloat16,
+            float16 or float32.
         batch_tokens: tokens of a batch of one process, padding included.
         packed: several conversations in one row, seen by themselves alone; else one a row, with others of like length.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
@@ -36,7 +37,7 @@ class FeatureData(lightning.LightningDataModule):
         corpus: str | None = None,
         target: str = "embedded",
         max_length: int = 2048,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         batch_tokens: int = 4096,
         packed: bool = True,
         noise: float = 0.2,

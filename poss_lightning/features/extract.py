@@ -23,6 +23,7 @@ from poss_lightning.features.manifest import verify as verify_store
 from poss_lightning.features.remote import local
 from poss_lightning.features.shards import Text, write_shard
 from poss_lightning.files import atomic
+from poss_lightning.machine import choose_device
 from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
 
@@ -39,8 +40,8 @@ def extract(
     max_length: int = 2048,
     batch_tokens: int = 4096,
     shard_mb: int = 512,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
+    dtype: str = "auto",
+    device: str = "auto",
     stored: Literal["exact", "float8"] = "exact",
     layers: list[int] | None = None,
     verify: bool = False,
@@ -59,8 +60,10 @@ def extract(
         max_length: tokens a conversation is cut at; the target's context at most.
         batch_tokens: tokens of a forward, padding included.
         shard_mb: size of a shard, in MiB of features.
-        dtype: bfloat16, float16 or float32, of the target and of the features when they are read back.
-        device: cpu or cuda; with several ranks on a machine, cuda is each one's own GPU.
+        dtype: of the target and of the features when they are read back: auto (what this device multiplies fastest),
+            bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these; with several ranks on a machine, cuda is each
+            one's own GPU.
         stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
@@ -75,6 +78,7 @@ def extract(
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     rank, world, place = unfinished.this_rank(os.environ)
+    device = choose_device(device)
     if device == "cuda" and world > 1:
         device = f"cuda:{place % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
     conversations = read_conversations(corpus, split, limit)
@@ -112,7 +116,7 @@ def write_store(
     max_length = min(max_length, target.spec.context)
     texts = read_texts(target, conversations, max_length, tell=rank == 0)
     shards = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
-    dtype, corpus = str(target.dtype).removeprefix("torch."), _digest(texts)
+    dtype, corpus = target.dtype_name, _digest(texts)
     kind = unfinished.kind(target.spec, dtype, stored, layers, max_length, corpus)
     if not unfinished.claim(folder, kind, {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}):
         return unfinished.clear(folder)  # the run that finished it may have been killed before it did

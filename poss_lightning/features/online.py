@@ -12,6 +12,7 @@ from poss_lightning.features.schedule import buckets
 from poss_lightning.features.shards import Text
 from poss_lightning.features.store import SOME, Sample, commonest
 from poss_lightning.features.stream import Batch
+from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.target.generation import pad
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import Ends, TargetSpec
@@ -38,7 +39,7 @@ class OnlineFeatures:
     def read(cls, corpus: str, target: str, max_length: int, dtype: str) -> "OnlineFeatures":
         """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
         conversations = read_conversations(corpus)
-        model = Target.load(target, dtype)
+        model = Target.load(target, choose_dtype(dtype, choose_device()), "cpu")  # it follows the batches
         return cls(model, read_texts(model, conversations, min(max_length, model.spec.context)))
 
     def __getitem__(self, index: int) -> Sample:

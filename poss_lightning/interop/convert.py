@@ -58,7 +58,7 @@ def convert(
     if from_ == "ours":
         draft = _own(source)
         _check(draft.config, to, source)
-        loaded = Target.load(target, dtype=None)
+        loaded = Target.load(target, dtype=None, device="cpu")
         if difference := draft.config.target.difference(loaded.spec):
             raise ValueError(f"{source} was trained for another target: {difference}")
     else:
@@ -67,7 +67,7 @@ def convert(
         misfit = f"{source} does not fit --from {from_}"
         with _naming(misfit):
             allocation = _allocation(from_, allocation, tensors)
-        loaded = Target.load(target, dtype=None)
+        loaded = Target.load(target, dtype=None, device="cpu")
         with _naming(misfit):
             draft = published(given, tensors, LAYOUTS[from_], allocation, loaded)
         _check(draft.config, to, source)

@@ -15,6 +15,7 @@ from poss_lightning.evaluation.records import (
     sized,
     timed,
 )
+from poss_lightning.reports.costs import cost_table, read_costs
 from poss_lightning.reports.seeds import Cells, SeedSummary, over_seeds
 from poss_lightning.reports.statistics import LEVEL, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary, summarise
@@ -68,6 +69,11 @@ def find(
     else:
         over = baseline if timed(answers) else None
         found = across_prompts(answers, over, reference, known, resamples, seed)
+        if costs := read_costs(runs):
+            speed_ups = {
+                row.method: row.speed_up[over] for row in found.rows if row.suite == ALL and over in row.speed_up
+            }
+            found.tables.insert(1, cost_table(costs, speed_ups))
     return found._replace(cells=chosen, note=found.note + (AUTO if sized(runs) else ""))
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.files import fetch
+from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed, SlotStore, TreeCache
 from poss_lightning.target.chat import Chat
@@ -45,21 +46,22 @@ class Target(nn.Module):
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 
     @classmethod
-    def load(cls, name: str = embedded.NAME, dtype: str | None = "bfloat16", device: str = "cpu") -> "Target":
+    def load(cls, name: str = embedded.NAME, dtype: str | None = "auto", device: str = "auto") -> "Target":
         """Load a target.
 
         Args:
             name: "embedded", a local folder, or a hub id.
-            dtype: "bfloat16", "float16" or "float32"; None for that of its files.
-            device: where it computes, "cpu" or "cuda".
+            dtype: "auto" for what the device multiplies fastest, "bfloat16", "float16" or "float32"; None for that of
+                its files.
+            device: where it computes: "auto" for "cuda", else "mps", else "cpu"; or one of these.
 
         Raises:
             FileNotFoundError: no such folder or hub id, a damaged one, or the embedded target's package is missing.
             ValueError: an unknown dtype or device; weights missing; a model whose logits are not head(feature).
         """
-        if dtype not in ("bfloat16", "float16", "float32", None):
-            raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float16 or float32")
-        check_device(device)
+        device = choose_device(device)
+        if dtype is not None:
+            dtype = choose_dtype(dtype, device)
         disable_progress_bar()  # loading is a matter of seconds here, and the bar would cut through ours
         source = _folder(name)
         try:
@@ -85,6 +87,11 @@ class Target(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.ends.embedding.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """As options and files name it, e.g. bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
 
     def cache(self, batch: int, capacity: int) -> TreeCache:
         """An empty cache of `batch` rows and `capacity` slots."""
@@ -206,14 +213,6 @@ def _folder(name: str) -> Path:
     if name == embedded.NAME:
         return embedded.folder()
     return fetch(name, "target", ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-
-
-def check_device(device: str) -> None:
-    """Raise ValueError unless a tensor can be made there."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {device!r}, which this machine or this torch does not have; try cpu") from error
 
 
 def _hold_angles(model: nn.Module) -> None:

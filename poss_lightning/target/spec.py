@@ -3,16 +3,18 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from poss_lightning.machine import best_seconds
 from poss_lightning.target.masks import FULL
 
-FEW = 32  # rows of features for which `project` puts the head on the left
+FEW = 32  # rows of features for which `project` may put the head on the left
+LEAST_GAIN = 0.8  # of the time of `linear` that the other order may take, to be taken
 Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, D) -> (..., V)
-MATRIX_UNITS = getattr(torch.cpu, "_is_amx_tile_supported", bool)()  # whether this CPU has them (AMX)
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,35 @@ class TargetSpec:
 
 
 def project(features: Tensor, head: Tensor) -> Tensor:
-    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, and sooner for a few rows on matrix units.
+    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, or what is faster on this CPU for few rows.
 
-    There `linear` lays out the right of a product anew for them, which is all of the head. With the head on the left it
-    is a few features; V is then not the innermost dimension in memory. `make bench` has the times of both.
+    Some CPUs lay out the right of a product anew for their instructions, which in `linear` is all of the head. With the
+    head on the left it is a few features; V is then not the innermost dimension in memory. `make bench` has the times.
     """
     few = 1 < features.numel() // features.shape[-1] <= FEW
-    if not (few and MATRIX_UNITS) or head.device.type != "cpu" or head.dtype == torch.float32:
-        return nn.functional.linear(features, head)
+    if few and head.device.type == "cpu" and left_is_faster(head.dtype):
+        return head_on_the_left(features, head)
+    return nn.functional.linear(features, head)
+
+
+def head_on_the_left(features: Tensor, head: Tensor) -> Tensor:
+    """The product of `project` in the other order."""
     return (head @ features.flatten(0, -2).t()).t().unflatten(0, features.shape[:-1])
+
+
+@torch.compiler.assume_constant_result
+def left_is_faster(dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies few features by a head faster in that order; timed once for a dtype."""
+    return _left_over_linear(dtype) < LEAST_GAIN
+
+
+@cache
+@torch.inference_mode()
+def _left_over_linear(dtype: torch.dtype) -> float:
+    features, head = torch.ones(8, 512, dtype=dtype), torch.ones(32768, 512, dtype=dtype)
+    ways = (head_on_the_left, nn.functional.linear)
+    left, linear = best_seconds({way: partial(way, features, head) for way in ways}).values()
+    return left / linear
 
 
 class Ends(nn.Module):

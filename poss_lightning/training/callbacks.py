@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
+from poss_lightning.machine import SUMS
 from poss_lightning.training.costs import step_flops
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import whole
@@ -131,5 +132,5 @@ class Throughput(lightning.Callback):
 
     def _restart(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self.step, self.waited = trainer.global_step, 0.0
-        self.done = torch.zeros(3, dtype=torch.float64, device=pl_module.device)  # slots, tokens, FLOPs
+        self.done = torch.zeros(3, dtype=SUMS, device=pl_module.device)  # slots, tokens, FLOPs
         self.begun = self.left = time.monotonic()

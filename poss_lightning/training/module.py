@@ -131,6 +131,12 @@ class SpecialistTraining(lightning.LightningModule):
         self.val_acceptance = PositionAcceptance(self.looks)
         self.val_drift = None if self.draft.fuses else FeatureDrift(self.looks)  # of what predicts a feature
 
+    def setup(self, stage: str) -> None:
+        """Turn the ends to the dtype that is computed in, whichever the store has."""
+        precision = self.trainer.precision
+        if precision in ("bf16-mixed", "32-true"):
+            self.ends.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+
     def configure_model(self) -> None:
         """FSDP2 shards the draft before the optimizer is made."""
         if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2):

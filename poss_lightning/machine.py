@@ -1,0 +1,147 @@
+"""What `auto` means on this machine: the device to compute on, and the number format that it multiplies fast."""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+Key = TypeVar("Key", bound=Hashable)
+
+DTYPES = ("bfloat16", "float16", "float32")
+ROWS, WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; 0.1 to 0.2 s
+logger = logging.getLogger(__name__)
+
+# Of sums that a module takes along to its device: Apple's GPU has no float64.
+SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64
+
+
+def choose_device(name: str = "auto") -> str:
+    """The device of that name; of `auto` CUDA's, else Apple's (mps), else the CPU.
+
+    Raises:
+        ValueError: no tensor can be made there.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device is {name!r}, which this machine or this torch does not have; try auto or cpu"
+        ) from error
+    return name
+
+
+def check_dtype(name: str) -> None:
+    """Raise ValueError unless `name` is `auto` or one of `DTYPES`."""
+    if name not in ("auto", *DTYPES):
+        raise ValueError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+
+
+def choose_dtype(name: str, device: str) -> str:
+    """The dtype of that name; of `auto` what `fast_dtype` says of the device, which is told in one line.
+
+    Raises:
+        ValueError: as `check_dtype`.
+    """
+    check_dtype(name)
+    if name != "auto":
+        return name
+    dtype, reason = fast_dtype(device)
+    _announce(f"{dtype}: {reason}")
+    return dtype
+
+
+def choose_precision(accelerator: str) -> str:
+    """Lightning's `precision` for a trainer's `accelerator`: bf16-mixed where bfloat16 is fast, else 32-true."""
+    device = {"gpu": "cuda"}.get(accelerator, accelerator)
+    if device == "auto":
+        device = choose_device()
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        return "32-true"  # autocast elsewhere is not ours to trust; a GPU that is missing Lightning names itself
+    return "bf16-mixed" if choose_dtype("auto", device) == "bfloat16" else "32-true"
+
+
+@cache
+def fast_dtype(device: str) -> tuple[str, str]:
+    """The dtype that a device multiplies fastest, and why, in words.
+
+    A GPU of Nvidia says so itself. Elsewhere a product of `ROWS` rows is timed in bfloat16 and in float32: many CPUs
+    have bfloat16 only as numbers that are stored, and take two to five times as long to multiply them.
+    """
+    kind = torch.device(device).type
+    if kind == "cuda":
+        name, (major, _) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return "bfloat16", f"{name} multiplies it fast"
+        return ("float16" if major == 7 else "float32"), f"{name} has no fast bfloat16"
+    ratio = bfloat16_over_float32(device)
+    what = {"cpu": "this CPU"}.get(kind, f"this machine's {kind}")
+    if ratio > 1:
+        return "float32", f"{what} multiplies bfloat16 slowly, in {ratio:.1f} times the time of float32"
+    return "bfloat16", f"{what} multiplies it in {ratio:.2f} of the time of float32"
+
+
+def bfloat16_over_float32(device: str) -> float:
+    """Seconds of a product in bfloat16 over those in float32; inf where the device has no bfloat16."""
+
+    def product(dtype: torch.dtype) -> Callable[[], object]:
+        left, right = (torch.ones(rows, WIDTH, dtype=dtype, device=device) for rows in (ROWS, WIDTH))
+        return lambda: torch.nn.functional.linear(left, right)
+
+    try:
+        seconds = best_seconds({dtype: product(dtype) for dtype in (torch.bfloat16, torch.float32)}, 10, device)
+    except (RuntimeError, TypeError):  # macOS before 14 has no bfloat16 on its GPU
+        return float("inf")
+    return seconds[torch.bfloat16] / seconds[torch.float32]
+
+
+def best_seconds(
+    works: Mapping[Key, Callable[[], object]],
+    repeats: int = 3,
+    device: str | torch.device = "cpu",
+    enough: float = float("inf"),
+) -> dict[Key, float]:
+    """Seconds of each work, the least of `repeats`, done in turn after a first that is not counted.
+
+    Args:
+        works: by any name.
+        repeats: how often; fewer where `enough` seconds have passed, at worst the first alone.
+        device: that is waited for.
+    """
+    runs: list[dict[Key, float]] = []
+    began = time.perf_counter()
+    while len(runs) <= repeats and (not runs or time.perf_counter() - began < enough):
+        runs.append({name: _seconds(work, device) for name, work in works.items()})
+    return {name: min(run[name] for run in runs[1:] or runs) for name in works}
+
+
+def _seconds(work: Callable[[], object], device: str | torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def float64_device(device: str | torch.device) -> torch.device:
+    """Where to compute in float64 what belongs to a device: there, but on the CPU for Apple's GPU, which has none."""
+    return torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+
+
+def synchronize(device: str | torch.device) -> None:
+    """Wait until a device has done all it was asked for; a CPU always has."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
+
+
+@cache
+def _announce(line: str) -> None:
+    """Say it once a process."""
+    logger.info(line)
