@@ -13,8 +13,14 @@ TORCH  ?= torch==2.13.0
 # what `make wheel-demo` empties, and installs into
 EMPTY  := /tmp/poss-wheel
 
+# one process a core, a file of tests in one of them
+TESTS  := $(BIN)/python -m pytest -q -n auto --dist loadfile
+# what an older CPU would do, and the tests of mathematics
+AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+MATHEMATICS := $(patsubst %,tests/test_%.py,budget draft encoding engine int8_head losses machine metrics muon sampling target trees unroll verification)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan coverage clean
+.PHONY: help setup demo test test-portable test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan coverage clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -39,8 +45,13 @@ $(STAMP): pyproject.toml
 demo: setup  ## train the shipped single layer on, two ways; benchmark all heads; write runs/demo/report.html
 	$(BIN)/poss demo
 
-test: setup  ## run the tests (without the slow ones)
-	$(BIN)/python -m pytest -q
+test: setup  ## run the tests (without the slow ones), on all cores
+	$(TESTS)
+
+test-portable: setup  ## the tests and the demo as a CPU with AVX2 alone runs them; some tests without any vectors
+	$(AVX2) $(TESTS)
+	ATEN_CPU_CAPABILITY=default $(TESTS) $(MATHEMATICS)
+	$(AVX2) $(BIN)/poss demo --out runs/demo-avx2
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow

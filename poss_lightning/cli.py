@@ -52,7 +52,9 @@ def main() -> None:
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
         sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
-    _log_lines()
+    logger = logging.getLogger("poss_lightning")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [Lines()]
     try:
         run(command, sys.argv[2:])
     except ArgumentError as error:
@@ -126,10 +128,12 @@ def trainer(arguments: list[str]) -> None:
             if given and Path(given).exists():
                 read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
 
-        def before_instantiate_classes(self) -> None:
-            trainer = self._get(self.config, "trainer")
-            if trainer.precision == "auto":
-                trainer.precision = choose_precision(str(trainer.accelerator))
+        def instantiate_trainer(self, **more):
+            for config in (self.config, self.config_init):  # of which the first goes into config.yaml
+                trainer = self._get(config, "trainer")
+                if trainer.precision == "auto":
+                    trainer.precision = choose_precision(str(trainer.accelerator))
+            return super().instantiate_trainer(**more)
 
         def before_fit(self) -> None:
             left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
@@ -199,13 +203,11 @@ def trainer(arguments: list[str]) -> None:
         raise ValueError(str(error)) from error
 
 
-def _log_lines() -> None:
-    """Show what the package tells, one plain line each, on stderr."""
-    logger, handler = logging.getLogger("poss_lightning"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+class Lines(logging.Handler):
+    """Shows what the package tells as plain lines on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr, flush=True)
 
 
 def _unused(folder: Path, configs: list[str]) -> None:

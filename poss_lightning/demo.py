@@ -56,9 +56,10 @@ class Sizes:
 LADDER = (
     Sizes(200, 40, 2, 64),
     Sizes(150, 30, 2, 64),
-    Sizes(120, 20, 2, 48),
-    Sizes(100, 15, 1, 48),
-    Sizes(80, 10, 1, 48),
+    Sizes(120, 20, 2, 64),
+    Sizes(100, 15, 2, 48),
+    Sizes(80, 10, 2, 40),
+    Sizes(60, 8, 1, 48),
     Sizes(60, 5, 1, 32),
 )
 
@@ -132,7 +133,7 @@ def demo(
     hass = _fit(folder, "hass", store, vocabulary_size, sizes.steps, start_from, device)
     _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {sizes.steps} steps)")
     poss2 = _fit(folder, "poss2", store, vocabulary_size, sizes.steps, start_from, device)
-    _say(4, f"{sizes.limit} questions of each suite, answered by plain decoding and by every draft in turn")
+    _say(4, "questions of six suites, answered by plain decoding and by every draft in turn")
     methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
     common = {"drafts": methods, "target": target, "limit": sizes.limit, "new_tokens": sizes.new_tokens}
     records, exact = str(folder / "benchmark"), str(folder / "exact")
@@ -225,8 +226,8 @@ def _minutes(seconds: float) -> str:
 
 def _words(sizes: Sizes) -> str:
     return (
-        f"{sizes.conversations} conversations, {sizes.steps} training steps a draft, {sizes.limit} questions of each "
-        f"suite, {sizes.new_tokens} tokens an answer"
+        f"{sizes.conversations} conversations, {sizes.steps} training steps a draft, "
+        f"{sizes.limit} question{'s' * (sizes.limit > 1)} of each suite, {sizes.new_tokens} tokens an answer"
     )
 
 

@@ -123,6 +123,15 @@ def test_later_turns_follow_the_targets_own_answers(whole, target):
             messages.append({"role": "assistant", "content": record.text})
 
 
+def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
+    assert "costs" not in json.loads((whole / "run.json").read_text())
+    run(tmp_path, limit=1, show=0, tree="auto")
+    costs = json.loads((tmp_path / "run.json").read_text())["costs"]
+    assert set(costs) == {"chain", "poss"}
+    for measured in costs.values():
+        assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
+
+
 def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
     facts = json.loads((whole / "run.json").read_text())
     assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]

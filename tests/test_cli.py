@@ -453,7 +453,7 @@ def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, tra
         poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", training
     )
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["validation"] == 0.05
-    assert config["trainer"]["gradient_clip_val"] == 0.5 and config["trainer"]["precision"] == "bf16-mixed"
+    assert config["trainer"]["gradient_clip_val"] == 0.5 and config["trainer"]["precision"] in ("auto", "bf16-mixed")
     callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
     assert {"Replay", "DraftFolders"} <= set(callbacks)
 
@@ -500,7 +500,7 @@ def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
     for command, *before in commands:
         poss(command, *before, "out.jsonl", "--config", file)
     given = yaml.safe_load(file.read_text())
-    assert asked == [(given["target"], given["dtype"], given.get("device", "cpu"))] * len(commands)
+    assert asked == [(given["target"], given.get("dtype", "auto"), given.get("device", "auto"))] * len(commands)
 
 
 def test_the_six_suites_are_the_hub_s(poss, monkeypatch):

@@ -1,13 +1,17 @@
 """`poss demo` from end to end on a tiny random target: every command, every file it promises."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from conftest import tiny_draft, tiny_model
 from tiny import tiny_tokenizer
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.demo import CORPUS, demo
+from poss_lightning.demo import CORPUS, LADDER, SPARE, Sizes, Speed, demo, expected_seconds, measure, plan
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
 
@@ -37,3 +41,61 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     demo(str(folder), str(target), **heads, **sizes)  # everything is there: nothing is done again
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    with pytest.raises(ValueError, match="was begun with steps 2, now 3: go on without --steps, or choose another"):
+        demo(str(folder), str(target), **heads, **sizes | {"steps": 3})
+
+
+# --- how much of it a machine does ---
+
+FAST = Speed("bfloat16", "cpu", read=2000.0, write=40.0, flops=5e11)
+
+
+@pytest.fixture
+def measured(monkeypatch, target):
+    """A machine as fast as a test says; nothing is loaded."""
+
+    def machine(speed: Speed):
+        monkeypatch.setattr("poss_lightning.demo.measure", lambda target, device: speed)
+        monkeypatch.setattr("poss_lightning.demo.Target", SimpleNamespace(load=lambda *arguments: target))
+
+    return machine
+
+
+def slower(times: float, dtype: str = "float32") -> Speed:
+    return replace(FAST, dtype=dtype, read=FAST.read / times, write=FAST.write / times, flops=FAST.flops / times)
+
+
+def planned(folder: Path, **given) -> Sizes:
+    asked = dict.fromkeys(("conversations", "steps", "limit", "new_tokens")) | given
+    return plan(folder, "embedded", "embedded-hass", None, asked, "auto", "cpu")[0]
+
+
+@pytest.mark.parametrize("times", [1, 1.5, 2, 3, 5, 8])
+def test_the_largest_that_fits_the_minutes_is_taken(measured, tmp_path, times):
+    speed, draft = slower(times), Specialists.from_pretrained("embedded-hass").config
+    measured(speed)
+    sizes = planned(tmp_path)
+    larger = LADDER[: LADDER.index(sizes)]
+    assert all(expected_seconds(own, speed, draft) > 15 * 60 * SPARE for own in larger)
+    assert expected_seconds(sizes, speed, draft) <= 15 * 60 * SPARE or sizes == LADDER[-1]
+
+
+def test_minutes_are_those_of_the_kind_of_machine():
+    assert [FAST.minutes, slower(2).minutes, replace(FAST, device="cuda").minutes] == [6, 15, 3]
+
+
+def test_what_was_made_smaller_is_told_and_what_was_asked_for_is_done(measured, tmp_path, capsys):
+    measured(slower(0.1))
+    assert planned(tmp_path / "fast") == LADDER[0] and "smaller" not in capsys.readouterr().out
+    measured(slower(8))
+    assert planned(tmp_path / "slow", steps=40).steps == 40
+    said = capsys.readouterr().out
+    assert "cpu, float32: the target reads 250 tokens/s and writes 5.0." in said
+    assert "Made smaller for this machine, from 200 conversations, 40 training steps a draft" in said
+    measured(FAST)
+    assert planned(tmp_path / "slow") == planned(tmp_path / "slow", steps=40)  # it goes on as it was begun
+
+
+def test_a_machine_is_measured(target):
+    speed = measure(target, "cpu")
+    assert speed.dtype == "float32" and min(speed.read, speed.write, speed.flops) > 0

@@ -134,6 +134,12 @@ def test_a_mask_off_by_one_is_not_lossless(monkeypatch):
     assert speculative.decode(PROMPTS[:1], 50, frozenset())[0].tokens != future[:50]
 
 
+def name(sampling: Sampling) -> str:
+    """The same in every process, which `str` of a processor is not."""
+    processors = "+".join(type(processor).__name__ for processor in sampling.processors)
+    return f"T{sampling.temperature}-k{sampling.top_k}-p{sampling.top_p}{processors and '-' + processors}"
+
+
 LAWS = [
     Sampling(1.0),
     Sampling(0.7, top_k=20, top_p=0.9),
@@ -147,7 +153,7 @@ def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS):
     return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator)]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("law", LAWS, ids=name)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_seed_draws_the_tokens_of_plain_sampling_whatever_the_tree_and_the_batch(seed, law):
     """Every tree with and without a shared budget, by turns; and one by one, where the same generator goes on."""
@@ -232,7 +238,7 @@ def plant(engine, truth: dict[int, list[int]]):
     engine.drafter.grow = planted
 
 
-@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0), *LAWS[1:3]], ids=str)
+@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0), *LAWS[1:3]], ids=name)
 @pytest.mark.parametrize("share", [False, True])
 def test_long_paths_in_a_batch_are_lossless_at_any_temperature(target, law, share):
     """Whole chains are accepted, cut and refused; rows advance by numbers of their own."""

@@ -45,6 +45,8 @@ ZERO = [pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 
 SHARDED = ["ddp", "fsdp2", *ZERO]
 STRATEGIES = ["one", *SHARDED]
 OTHER_KIND = ("ddp", "fsdp2", "zero1", "zero3")
+SPREAD = 4  # times what half an ulp makes: the sums of a strategy are rounded more often than once
+MODEL_DEPTH = sum(MODEL["allocation"])
 TABLE = [(strategy, batches) for strategy in ("one", "ddp", "fsdp2") for batches in (2, 4)]
 TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
 TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
@@ -161,6 +163,25 @@ def reference(store, inner, initial) -> dict[int | str, Weights]:
     return plain | {"eagle3": plain_steps(inner, eagle3(initial), 4, **EAGLE3)}
 
 
+@pytest.fixture(scope="module")
+def rounding(store, initial, reference, tmp_path_factory) -> float:
+    """What float32 leaves open: how far plain steps end up from weights that begin half an ulp away, at most of three.
+
+    Adam divides small gradients by their own size, so their rounding counts: on one CPU 3e-6 to 2e-5 of what changed.
+    """
+    nudged, found = tmp_path_factory.mktemp("nudged") / "weights.safetensors", []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        weights = load_file(initial)
+        for name, value in weights.items():
+            if value.is_floating_point() and name != "scale":
+                value.mul_(1 + (torch.rand(value.shape, generator=generator) - 0.5) * torch.finfo(value.dtype).eps)
+        save_file(weights, nudged)
+        found.append(difference(plain_steps(store, nudged, 2), reference[2], initial))
+    assert max(found) < 1e-4  # or the laws below would see no fault
+    return max(found)
+
+
 def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
     module = SpecialistTraining(store, **MODEL | changes)
     draft, depth = module.draft, module.draft.config.depth
@@ -231,14 +252,15 @@ def test_processes_have_uneven_slot_counts(store):
 
 
 @pytest.mark.parametrize(("strategy", "batches"), TABLE)
-def test_every_strategy_takes_the_same_steps(trained, reference, initial, strategy, batches):
-    assert difference(weights(trained / strategy / str(batches)), reference[batches], initial) <= 1e-5
+def test_every_strategy_takes_the_same_steps(trained, reference, initial, rounding, strategy, batches):
+    assert difference(weights(trained / strategy / str(batches)), reference[batches], initial) <= SPREAD * rounding
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(n, marks=[needs_deepspeed] * ("zero" in n)) for n in OTHER_KIND])
-def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, strategy):
-    beginning = eagle3(initial)
-    assert difference(weights(trained / strategy / "eagle3"), reference["eagle3"], beginning) <= 5e-5
+def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, rounding, strategy):
+    """Without detaching, each pass's rounding goes through those before it."""
+    found = difference(weights(trained / strategy / "eagle3"), reference["eagle3"], eagle3(initial))
+    assert found <= MODEL_DEPTH * SPREAD * rounding
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -276,8 +298,8 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strateg
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_a_strategy_goes_on_from_another_s_checkpoint(trained, reference, initial, strategy):
-    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) <= 1e-5
+def test_a_strategy_goes_on_from_another_s_checkpoint(trained, reference, initial, rounding, strategy):
+    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) <= SPREAD * rounding
 
 
 @pytest.mark.parametrize("precision", ["4", "bf16"])

@@ -607,6 +607,10 @@ def test_a_replay_writes_over_nobodys_records(tmp_path, store):
     before = (out / "records.jsonl.gz").read_bytes()
     with pytest.raises(ValueError, match=r"out holds records of other settings \(top_k of 'one'\)"):
         replay(str(out), store, {"one": drafts[0]}, top_k=2)
+    computed = json.loads((out / "run.json").read_text())["config"]["dtype"]
+    other = {"bfloat16": "float32", "float32": "bfloat16"}[computed]
+    with pytest.raises(ValueError, match=rf"of other settings \(dtype '{computed}', now '{other}'; "):
+        replay(str(out), store, {"one": drafts[0]}, dtype=other)
     with pytest.raises(ValueError, match=r"weights of 'one'; .*weights of 'two'\): choose another folder"):
         replay(str(out), store, {"one": drafts[1], "two": drafts[0]})
     replay(str(out), store, {"one": drafts[0]})

@@ -94,12 +94,13 @@ def test_alone_padded_and_in_a_batch_are_one(source, allocation):
         torch.testing.assert_close(together, sum(g[i] for _, g in apart), rtol=1e-3, atol=1e-5)
 
 
-def fit(store, folder, steps=60, callbacks=(), resume=None, **changes):
+def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true", **changes):
     lightning.seed_everything(0)
     module = SpecialistTraining(store, [2, 2], learning_rate=3e-3, warmup=0.05, **changes)
     trainer = lightning.Trainer(
         max_steps=steps,
         accelerator="cpu",
+        precision=precision,
         val_check_interval=steps // 2,
         check_val_every_n_epoch=None,
         gradient_clip_val=0.5,
@@ -112,6 +113,25 @@ def fit(store, folder, steps=60, callbacks=(), resume=None, **changes):
     )
     trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2), ckpt_path=resume)
     return module, trainer
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory, tiny_folder):
+    """The same texts, read and kept in bfloat16."""
+    folder = tmp_path_factory.mktemp("half")
+    write_store(folder, Target.load(tiny_folder, "bfloat16"), talks(), 128, 1024, 2**20)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("precision", "computed"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_a_store_in_either_dtype_trains_in_the_one_asked_for(store, half, tmp_path, precision, computed):
+    """Not one of another machine's, which may multiply it slowly: the frozen ends too are turned to it."""
+    losses = []
+    for name, source in (("whole", store), ("half", half)):
+        module, trainer = fit(source, tmp_path / name, steps=4, precision=precision)
+        assert module.ends.head.dtype == module.ends.embedding.dtype == computed
+        losses.append(float(trainer.callback_metrics["val/loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path):

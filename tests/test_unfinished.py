@@ -169,4 +169,4 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
     monkeypatch.setattr(extraction, "write_store", lambda *arguments: None)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"messages": make_conversations(1)[0].messages}) + "\n")
     extract(str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), device=device)
-    assert asked == [("embedded", "bfloat16", expected)]
+    assert asked == [("embedded", "auto", expected)]

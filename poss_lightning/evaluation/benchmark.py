@@ -22,7 +22,6 @@ from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.files import atomic, records_lock
-from poss_lightning.machine import choose_device
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -89,9 +88,8 @@ def benchmark(
     found = load_suites(suites, limit)
     questions = [question for suite in found for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
-    config["device"] = device = choose_device(device)
     model = Target.load(target, dtype, device)
-    config["dtype"] = model.dtype_name
+    config |= {"dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")

@@ -15,7 +15,6 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.machine import choose_device
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
@@ -72,9 +71,8 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
     loaded = Specialists.from_pretrained(draft) if draft else None
-    config["device"] = device = choose_device(device)
     model = Target.load(target, dtype, device)
-    config["dtype"] = dtype = model.dtype_name
+    config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder = Speculative(model, loaded, depth, nodes, top_k, tree) if loaded else Autoregressive(model)
     if compare is None:
         compare = loaded is not None and not chat
@@ -90,7 +88,7 @@ def generate(
         else:
             answer = _tell(ask, decoder, show)
             print(f"\n{_speed(answer)}", end="", flush=True)
-            print(_comparison(answer, ask.plain(model, answer), dtype) if compare else "")
+            print(_comparison(answer, ask.plain(model, answer), model.dtype_name) if compare else "")
         messages.append({"role": "assistant", "content": model.chat.text(answer.tokens)})
 
 

@@ -90,7 +90,7 @@ def replay(
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         deep = sum(draft.config.allocation) if depth is None else depth
         methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
-    check_settings(folder, {"store": store}, methods)
+    check_settings(folder, {"store": store, "dtype": dtype}, methods)
     with records_lock(folder):
         records = []
         for number, (name, draft) in enumerate(loaded.items()):

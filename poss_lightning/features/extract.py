@@ -78,8 +78,7 @@ def extract(
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     rank, world, place = unfinished.this_rank(os.environ)
-    device = choose_device(device)
-    if device == "cuda" and world > 1:
+    if world > 1 and (choose_device() if device == "auto" else device) == "cuda":
         device = f"cuda:{place % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
     conversations = read_conversations(corpus, split, limit)
     model = Target.load(target, dtype, device)
