@@ -82,8 +82,9 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
 
 def main() -> None:
     target = Target.load("embedded")
-    figures = {"extraction": extraction(target), "heads": heads(target)}
-    for part in figures.values():
+    print(f"{target.dtype_name} on {target.device}")
+    figures = {"dtype": target.dtype_name, "extraction": extraction(target), "heads": heads(target)}
+    for part in (figures["extraction"], figures["heads"]):
         for name, value in part.items():
             print(f"  {name:<44} {value:10.4f}")
     with atomic("runs/bench/core.json") as path:

@@ -95,12 +95,13 @@ def main(arguments: list[str] | None = None) -> None:
     draft = Specialists.from_pretrained(options.draft) if options.draft else random_draft(target, (1,) * 6)
     results: dict[str, object] = {
         **surroundings(target.device),
+        "dtype": target.dtype_name,
         "draft": options.draft or "random: it was never trained, so its speed-ups mean nothing",
         "allocation": draft.config.allocation,
         "new_tokens": options.new_tokens,
         "questions": len(questions),
     }
-    print(f"draft: {results['draft']}")
+    print(f"{target.dtype_name} on {target.device}; draft: {results['draft']}")
     for part in parts:
         results[part] = measure(part, target, draft, questions, options.new_tokens, options.rounds)
         print(f"\n{part}")

@@ -20,6 +20,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic
+from poss_lightning.machine import choose_precision
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
@@ -39,12 +40,12 @@ def forget(store: Path) -> None:
 
 
 def training(store: Path, packed: bool = True, steps: int = 12) -> dict[str, float]:
-    """What `Throughput` logs of a real fit: PosS-3, depth 6, 2048 tokens a batch, bf16, the whole vocabulary."""
+    """What `Throughput` logs of a real fit: PosS-3, depth 6, 2048 tokens a batch, the whole vocabulary."""
     lightning.seed_everything(0, verbose=False)
     data = FeatureData(str(store), batch_tokens=2048, packed=packed)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        precision="bf16-mixed",
+        precision=choose_precision("cpu"),
         max_steps=steps,
         log_every_n_steps=steps,
         limit_val_batches=0,
@@ -60,7 +61,7 @@ def training(store: Path, packed: bool = True, steps: int = 12) -> dict[str, flo
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    target = Target.load("embedded")
+    target = Target.load("embedded", device="cpu")
     conversations = read_conversations(str(CORPUS), limit=256)
     width = target.spec.hidden_size
     with tempfile.TemporaryDirectory() as folder:
@@ -79,13 +80,14 @@ def main() -> None:
             "teraflops": warm["teraflops"],
             "width": width,
             "bytes_per_token": bytes_per_token(exact),
-            "bytes_per_token_bar": 2 * width + 16,
+            "dtype": target.dtype_name,
+            "bytes_per_token_bar": target.dtype.itemsize * width + 16,
             "bytes_per_token_8bit": bytes_per_token(small),
             "bytes_per_token_8bit_bar": width + 24,
         }
     results |= extraction(target)
     for name, value in results.items():
-        print(f"  {name:<44} {value:12.5g}")
+        print(f"  {name:<44} {value if isinstance(value, str) else format(value, '12.5g')}")
     with atomic("runs/bench/features.json") as path:
         path.write_text(json.dumps({**surroundings(torch.device("cpu")), **results}, indent=1) + "\n")
 

@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     options = parser.parse_args(arguments)
     try:
-        embedded = Target.load("embedded", "float32")
+        embedded = Target.load("embedded", "float32", "cpu")
     except FileNotFoundError as error:
         print(f"without the embedded target: {error}")
         embedded = None

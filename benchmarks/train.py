@@ -20,6 +20,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.losses import pass_losses
+from poss_lightning.machine import choose_dtype
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import step_flops
 
@@ -30,9 +31,9 @@ LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
 
 
 class Problem:
-    """Random weights and one packed row of `slots` slots that all count, in bf16 with fp32 weights or in fp32."""
+    """Random weights and one packed row of `slots` slots that all count; weights are fp32 whatever is computed in."""
 
-    def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype):
         torch.manual_seed(0)
         spec = TargetSpec("random", "", "", *sizes, context=8192, rope_theta=1e5, norm_eps=1e-5)
         width, vocabulary = sizes[0], sizes[-1]
@@ -80,9 +81,9 @@ def difference(sizes: tuple[int, ...], device: str, slots: int = 512) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
 
 
-def matmul_rate(device: str, size: int) -> float:
-    """FLOP/s of one large bf16 product."""
-    a, b = torch.randn(2, size, size, device=device).bfloat16()
+def matmul_rate(device: str, size: int, dtype: torch.dtype) -> float:
+    """FLOP/s of one large product."""
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
     return 2 * size**3 / seconds(lambda: a @ b, 9, device)
 
 
@@ -93,7 +94,9 @@ def main() -> None:
     options = parser.parse_args()
     device, slots = options.device, options.slots
     sizes = SMOLLM2 if device == "cpu" else LLAMA_3_8B
-    problem, half = Problem(sizes, slots, device), Problem(sizes, slots // 2, device)
+    name = choose_dtype("auto", device)
+    dtype = getattr(torch, name)
+    problem, half = Problem(sizes, slots, device, dtype), Problem(sizes, slots // 2, device, dtype)
 
     for loss_of in (problem.ours, problem.twin):  # not counted
         problem.step(loss_of)
@@ -110,8 +113,9 @@ def main() -> None:
         for name, (one, loss) in steps.items()
     }
     flops = float(step_flops(problem.draft.config, sizes[-1], slots, slots, (slots + 1) / 2))
-    rate = matmul_rate(device, 2048 if device == "cpu" else 8192)
+    rate = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype)
     results = {
+        "dtype": name,
         "sizes": dict(
             zip(("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"), sizes, strict=True)
         ),
