@@ -20,7 +20,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(patsubst %,tests/test_%.py,budget draft encoding engine int8_head losses machine metrics muon sampling target trees unroll verification)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan coverage clean
+.PHONY: help setup demo test test-portable test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -108,6 +108,9 @@ bench-features: setup  ## size and speed of features, and how long training wait
 
 bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
 	$(BIN)/python benchmarks/plan.py
+
+digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/digests.py
 
 coverage: setup  ## how often 95 % intervals hold the truth, by ways to make them
 	$(BIN)/python benchmarks/coverage.py
