@@ -11,11 +11,11 @@ from statistics import median
 
 import torch
 from measure import once, seconds
+from poss_lightning.evaluation.provenance import provenance
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
-from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features import extract
 from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad
@@ -64,7 +64,7 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
     By rows of features and vocabulary, with other weights in the caches.
     """
     others, found = torch.zeros(2**26), {}  # 256 MiB
-    for head in (target.ends.head[:32768], target.ends.head):
+    for head in (target.embed_head.head[:32768], target.embed_head.head):
         int8 = Int8Head(head, levels) if (levels := exact_levels()) else None
         for rows in (2, 10, 24):
             features = torch.randn(rows, head.shape[1]).to(head.dtype)
@@ -88,7 +88,7 @@ def main() -> None:
         for name, value in part.items():
             print(f"  {name:<44} {value:10.4f}")
     with atomic("runs/bench/core.json") as path:
-        path.write_text(json.dumps({**surroundings(target.device), **figures}, indent=1) + "\n")
+        path.write_text(json.dumps({**provenance(target.device), **figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import json
 
 import torch
 from floor import LLAMA_3_8B, round_times
+from poss_lightning.evaluation.provenance import provenance
 from random_target import random_draft, random_target
 from rounds import against_naive, costs, overhead
 from speed import batch, suites, vocabularies
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import Question, read_suites
-from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.target.model import Target
 
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     target = Target.load("embedded", device=options.device)
     draft = Specialists.from_pretrained(options.draft) if options.draft else random_draft(target, (1,) * 6)
     results: dict[str, object] = {
-        **surroundings(target.device),
+        **provenance(target.device),
         "dtype": target.dtype_name,
         "draft": options.draft or "random: it was never trained, so its speed-ups mean nothing",
         "allocation": draft.config.allocation,

@@ -12,10 +12,10 @@ from pathlib import Path
 import lightning
 import torch
 from core import extraction
+from poss_lightning.evaluation.provenance import provenance
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS
-from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
@@ -89,7 +89,7 @@ def main() -> None:
     for name, value in results.items():
         print(f"  {name:<44} {value if isinstance(value, str) else format(value, '12.5g')}")
     with atomic("runs/bench/features.json") as path:
-        path.write_text(json.dumps({**surroundings(torch.device("cpu")), **results}, indent=1) + "\n")
+        path.write_text(json.dumps({**provenance(torch.device("cpu")), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

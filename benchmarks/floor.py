@@ -16,7 +16,7 @@ from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
-from poss_lightning.decoding.trees import ancestors, rerank
+from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.target.cache import SlotStore
 from poss_lightning.target.model import Target
 
@@ -45,7 +45,7 @@ def copy_rate(device: str, size: int = 2**30) -> float:
 def verify_bytes(engine: Speculative, nodes: int) -> int:
     """What a verify forward must read: all weights but the embedding's other rows, and keys and values."""
     target, cache = engine.target, engine.cache
-    embedding = 0 if target.ends.tied else target.ends.embedding.nbytes
+    embedding = 0 if target.embed_head.tied else target.embed_head.embedding.nbytes
     weights = sum(parameter.nbytes for parameter in target.model.parameters()) - embedding
     return weights + _cached(cache.store, cache.slots.longest + nodes) * target.config.num_hidden_layers
 
@@ -57,10 +57,10 @@ def draft_bytes(engine: Speculative, depth: int) -> int:
     for k in range(1, depth + 1):
         layer = draft.serving(k)
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
-        total += own + drafter.ends.head.nbytes
+        total += own + drafter.embed_head.head.nbytes
         total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.top_k)
         if k < depth:
-            readers = len({draft.config.projector(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
+            readers = len({draft.config.kv_specialist(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
             total += readers * projected + draft.fc.weight.nbytes
     return total
 
@@ -92,15 +92,15 @@ def round_times(
             times = [once(lambda text=text: next(text), device) for _ in range(repeats)]
             found["round_ms"][f"K {depth}, N {n}"] = 1000 * median(times)
         whole = Fixed(depth, most)
-        grow = _alone(lambda engine=engine, whole=whole: engine.drafter.grow(whole), device, repeats)
+        grow = _alone(lambda engine=engine, whole=whole: engine.drafter.draft_tree(whole), device, repeats)
         found["draft"][f"K {depth}"] = _beside(grow, draft_bytes(engine, depth), rate)
-    tree = engine.drafter.grow(whole)
+    tree = engine.drafter.draft_tree(whole)
     for n in sorted({min(n, most) for n in nodes}):
         part = rerank(tree, n)
-        above = ancestors(part.parents, depth)
+        above = ancestor_mask(part.parents, depth)
 
         def verify(part=part, above=above) -> None:
-            target.ends.logits(target.features(part.tokens, above, engine.cache))
+            target.embed_head.logits(target.features(part.tokens, above, engine.cache))
 
         found["verify"][f"N {n}"] = _beside(_alone(verify, device, repeats), verify_bytes(engine, n), rate)
     return found

@@ -40,8 +40,8 @@ class NaiveRounds:
 
     def __init__(self, target: Target, draft: Specialists, depth: int = 6, nodes: int = 60, top_k: int = 10):
         self.target, self.draft = target, copy.deepcopy(draft).to(target.device, target.dtype).eval()
-        self.ends = target.ends.restrict(self.draft.vocabulary)
-        self.depth, self.nodes, self.top_k = depth, nodes, min(top_k, self.ends.head.shape[0])
+        self.embed_head = target.embed_head.restrict(self.draft.vocabulary)
+        self.depth, self.nodes, self.top_k = depth, nodes, min(top_k, self.embed_head.head.shape[0])
 
     @torch.inference_mode()
     def start(self, prompt: list[int]) -> int:
@@ -107,8 +107,8 @@ class NaiveRounds:
         for k in range(1, self.depth + 1):
             # Without the batch dimension: a product with a part of (1, n, D) would first copy the whole head.
             predicted = self._run(self.draft.config.serving(k))[0, -len(frontier) :]  # (M, D)
-            logs, tokens = self.ends.logits(predicted).float().log_softmax(-1).topk(self.top_k, dim=-1)
-            tokens, level = self.ends.token_ids(tokens).tolist(), []
+            logs, tokens = self.embed_head.logits(predicted).float().log_softmax(-1).topk(self.top_k, dim=-1)
+            tokens, level = self.embed_head.token_ids(tokens).tolist(), []
             for parent, logs_of, tokens_of in zip(frontier, logs.tolist(), tokens, strict=True):
                 for log, token in zip(logs_of, tokens_of, strict=True):
                     level.append(len(nodes))
@@ -138,20 +138,20 @@ class NaiveRounds:
         layer, start = self.draft.layers[specialist], self.unread[specialist]
         device, slots = self.left.device, self.slots[start:]
         tokens = torch.tensor([[token for token, _, _ in slots]], device=device)
-        z = self.draft.join(self.ends.embed(tokens), self.left[:, start:])  # (1, n, D)
-        turn = self.draft.rotation(torch.tensor([[place for _, place, _ in slots]], device=device))
-        grown = zip(self.grown[specialist], layer.keys_values(z, turn), strict=True)
+        z = self.draft.join(self.embed_head.embed(tokens), self.left[:, start:])  # (1, n, D)
+        rope = self.draft.rope_angles(torch.tensor([[place for _, place, _ in slots]], device=device))
+        grown = zip(self.grown[specialist], layer.keys_values(z, rope), strict=True)
         keys, values = (torch.cat(pair, dim=2) for pair in grown)
         table = [[slot in seen for slot in range(len(self.slots))] for _, _, seen in slots]
         now = torch.tensor(table, device=device)  # (n, slots)
         earlier = now.new_ones(len(slots), keys.shape[2] - len(self.slots))
         mask = torch.cat([earlier, now], dim=1)[None, None]
         attended = torch.nn.functional.scaled_dot_product_attention(
-            layer.queries(z, turn), keys, values, attn_mask=mask, enable_gqa=True
+            layer.queries(z, rope), keys, values, attn_mask=mask, enable_gqa=True
         )
         self.grown[specialist], self.unread[specialist] = (keys, values), len(self.slots)
         self.rows += len(slots)
-        return layer.finish(z, attended)
+        return layer.after_attention(z, attended)
 
     def _read_target(self, nodes: list[Node]) -> tuple[Tensor, Tensor]:
         """Features (1, n, D) and logits (1, n, V) of a tree behind the text without its last token, the root."""
@@ -171,4 +171,4 @@ class NaiveRounds:
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state
-        return features, self.target.ends.logits(features)
+        return features, self.target.embed_head.logits(features)

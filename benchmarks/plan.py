@@ -13,15 +13,15 @@ from typing import NamedTuple
 import lightning
 import torch
 from measure import peak_bytes
+from poss_lightning.evaluation.provenance import provenance
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
-from poss_lightning.target.spec import Ends, TargetSpec
+from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.training.memory import memory
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.plan import TARGETS, TIED
@@ -97,9 +97,9 @@ class Random:
         self.target, self.tied = case.target, case.target.name in TIED
         self.read = case.target.hidden_size * (len(case.config().layers) or 1)
 
-    def ends(self) -> Ends:
+    def embed_head(self) -> EmbedHead:
         embedding = torch.randn(self.target.vocab_size, self.target.hidden_size, dtype=torch.bfloat16)
-        return Ends(embedding, embedding if self.tied else embedding.clone())
+        return EmbedHead(embedding, embedding if self.tied else embedding.clone())
 
     def common_tokens(self, size: int) -> Tensor:
         return torch.arange(size)
@@ -177,7 +177,7 @@ def main() -> None:
     print(f"furthest off: {furthest:.1%}; allowed: {ALLOWED:.0%}")
     with atomic("runs/bench/plan.json") as path:
         path.write_text(
-            json.dumps({**surroundings(torch.device("cpu")), "furthest": furthest, "cases": results}, indent=1) + "\n"
+            json.dumps({**provenance(torch.device("cpu")), "furthest": furthest, "cases": results}, indent=1) + "\n"
         )
     if furthest > ALLOWED:
         raise SystemExit(1)

@@ -8,7 +8,7 @@ The target's probabilities are made once for all passes, which is better than so
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.draft.layer import Rotation
+from poss_lightning.draft.layer import RopeAngles
 from poss_lightning.draft.specialists import Specialists
 
 
@@ -30,14 +30,14 @@ def step(
         counts: (B, T), pass k counts where k <= counts.
     """
     w_feature, w_token, w_topk = weights
-    turn = draft.rotation(torch.arange(inputs.shape[1], device=inputs.device)[None])
+    rope = draft.rope_angles(torch.arange(inputs.shape[1], device=inputs.device)[None])
     p = nn.functional.linear(features.to(head.dtype), head).float().softmax(-1)  # (B, T, V)
     top = p.topk(topk, dim=-1).indices  # (B, T, topk)
     joined, losses = [], []
     own = inputs
     for k in range(1, draft.config.depth + 1):
         joined.append(draft.join(embedded, own))
-        predicted = layer(draft.serving(k), joined, turn)  # (B, T, D)
+        predicted = layer(draft.serving(k), joined, rope)  # (B, T, D)
         live = counts >= k  # (B, T)
         log_q = nn.functional.linear(predicted.to(head.dtype), head).float().log_softmax(-1)  # (B, T, V)
         products = p * log_q  # (B, T, V)
@@ -49,12 +49,12 @@ def step(
     return losses
 
 
-def layer(specialist: nn.Module, joined: list[Tensor], turn: Rotation) -> Tensor:
+def layer(specialist: nn.Module, joined: list[Tensor], rope: RopeAngles) -> Tensor:
     """One pass with one full score matrix: z^0 gives it, and the later sets overwrite its diagonals."""
-    queries = specialist.queries(joined[-1], turn)  # (B, H, T, d)
+    queries = specialist.queries(joined[-1], rope)  # (B, H, T, d)
     groups = specialist.heads // specialist.kv_heads
     pairs = [
-        [x.repeat_interleave(groups, 1) for x in specialist.keys_values(z, turn)] for z in joined
+        [x.repeat_interleave(groups, 1) for x in specialist.keys_values(z, rope)] for z in joined
     ]  # of every set: keys and values, (B, H, T, d)
     scale, near = queries.shape[-1] ** -0.5, len(joined) - 1
     scores = queries @ pairs[0][0].mT * scale  # (B, H, T, T)
@@ -67,4 +67,4 @@ def layer(specialist: nn.Module, joined: list[Tensor], turn: Rotation) -> Tensor
     for i in range(near):
         weight = nn.functional.pad(weights.diagonal(-i, 2, 3), (i, 0))  # (B, H, T)
         attended = attended + weight[..., None] * pairs[-1 - i][1].roll(i, 2)
-    return specialist.finish(joined[-1], attended)
+    return specialist.after_attention(joined[-1], attended)

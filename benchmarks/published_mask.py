@@ -19,11 +19,11 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
     if not diagonals:
         return exact
     keys, values = context
-    _, norm = attention.row_block(queries, keys, values, len(diagonals), packing)  # (B, H, T)
+    _, norm = attention.causal_block(queries, keys, values, len(diagonals), packing)  # (B, H, T)
     scores = [norm]
     for i, (key, _) in enumerate(diagonals):
         grouped = queries.unflatten(1, (keys.shape[1], -1))
-        score = (grouped * attention._right(key, i)).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
+        score = (grouped * attention._shift_right(key, i)).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
         scores.append(score.flatten(1, 2).masked_fill((packing.positions < i)[:, None], -torch.inf))
     seen = torch.stack(scores).logsumexp(0)  # (B, H, T)
     later = torch.arange(queries.shape[2] - 1, -1, -1, device=queries.device)  # (T,) slots behind each

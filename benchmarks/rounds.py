@@ -15,7 +15,7 @@ from random_target import random_draft
 from poss_lightning.decoding.decoder import Clock, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
-from poss_lightning.decoding.trees import ancestors, rerank
+from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 
@@ -35,11 +35,11 @@ class Parts:
         self.target, self.cache, self.drafter = engine.target, engine.cache, engine.drafter
         drafter = self.drafter
         with patch.multiple(drafter, step=Mock(wraps=drafter.step), _extend=Mock(wraps=drafter._extend)):
-            self.tree = rerank(drafter.grow(engine.fixed), engine.nodes)
+            self.tree = rerank(drafter.draft_tree(engine.fixed), engine.nodes)
             steps, extensions = drafter.step.call_args_list, drafter._extend.call_args_list
         self.stepped = [call.args for call in steps]  # position and frontier
         self.extended = [call.args for call in extensions]
-        self.above = ancestors(self.tree.parents, drafter.depth)  # (1, N, N)
+        self.above = ancestor_mask(self.tree.parents, drafter.depth)  # (1, N, N)
         self.graphs = Graphs(self.target.device.type == "cuda")
 
     @torch.inference_mode()
@@ -78,7 +78,7 @@ class Parts:
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state
-        self.target.ends.logits(features)
+        self.target.embed_head.logits(features)
 
 
 def overhead(
@@ -95,10 +95,10 @@ def overhead(
     for _ in range(1 + UNCOUNTED):
         next(text)
     parts, seen = Parts(engine), []
-    for turn in range(rounds + UNCOUNTED):
+    for rope in range(rounds + UNCOUNTED):
         names = ("steps", "verify", "joined", "verify")  # a draft follows a verification, as in a text
         seconds = [once(lambda: next(text), target.device.type), *(parts.seconds(name) for name in names)]
-        if turn >= UNCOUNTED:
+        if rope >= UNCOUNTED:
             seen.append(seconds)
     whole, steps, verify, joined, again = zip(*seen, strict=True)
     return {
@@ -127,10 +127,10 @@ def against_naive(
     said += next(text).tokens[0]
     naive.start(_prompt(target))
     work = {"ours": lambda: said.extend(next(text).tokens[0]), "naive": naive.round}
-    for turn in range(rounds + UNCOUNTED):
-        order = ("ours", "naive") if turn % 2 else ("naive", "ours")
+    for rope in range(rounds + UNCOUNTED):
+        order = ("ours", "naive") if rope % 2 else ("naive", "ours")
         seconds = {name: once(work[name], target.device.type) for name in order}
-        if turn >= UNCOUNTED:
+        if rope >= UNCOUNTED:
             pairs.append(seconds)
     return {
         "round_ms": 1000 * median(pair["ours"] for pair in pairs),
@@ -156,8 +156,8 @@ def costs(
         for _ in range(1 + UNCOUNTED):
             next(texts[name])
     seen: list[dict[str, float]] = []
-    for turn in range(rounds):
-        order = [*drafts][turn % len(drafts) :] + [*drafts][: turn % len(drafts)]
+    for rope in range(rounds):
+        order = [*drafts][rope % len(drafts) :] + [*drafts][: rope % len(drafts)]
         seconds = {name: once(lambda text=texts[name]: next(text), target.device.type) for name in order}
         seen.append(seconds)
     first = next(iter(drafts))
@@ -165,8 +165,8 @@ def costs(
         name: {
             "weights_MB": sum(weight.nbytes for weight in draft.parameters()) / 1e6,
             "cache_bytes_a_token": cache_bytes(draft.config, target.dtype),
-            "round_ms": 1000 * median(turn[name] for turn in seen),
-            "round_ratio": spread([turn[name] / turn[first] for turn in seen]),
+            "round_ms": 1000 * median(rope[name] for rope in seen),
+            "round_ratio": spread([rope[name] / rope[first] for rope in seen]),
         }
         for name, draft in drafts.items()
     }

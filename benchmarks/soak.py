@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.suites import read_suites
-from poss_lightning.sampling import Chooser, Sampling
+from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.model import Target
 
 GROWTH = 0.05  # of resident memory, after the first fifth
@@ -132,9 +132,9 @@ def undecided(
 ) -> bool:
     """Whether noise as small as float32's rounding makes either of two tokens the next one after prompt and `text`."""
     so_far = prompts[row] + text
-    logits = target.ends.logits(target.read(torch.tensor([so_far])))[0, -1]  # (V,)
+    logits = target.embed_head.logits(target.read(torch.tensor([so_far])))[0, -1]  # (V,)
     # Every try is a text of its own to the chooser, with the draws of the one in question.
-    choose = Chooser(case.sampling, prompts, case.limit, target.device, _seeded(case))
+    choose = TokenSampler(case.sampling, prompts, case.limit, target.device, _seeded(case))
     choose.select([row] * tries)
     noise = torch.randn(tries, len(logits), generator=torch.Generator().manual_seed(0)) * logits.abs().max() * NOISE
     chosen = choose(logits + noise, torch.full((tries,), len(so_far)))

@@ -11,7 +11,7 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.trees import ABSENT, Tree, ancestors
+from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.vocabulary import answers, cut
@@ -52,7 +52,7 @@ def run(decoder: Decoder, prompts: list[list[int]], limit: int) -> Run:
 
 def _size(tree: Tree) -> tuple[int, float]:
     kept = tree.tokens != ABSENT  # (B, N)
-    depths = ancestors(tree.parents, tree.tokens.shape[1] - 1).sum(-1) - 1  # (B, N)
+    depths = ancestor_mask(tree.parents, tree.tokens.shape[1] - 1).sum(-1) - 1  # (B, N)
     return int(depths[kept].max()), float(kept.sum()) / len(kept)
 
 

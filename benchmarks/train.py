@@ -13,11 +13,11 @@ from statistics import median
 import published
 import torch
 from measure import once, peak_bytes, seconds
+from poss_lightning.evaluation.provenance import provenance
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.surroundings import surroundings
 from poss_lightning.files import atomic
 from poss_lightning.losses import pass_losses
 from poss_lightning.machine import choose_dtype
@@ -138,7 +138,7 @@ def main() -> None:
     for name, value in results.items():
         print(f"  {name:<34} {value if not isinstance(value, float) else format(value, '.4g')}")
     with atomic("runs/bench/train.json") as path:
-        path.write_text(json.dumps({**surroundings(torch.device(device)), **results}, indent=1) + "\n")
+        path.write_text(json.dumps({**provenance(torch.device(device)), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

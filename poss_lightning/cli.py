@@ -69,12 +69,12 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with its arguments, as the terminal gives them."""
     import jsonargparse
 
-    from poss_lightning.configs import files_of, located, read, told
+    from poss_lightning.configs import explain, files_of, locate_configs, read
 
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
     )
-    arguments = located(arguments)
+    arguments = locate_configs(arguments)
     for file in files_of(arguments):
         read(file)  # a broken one is named
     if command in TRAINER:
@@ -84,7 +84,7 @@ def run(command: str, arguments: list[str]) -> None:
     try:
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
     except ArgumentError as error:
-        raise told(error, arguments, signature(tool).parameters) from error
+        raise explain(error, arguments, signature(tool).parameters) from error
 
 
 def trainer(arguments: list[str]) -> None:
@@ -95,10 +95,10 @@ def trainer(arguments: list[str]) -> None:
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
     from lightning.pytorch.utilities import rank_zero_warn
 
-    from poss_lightning.configs import files_of, told
+    from poss_lightning.configs import explain, files_of
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.machine import choose_precision
-    from poss_lightning.training.export import read_checkpoint
+    from poss_lightning.training.export import load_checkpoint
     from poss_lightning.training.module import SpecialistTraining
 
     class Cli(LightningCLI):
@@ -123,10 +123,10 @@ def trainer(arguments: list[str]) -> None:
             try:
                 super().parse_arguments(parser, args)
             except ArgumentError as error:
-                raise told(error, args, [each.dest for each in self._parser(args[0])._actions]) from error
+                raise explain(error, args, [each.dest for each in self._parser(args[0])._actions]) from error
             given = self.config[self.config.subcommand].ckpt_path
             if given and Path(given).exists():
-                read_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
+                load_checkpoint(Path(given))  # Lightning reads it next, and would not name a torn one
 
         def instantiate_trainer(self, **more):
             for config in (self.config, self.config_init):  # of which the first goes into config.yaml
@@ -213,16 +213,16 @@ class Lines(logging.Handler):
 def _unused(folder: Path, configs: list[str]) -> None:
     """Raise where a training has left something.
 
-    Where there is nothing to go on with, `fitted`, whose note is among the configs, may begin anew, and so may a job
+    Where there is nothing to go on with, `fit_once`, whose note is among the configs, may begin anew, and so may a job
     that SLURM begins once more.
     """
-    from poss_lightning.fitting import SETTINGS, begun
+    from poss_lightning.fitting import SETTINGS, has_outputs
 
     last = folder / "checkpoints" / "last.ckpt"
     own = (folder / SETTINGS).resolve() in [Path(file).resolve() for file in configs]
     if (own or "SLURM_RESTART_COUNT" in os.environ) and not last.is_file():
         return
-    if begun(folder):
+    if has_outputs(folder):
         how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
         raise FileExistsError(f"{folder} holds a training already: {how}")
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import yaml
 
-from poss_lightning.files import named
+from poss_lightning.files import find_config
 
 GIVEN = ("--config", "-c")
 
 
-def located(arguments: list[str]) -> list[str]:
+def locate_configs(arguments: list[str]) -> list[str]:
     """`--config` with files of conf/ by their path, which who installed a wheel does not have beside him."""
 
     def place(name: str) -> str:
         try:
-            return named(name)
+            return find_config(name)
         except OSError:  # the parser says so, of what the user typed
             return name
 
@@ -50,7 +50,7 @@ def read(file: str) -> dict:
     return given
 
 
-def told(error: ArgumentError, arguments: list[str], known: Iterable[str]) -> ArgumentError:
+def explain(error: ArgumentError, arguments: list[str], known: Iterable[str]) -> ArgumentError:
     """The error with the files whose option it is about, and the nearest of the options there are."""
     found = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", str(error))
     if not found or any(each.startswith(f"--{found[1]}") for each in arguments):

@@ -17,7 +17,7 @@ from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.extract import extract
 from poss_lightning.files import atomic
-from poss_lightning.fitting import fitted
+from poss_lightning.fitting import fit_once
 from poss_lightning.machine import best_seconds, choose_device
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.report import report
@@ -43,13 +43,13 @@ class Sizes:
         conversations: of the shipped corpus, whose features are kept.
         steps: training steps of each of the two drafts.
         limit: questions of each suite.
-        new_tokens: of an answer, at most.
+        max_new_tokens: of an answer, at most.
     """
 
     conversations: int
     steps: int
     limit: int
-    new_tokens: int
+    max_new_tokens: int
 
 
 # The largest that fits the minutes is taken.
@@ -97,7 +97,7 @@ def demo(
     conversations: int | None = None,
     steps: int | None = None,
     limit: int | None = None,
-    new_tokens: int | None = None,
+    max_new_tokens: int | None = None,
     vocabulary_size: int = 32768,
     dtype: str = "auto",
     device: str = "auto",
@@ -117,13 +117,13 @@ def demo(
         conversations: of the shipped corpus; by default as many as the minutes allow, and so the next three.
         steps: training steps of the single layer and of the specialists.
         limit: questions of each of the six suites.
-        new_tokens: decoded a turn, at most.
+        max_new_tokens: decoded a turn, at most.
         vocabulary_size: tokens the trained drafts may propose, the commonest in the corpus.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
     """
     folder, began, device = Path(out), time.perf_counter(), choose_device(device)
-    asked = {"conversations": conversations, "steps": steps, "limit": limit, "new_tokens": new_tokens}
+    asked = {"conversations": conversations, "steps": steps, "limit": limit, "max_new_tokens": max_new_tokens}
     sizes, dtype = plan(folder, target, start_from, minutes, asked, dtype, device)
 
     store = str(folder / "features")
@@ -135,7 +135,7 @@ def demo(
     poss2 = _fit(folder, "poss2", store, vocabulary_size, sizes.steps, start_from, device)
     _say(4, "questions of six suites, answered by plain decoding and by every draft in turn")
     methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
-    common = {"drafts": methods, "target": target, "limit": sizes.limit, "new_tokens": sizes.new_tokens}
+    common = {"drafts": methods, "target": target, "limit": sizes.limit, "max_new_tokens": sizes.max_new_tokens}
     records, exact = str(folder / "benchmark"), str(folder / "exact")
     benchmark(records, **common, tree="auto", dtype=dtype, device=device)
     _say(5, "and some again in float32, where the answers must be the target's own to the last token")
@@ -200,12 +200,12 @@ def measure(target: Target, device: str, tokens: int = 256, steps: int = 4) -> S
     def write() -> None:
         cache.clear()
         for step in range(steps):
-            target.ends.logits(target.features(text[:, step : step + 1], alone, cache))
+            target.embed_head.logits(target.features(text[:, step : step + 1], alone, cache))
             cache.append([1])
 
     took = best_seconds({read: read, write: write}, device=device)
     numbers = sum(parameter.numel() for parameter in target.model.base_model.parameters())
-    weights, rate = numbers - target.ends.embedding.numel(), tokens / took[read]
+    weights, rate = numbers - target.embed_head.embedding.numel(), tokens / took[read]
     return Speed(target.dtype_name, device, rate, steps / took[write], 2 * weights * rate)
 
 
@@ -216,7 +216,7 @@ def expected_seconds(sizes: Sizes, speed: Speed, draft: DraftConfig) -> float:
     flops = step_flops(draft, head, BATCH_TOKENS, BATCH_TOKENS, BATCH_TOKENS / 4)
     training = 2 * sizes.steps * flops / speed.flops
     answers = sizes.limit * (SUITES + 2) * (DRAFTS + BASELINES)  # those of one suite again in float32, at half the rate
-    decoding = answers * sizes.new_tokens / speed.write
+    decoding = answers * sizes.max_new_tokens / speed.write
     return extracting + training + decoding + OVERHEAD
 
 
@@ -227,7 +227,7 @@ def _minutes(seconds: float) -> str:
 def _words(sizes: Sizes) -> str:
     return (
         f"{sizes.conversations} conversations, {sizes.steps} training steps a draft, "
-        f"{sizes.limit} question{'s' * (sizes.limit > 1)} of each suite, {sizes.new_tokens} tokens an answer"
+        f"{sizes.limit} question{'s' * (sizes.limit > 1)} of each suite, {sizes.max_new_tokens} tokens an answer"
     )
 
 
@@ -246,7 +246,7 @@ def _fit(folder: Path, name: str, store: str, vocabulary_size: int, steps: int, 
             "check_val_every_n_epoch": None,
         },
     }
-    return str(fitted(folder / name, ["demo.yaml", f"draft/{name}.yaml"], options))
+    return str(fit_once(folder / name, ["demo.yaml", f"draft/{name}.yaml"], options))
 
 
 def _exactness(folder: Path) -> str:

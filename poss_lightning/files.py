@@ -1,14 +1,13 @@
-"""Files: written so that nothing is ever half-written, a temporary name first; found, here or on the hub."""
+"""Files: written so that none is ever half-written, a temporary name first; found, here or on the hub."""
 
 import hashlib
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 
 @contextmanager
@@ -29,21 +28,28 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def records_lock(folder: str | Path) -> Iterator[None]:
-    """Write records in a folder that no other process writes them in meanwhile.
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `path`; when the block ends well it becomes `path`, else it is removed.
 
     Raises:
-        ValueError: another one does.
+        FileExistsError: there is something at `path`.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = Path(path)
+    check_new(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
     try:
-        held = FileLock(Path(folder) / ".records.lock").acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"{folder}: another process writes records there; wait for it, or take another folder"
-        ) from None
-    with held:
-        yield
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_new(path: str | Path) -> None:
+    """Raise FileExistsError where there is something at `path`."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} is there already: choose another name or remove it")
 
 
 def sha256(path: str | Path) -> str:
@@ -82,7 +88,7 @@ def conf(name: str) -> Path:
     raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")
 
 
-def named(name: str) -> str:
+def find_config(name: str) -> str:
     """The YAML file of that path, or else of that name in conf/, which may stand before it.
 
     Raises:

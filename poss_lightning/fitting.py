@@ -19,13 +19,13 @@ from omegaconf import OmegaConf
 from poss_lightning import cli
 from poss_lightning.configs import read
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.files import atomic, named, sha256
+from poss_lightning.files import atomic, find_config, sha256
 from poss_lightning.reports.scalars import EVENTS
 
 SETTINGS, FINISHED = "fit.yaml", "finished"
 
 
-def fitted(folder: Path, configs: list[str], options: dict) -> Path:
+def fit_once(folder: Path, configs: list[str], options: dict) -> Path:
     """Train as `poss fit --config ...` does, and return the folder of the draft.
 
     Beside it lie the TensorBoard file and `fit.yaml`, with which `poss fit --config CONFIGS --config fit.yaml` does the
@@ -39,13 +39,13 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     Raises:
         ValueError: the folder holds a draft or a checkpoint of other settings, or one on several devices failed.
     """
-    after, digests = f"# after {' '.join(configs)}\n", [sha256(named(name))[:12] for name in configs]
+    after, digests = f"# after {' '.join(configs)}\n", [sha256(find_config(name))[:12] for name in configs]
     plain = after + yaml.safe_dump(options, sort_keys=True)  # as it was before it had digests
     settings = plain.replace(after, f"{after}# whose digests begin with {' '.join(digests)}\n", 1)
     note, finished, last = folder / SETTINGS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
     draft = folder / "draft-last"
     if note.exists() and note.read_text() not in (settings, plain):
-        if begun(folder):
+        if has_outputs(folder):
             raise ValueError(
                 f"{folder} was trained with other settings, or with configs that have changed since: see what {note} "
                 "has; choose another folder or remove it"
@@ -71,13 +71,13 @@ def fitted(folder: Path, configs: list[str], options: dict) -> Path:
     return draft
 
 
-def begun(folder: Path) -> bool:
+def has_outputs(folder: Path) -> bool:
     """Whether a training left anything to go on with, or to keep: a draft, a checkpoint."""
     return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
 
 
-def rehearsed(configs: list[str], options: dict) -> DraftConfig | None:
-    """The draft that `fitted` would train, once its settings are parsed, its data opened and its model made.
+def dry_run(configs: list[str], options: dict) -> DraftConfig | None:
+    """The draft that `fit_once` would train, once its settings are parsed, its data opened and its model made.
 
     None where the target makes features online: only the settings are parsed, for it would have to be loaded.
 
@@ -114,16 +114,16 @@ def parsed(command: str, arguments: list[str]) -> dict:
 
 
 def option(name: str, configs: list[str], options: dict) -> Any:
-    """An option of `fitted`, for example trainer.devices, as the last that names it has it; None where none does.
+    """An option of `fit_once`, for example trainer.devices, as the last that names it has it; None where none does.
 
     What `poss fit` itself reads first, conf/trainer/base.yaml and defaults, does not count.
     """
-    whole = OmegaConf.merge(*(read(named(config)) for config in configs), options)
+    whole = OmegaConf.merge(*(read(find_config(config)) for config in configs), options)
     return OmegaConf.select(whole, name)
 
 
 def _configs(configs: list[str], note: Path) -> list[str]:
-    return [argument for name in [*configs, note] for argument in ("--config", named(str(name)))]
+    return [argument for name in [*configs, note] for argument in ("--config", find_config(str(name)))]
 
 
 def _fit_apart(arguments: list[str]) -> None:

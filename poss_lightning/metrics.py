@@ -1,7 +1,7 @@
-"""torchmetrics of acceptance and drift. States are sums and counts, so ranks and batches add up exactly.
+"""torchmetrics of acceptance and drift. States are sums and counts, so processes and batches add up exactly.
 
-pos-acc means the same in three places, which a name must tell apart: *unroll* (teacher-forced), *chain* (greedy chain
-drafting) and *tree*. The first is counted by `unrolled`, the others by `rounds`.
+pos-acc means the same in three places, and its name must say which: *chain* and *tree* (decoding rounds) are counted by
+`PositionAcceptance`, *unroll* (teacher-forced) by `UnrollAcceptance`.
 """
 
 import torch
@@ -13,41 +13,20 @@ from poss_lightning.machine import SUMS
 BINS = 100  # of cosines from -1 to 1
 
 
-def rounds(accepted: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Reached and passed, (K,) each, of decoding rounds: accepted (R,) drafted tokens a round.
+class PositionAcceptance(Metric):
+    """pos-acc: acceptance of every position, given that all before it were accepted.
 
-    Position k was reached by the rounds that accepted k-1 or more, and passed by those that accepted k or more.
-    """
-    positions = torch.arange(1, depth + 1, device=accepted.device)
-    return (accepted[:, None] >= positions - 1).sum(0), (accepted[:, None] >= positions).sum(0)
+    Example:
+        >>> acceptance = PositionAcceptance(depth=3)
+        >>> acceptance.update(torch.tensor([0, 1, 3, 3]))  # drafted tokens accepted, a number a round
+        >>> acceptance.compute()  # of 4 rounds 3 accepted position 1, of these 2 position 2, ...
+        tensor([0.7500, 0.6667, 1.0000])
 
-
-def unrolled(guesses: Tensor, greedy: Tensor, text: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Reached and passed, (K,) each, of the chains that begin at every slot of an unroll.
-
-    A chain that begins at slot t reads pass i at slot t+i-1. It passes position i where the draft's guess is the
-    target's, and goes on while the text follows the guess too: past that, the text no longer is what the draft wrote.
+    compute() is (K,), nan where no round came to a position.
 
     Args:
-        guesses: (K, B, T) token ids, pass by pass.
-        greedy: (B, T) the target's likeliest token where each slot's guess stands, x_{t+2}.
-        text: (B, T) the token of the text there.
-        counts: (B, T) passes that count at a slot.
+        depth: K.
     """
-    depth, _, count = guesses.shape
-    reached, passed = torch.zeros(2, depth, dtype=torch.long, device=guesses.device)
-    alive = counts >= 1  # (B, chains)
-    for i in range(min(depth, count)):
-        alive = alive[:, : count - i] & (counts[:, i:] > i)
-        guess = guesses[i, :, i:]
-        hit = alive & (guess == greedy[:, i:])
-        reached[i], passed[i] = alive.sum(), hit.sum()
-        alive = hit & (guess == text[:, i:])
-    return reached, passed
-
-
-class PositionAcceptance(Metric):
-    """Acceptance of every position, given that all before it were accepted: compute() is (K,), nan where unreached."""
 
     full_state_update = False
 
@@ -56,17 +35,54 @@ class PositionAcceptance(Metric):
         self.add_state("reached", torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
         self.add_state("passed", torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
 
-    def update(self, reached: Tensor, passed: Tensor) -> None:
-        """Add counts (K,), from `rounds` or `unrolled`."""
-        self.reached += reached
-        self.passed += passed
+    def update(self, accepted: Tensor) -> None:
+        """Add rounds: `accepted` (R,) drafted tokens each.
+
+        Position k was reached by the rounds that accepted k-1 or more, and passed by those that accepted k or more.
+        """
+        positions = torch.arange(1, len(self.reached) + 1, device=accepted.device)
+        self.reached += (accepted[:, None] >= positions - 1).sum(0)
+        self.passed += (accepted[:, None] >= positions).sum(0)
 
     def compute(self) -> Tensor:
         return self.passed / self.reached
 
 
+class UnrollAcceptance(PositionAcceptance):
+    """pos-acc of the chains that begin at every slot of an unroll, teacher-forced."""
+
+    def update(self, proposals: Tensor, greedy: Tensor, text: Tensor, counts: Tensor) -> None:
+        """Add an unroll.
+
+        A chain that begins at slot t reads pass i at slot t+i-1. It passes position i where the draft's proposal is the
+        target's choice, and goes on while the text follows it too: past that, the text is not what the draft wrote.
+
+        Args:
+            proposals: (K, B, T) token ids, pass by pass.
+            greedy: (B, T) the target's likeliest token where each slot's proposal stands, x_{t+2}.
+            text: (B, T) the token of the text there.
+            counts: (B, T) passes that count at a slot.
+        """
+        depth, _, count = proposals.shape
+        alive = counts >= 1  # (B, chains)
+        for i in range(min(depth, count)):
+            alive = alive[:, : count - i] & (counts[:, i:] > i)
+            proposal = proposals[i, :, i:]
+            hit = alive & (proposal == greedy[:, i:])
+            self.reached[i] += alive.sum()
+            self.passed[i] += hit.sum()
+            alive = hit & (proposal == text[:, i:])
+
+
 class AcceptanceLength(Metric):
-    """τ: mean over rounds of accepted + 1, the bonus token counted (micro)."""
+    """τ: mean over rounds of accepted + 1, the bonus token counted (micro).
+
+    Example:
+        >>> tau = AcceptanceLength()
+        >>> tau.update(torch.tensor([0, 1, 3, 3]))
+        >>> tau.compute()
+        tensor(2.7500)
+    """
 
     full_state_update = False
 
@@ -76,7 +92,7 @@ class AcceptanceLength(Metric):
         self.add_state("rounds", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, accepted: Tensor) -> None:
-        """Add rounds: accepted (R,) drafted tokens each."""
+        """Add rounds: `accepted` (R,) drafted tokens each."""
         self.tokens += (accepted + 1).sum()
         self.rounds += accepted.numel()
 
@@ -127,15 +143,15 @@ class FeatureDrift(Metric):
             counts: (B, T), pass k counts where k <= counts.
         """
         for k, prediction in enumerate(predictions):
-            live = counts > k
-            ours, theirs = prediction[live].float(), features[live].float()  # (S, D)
+            counted = counts > k
+            ours, theirs = prediction[counted].float(), features[counted].float()  # (S, D)
             norm = theirs.norm(dim=-1)
             cosine = torch.cosine_similarity(ours, theirs, dim=-1)  # (S,)
             self.cosine[k] += cosine.sum()
             self.histogram[k] += torch.bincount(((cosine + 1) / 2 * BINS).long().clamp(0, BINS - 1), minlength=BINS)
             self.l2[k] += ((ours - theirs).norm(dim=-1) / norm).sum()
             self.norm_ratio[k] += (ours.norm(dim=-1) / norm).sum()
-            self.slots[k] += live.sum()
+            self.slots[k] += counted.sum()
 
     def compute(self) -> dict[str, Tensor]:
         means = {name: getattr(self, name) / self.slots for name in ("cosine", "l2", "norm_ratio")}

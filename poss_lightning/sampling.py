@@ -1,8 +1,8 @@
-"""How the next token is chosen: the processed distribution, and the draw from it. Everything that samples asks here.
+"""How the next token is chosen: the processed distribution, and the draw from it. All that samples comes here.
 
-A draw inverts the distribution's CDF at one uniform number, and the i-th new token of a text has the i-th number of its
-text's own stream. So what is sampled depends on prompt, seed and law alone: not on the batch the text stands in, nor on
-whether a token was drafted, and speculative decoding must give plain sampling's very tokens.
+A draw inverts the distribution's CDF at one uniform number, and the i-th new token of a text takes the i-th number of
+that text's own stream. So what is drawn depends on prompt, seed and distribution alone: not on the batch the text is
+in, nor on whether a token was drafted. Speculative decoding must therefore give the very tokens of plain sampling.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from poss_lightning.machine import float64_device
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # token ids (1, T) and logits (1, V) -> logits, as in transformers
 
-# What transformers' processors need to know is the text so far, and these keep nothing from one call to the next.
+# Those of transformers' processors that are functions of the text so far, and keep nothing from one call to the next.
 PURE = {
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -47,12 +47,12 @@ class Sampling:
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probabilities reach top_p; 1 keeps all.
         processors: of transformers (or functions like them), applied to the logits before all that, in this order.
             They are called about tokens that may never be emitted, so they must be functions of the text alone.
 
     Raises:
-        ValueError: a number outside its range, or a processor that keeps state of its own.
+        ValueError: a number outside its range, or a processor that keeps state.
     """
 
     temperature: float = 0.0
@@ -79,7 +79,7 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Temperature, then top-k, then top-p (the order of transformers): (..., V) -> (..., V) float32, sums 1.
 
-        At temperature 0 all mass is on the likeliest token.
+        At temperature 0 the likeliest token has probability 1.
         """
         if self.temperature == 0:
             return torch.nn.functional.one_hot(_argmax(logits), logits.shape[-1]).float()
@@ -90,7 +90,7 @@ class Sampling:
         probabilities = logits.softmax(-1)
         if self.top_p < 1:
             ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered  # mass of all likelier tokens
+            before = ordered.cumsum(-1) - ordered  # of all likelier tokens together
             kept = ordered.masked_fill(before >= self.top_p, 0.0)
             probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
@@ -100,20 +100,20 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The first token at which the CDF exceeds `uniform` (...,) in [0, 1): (..., V) -> (...,)."""
-    mass = probabilities.double().cumsum(-1)
-    # A token without mass adds nothing to the CDF, so it is never the first to exceed anything.
-    return torch.searchsorted(mass, (uniform * mass[..., -1])[..., None], right=True)[..., 0]
+    cdf = probabilities.double().cumsum(-1)
+    # A token of probability 0 adds nothing to the CDF, so it is never the first to exceed anything.
+    return torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True)[..., 0]
 
 
-class Chooser:
-    """Chooses the tokens of B texts, row by row of a batch, each at its place.
+class TokenSampler:
+    """Chooses the tokens of B texts, one of each row of a batch, each at its position in the text.
 
     Args:
-        sampling: the law.
+        sampling: how.
         prompts: the texts so far.
-        room: new tokens that may be asked about, at most.
+        capacity: new tokens that may be asked about, at most.
         device: where logits come from.
         generator: of the CPU, gives each text the seed of its stream; None for torch's own.
     """
@@ -122,54 +122,55 @@ class Chooser:
         self,
         sampling: Sampling,
         prompts: list[list[int]],
-        room: int,
+        capacity: int,
         device: torch.device,
         generator: torch.Generator | None = None,
     ):
         self.sampling = sampling
-        self.begun = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,)
+        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,)
         self.uniform = self.texts = None
         if sampling.temperature > 0:  # drawn on the CPU, so that a seed means the same on every device
             seeds = torch.randint(2**32, (len(prompts),), generator=generator).tolist()
-            streams = [torch.rand(room, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds]
-            self.uniform = torch.stack(streams).to(float64_device(device))  # (B, room)
+            streams = [torch.rand(capacity, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds]
+            self.uniform = torch.stack(streams).to(float64_device(device))  # (B, capacity)
         if sampling.processors:
-            longest = max(map(len, prompts)) + room
+            longest = max(map(len, prompts)) + capacity
             self.texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
 
-    def __call__(self, logits: Tensor, place: Tensor) -> Tensor:
-        """The tokens at `place` (B,) of the texts, prompts included: logits (B, V) -> (B,).
+    def __call__(self, logits: Tensor, position: Tensor) -> Tensor:
+        """The tokens at `position` (B,) of the texts, prompts included: logits (B, V) -> (B,).
 
-        The same question has the same answer, however often it is asked. With processors, what stands before `place`
-        is what was chosen there last, and the host is asked for it.
+        The same question always has the same answer. With processors, what stands before `position` is what was chosen
+        there last, and the host synchronises to read it.
         """
-        if self.asks:
-            logits = torch.cat([self._processed(*row) for row in zip(logits, self.texts, place.tolist(), strict=True)])
+        if self.needs_sync:
+            rows = zip(logits, self.texts, position.tolist(), strict=True)
+            logits = torch.cat([self._processed(*row) for row in rows])
         if self.uniform is None:
             chosen = _argmax(logits)
         else:
-            where = self.uniform.device
-            uniform = self.uniform.gather(1, (place - self.begun).to(where)[:, None])[:, 0]
-            chosen = draw(self.sampling.probabilities(logits).to(where), uniform).to(logits.device)
-        if self.asks:
-            self.texts.scatter_(1, place[:, None], chosen[:, None])
+            device = self.uniform.device
+            uniform = self.uniform.gather(1, (position - self.prompt_lengths).to(device)[:, None])[:, 0]
+            chosen = draw_tokens(self.sampling.probabilities(logits).to(device), uniform).to(logits.device)
+        if self.needs_sync:
+            self.texts.scatter_(1, position[:, None], chosen[:, None])
         return chosen
 
     @property
-    def asks(self) -> bool:
-        """Whether it asks the device what has been chosen, for its processors."""
+    def needs_sync(self) -> bool:
+        """Whether it synchronises with the device, to show its processors what has been chosen."""
         return self.texts is not None
 
     def select(self, rows: list[int]) -> None:
-        """Forget every row of the batch but `rows`."""
-        self.begun = self.begun[rows]
+        """Keep only these rows of the batch."""
+        self.prompt_lengths = self.prompt_lengths[rows]
         self.uniform = None if self.uniform is None else self.uniform[rows]
         self.texts = None if self.texts is None else self.texts[rows]
 
-    def _processed(self, logits: Tensor, text: Tensor, place: int) -> Tensor:
+    def _processed(self, logits: Tensor, text: Tensor, position: int) -> Tensor:
         scores = logits[None].float()  # (1, V)
         for processor in self.sampling.processors:
-            scores = processor(text[None, :place], scores)
+            scores = processor(text[None, :position], scores)
         return scores
 
 

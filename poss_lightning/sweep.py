@@ -29,17 +29,17 @@ from tqdm import tqdm
 
 from poss_lightning import cli
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import check_reach
+from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import WEIGHTS, here
+from poss_lightning.draft.specialists import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark
+from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import BASELINES, NAMES
 from poss_lightning.evaluation.suites import load_suites
-from poss_lightning.evaluation.surroundings import origin
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, sha256
-from poss_lightning.fitting import FINISHED, begun, fitted, named, option, parsed, rehearsed
+from poss_lightning.fitting import FINISHED, dry_run, find_config, fit_once, has_outputs, option, parsed
 from poss_lightning.fitting import SETTINGS as FIT
 from poss_lightning.machine import choose_device
 from poss_lightning.reports.compare import show
@@ -68,7 +68,7 @@ class Cell:
 
     def settings(self) -> dict:
         """What was asked for."""
-        configs = {name: sha256(named(name)) for name in self.configs}
+        configs = {name: sha256(find_config(name)) for name in self.configs}
         return {"configs": configs, "fit": self.fit, self.measure: self.options}
 
     def inputs(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class Cell:
         Raises:
             ValueError: of a training that is not finished, as its last validation may be half-way.
         """
-        folder = here(draft)
+        folder = local_folder(draft)
         training = folder.parent
         ours = (training / FIT).is_file() and (training / FIT).read_text().startswith("# after ")
         if ours and not any((training / end).exists() for end in (FINISHED, SCALARS)):
@@ -105,14 +105,14 @@ class Cell:
         """Whether its measure has begun to write."""
         return self.measured() or any((self.folder / name).exists() for name in NAMES)
 
-    def begun(self) -> bool:
+    def has_outputs(self) -> bool:
         """Whether its training has left anything."""
-        return self.recorded() or begun(self.folder)
+        return self.recorded() or has_outputs(self.folder)
 
     def changed(self) -> list[str]:
         """Names of settings that it was made with otherwise; those of its measure count once it has records."""
         earlier, now = _read(self.folder / "cell.json"), self.settings()
-        if not earlier or not self.begun():
+        if not earlier or not self.has_outputs():
             return []
         if not self.recorded():
             earlier, now = ({part: facts[part] for part in ("configs", "fit")} for facts in (earlier, now))
@@ -126,7 +126,7 @@ class Cell:
             ValueError: another began with other inputs.
         """
         made, inputs = _read(self.folder / "made.json"), self.inputs()
-        kept = (self._trained_on() if self.begun() else {}) | (self._measured_on() if self.recorded() else {})
+        kept = (self._trained_on() if self.has_outputs() else {}) | (self._measured_on() if self.recorded() else {})
         if other := sorted(name for name, digest in made.get("inputs", {}).items() if kept.get(name, digest) != digest):
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
         if not self.recorded():
@@ -159,7 +159,7 @@ class Cell:
         choose_device(given["device"])
         if draft:
             depth = sum(draft.allocation) if given["depth"] is None else given["depth"]
-            check_reach(depth, given["top_k"])
+            check_tree(depth, given["tree_width"])
             Fixed(depth, given["nodes"])
         if self.measure == "benchmark":
             benchmark.check(given)
@@ -173,11 +173,11 @@ class Cell:
 
     def _rehearsed(self, coming: set[Path]) -> DraftConfig | None:
         start, fit = option("model.start_from", self.configs, self.fit), self.fit
-        if start and here(start).parent.resolve() in coming:
+        if start and local_folder(start).parent.resolve() in coming:
             fit = {**fit, "model": {**fit.get("model", {}), "start_from": None}}
         elif start:
             self._start(start)
-        return rehearsed(self.configs, fit)
+        return dry_run(self.configs, fit)
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class Sweep:
             if not isinstance(files := (options or {}).get("config", []), list):
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
             for file in files:
-                named(str(file))
+                find_config(str(file))
         if (self.replay is None) == (self.benchmark is None):
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
@@ -342,7 +342,7 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
 
 def _run(cell: Cell) -> None:
     """Train, measure, and keep the last of every scalar."""
-    draft = fitted(cell.folder, cell.configs, cell.fit)
+    draft = fit_once(cell.folder, cell.configs, cell.fit)
     cli.run(cell.measure, cell.measuring(draft))
     scalars = read_scalars(cell.folder)[str(cell.folder)]
     with atomic(cell.folder / SCALARS) as path:

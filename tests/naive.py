@@ -45,19 +45,19 @@ class SlotBySlot:
         self.slots: list[tuple[Tensor, int, int]] = []  # z (D,), position and first reader of every slot it may see
 
     def project(self, layer, z: Tensor, position: int):
-        return layer.keys_values(z[None, None], self.draft.rotation(torch.tensor([[position]])))
+        return layer.keys_values(z[None, None], self.draft.rope_angles(torch.tensor([[position]])))
 
     def output(self, k: int) -> Tensor:
         """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
         layer = self.draft.serving(k)
         z, position, _ = self.slots[-1]
-        query = layer.queries(z[None, None], self.draft.rotation(torch.tensor([[position]])))[0, :, 0]
+        query = layer.queries(z[None, None], self.draft.rope_angles(torch.tensor([[position]])))[0, :, 0]
         pairs = [
             self.project(self.draft.serving(first) if self.draft.config.kv == "shared" else layer, z, position)
             for z, position, first in self.slots
         ]
         attended = attention(query, [key[0, :, 0] for key, _ in pairs], [value[0, :, 0] for _, value in pairs])
-        return layer.finish(z[None, None], attended[None, :, None])[0, 0]
+        return layer.after_attention(z[None, None], attended[None, :, None])[0, 0]
 
 
 def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> list[Tensor]:
@@ -123,7 +123,7 @@ def pass_losses(
     return torch.stack(sums)
 
 
-def ancestors(parents: list[int]) -> list[list[bool]]:
+def ancestor_mask(parents: list[int]) -> list[list[bool]]:
     table = [[False] * len(parents) for _ in parents]
     for node in range(len(parents)):
         here = node
@@ -166,7 +166,7 @@ class PublishedDraft:
         """Queries, keys or values of slots (T, D), head by head: (T, d) each."""
         return list(self.linear(name, x).chunk(count, dim=-1))
 
-    def turn(self, x: Tensor) -> Tensor:
+    def rope(self, x: Tensor) -> Tensor:
         """Pairs (i, i + d/2) of slot t by t * theta^(-2i/d)."""
         half = x.shape[-1] // 2
         turned = x.clone()
@@ -188,8 +188,8 @@ class PublishedDraft:
             cache: keys and values of the first slots, whoever made them; those of the others join it.
         """
         count, shared = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        queries = [self.turn(head) for head in self.heads(f"{of}.self_attn.q_proj", x, count)]
-        keys = [self.turn(head) for head in self.heads(f"{of}.self_attn.k_proj", x, shared)]
+        queries = [self.rope(head) for head in self.heads(f"{of}.self_attn.q_proj", x, count)]
+        keys = [self.rope(head) for head in self.heads(f"{of}.self_attn.k_proj", x, shared)]
         values = self.heads(f"{of}.self_attn.v_proj", x, shared)
         if cache is not None:
             made = [*keys, *values]

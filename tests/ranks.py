@@ -18,7 +18,7 @@ from poss_lightning import cli
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.strategies import FSDP2, DeepSpeed, whole
+from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft
 
 STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
 DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
@@ -105,7 +105,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             **QUIET,
         )
         trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
-        draft = whole(module.draft)
+        draft = gather_draft(module.draft)
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))

@@ -270,7 +270,7 @@ def test_seconds_of_two_machines_do_not_meet_in_one_file(run, tmp_path, monkeypa
     whole = (tmp_path / "out" / "records.jsonl").read_text().splitlines(keepends=True)
     half = [line for line in whole if json.loads(line)["id"] == 0]
     (tmp_path / "out" / "records.jsonl").write_text("".join(half))
-    there = module.surroundings(torch.device("cpu"))
+    there = module.provenance(torch.device("cpu"))
     monkeypatch.setattr(module, "surroundings", lambda device: there | {"threads": 99})
     with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
         run(tmp_path / "out", suites=suites)

@@ -188,11 +188,11 @@ def test_only_rounding_excuses_a_mismatch():
     target = random_target(soak.TINY, torch.float32)
     case = soak.make_case(3, target, ["A horse."], 6, 5, 4)
     case = replace(case, prompts=[[5, 6, 7], [8]], temperature=0.0)
-    logits = target.ends.logits(target.read(torch.tensor([[8]])))[0, -1]
+    logits = target.embed_head.logits(target.read(torch.tensor([[8]])))[0, -1]
     best, second = logits.topk(2).indices.tolist()
     assert not soak.undecided(target, case, case.prompts, 1, [], {best, second})
     twin = (best + 1) % 288
-    target.ends.head.data[twin] = target.ends.head[best]
+    target.embed_head.head.data[twin] = target.embed_head.head[best]
     assert soak.undecided(target, case, case.prompts, 1, [], {best, twin})
 
 

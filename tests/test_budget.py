@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from poss_lightning.decoding.budget import EDGES, SIZES, Auto, Calibration, Costs, Fixed
-from poss_lightning.decoding.trees import Tree, ancestors
+from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict
 
 CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ def test_break_even_is_a_round_in_plain_steps():
     assert costs.break_even(6, 60) == (6 * 2 + 30) / 10  # no tree may have so many
 
 
-def auto(draft=1.0, slope=0.2, depth=6, nodes=12, asks=True) -> Auto:
+def auto(draft=1.0, slope=0.2, depth=6, nodes=12, needs_sync=True) -> Auto:
     verify = {n: 10 + slope * n for n in (1, 2, 3, 4, 6, 8, 12) if n <= nodes}
-    return Auto(depth, nodes, Costs(draft, verify), Calibration(CPU), asks)
+    return Auto(depth, nodes, Costs(draft, verify), Calibration(CPU), needs_sync)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -107,7 +107,7 @@ def play(budget: Auto | None, fixed: tuple[int, int], machine: Auto, rounds: int
             tree = Tree(torch.zeros_like(parents), parents, scores[:, :nodes])
             path = torch.arange(machine.depth + 1).clamp(max=accepted)[None]
             verdict = Verdict(path, torch.zeros_like(path), torch.tensor([accepted]))
-            budget.learn(tree, ancestors(tree.parents, machine.depth), verdict)
+            budget.learn(tree, ancestor_mask(tree.parents, machine.depth), verdict)
     return tokens / seconds
 
 
@@ -121,7 +121,7 @@ def test_choosing_anew_beats_every_fixed_tree(draft, slope):
 
 @pytest.mark.parametrize(("draft", "slope"), [(0.5, 0.1), (8.0, 4.0)], ids=str)
 def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
-    budget, machine = auto(draft, slope, asks=False), auto(draft, slope)
+    budget, machine = auto(draft, slope, needs_sync=False), auto(draft, slope)
     play(budget, (0, 0), machine, 40)
     assert budget.plan is not None
     fixed = {plan: play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.costs.verify)]}

@@ -21,7 +21,7 @@ from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features import extract
-from poss_lightning.fitting import FINISHED, fitted
+from poss_lightning.fitting import FINISHED, fit_once
 
 CONF = Path(__file__).parents[1] / "conf"
 TALK = {
@@ -327,10 +327,10 @@ def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):
     model, trainer = {"allocation": [2], "vocabulary_size": None}, {"precision": "32-true", "max_steps": 1}
     options = {"data": data, "model": model, "trainer": trainer}
     lab = [str(CONF / "lab.yaml")]  # an option that stands for another, as there, is another way through the parser
-    draft = fitted(tmp_path / "cell", lab, options)
+    draft = fit_once(tmp_path / "cell", lab, options)
     (tmp_path / "cell" / FINISHED).unlink()
     (draft / "model.safetensors").unlink()
-    assert fitted(tmp_path / "cell", lab, options) == draft
+    assert fit_once(tmp_path / "cell", lab, options) == draft
     assert (draft / "model.safetensors").is_file()
 
 

@@ -18,7 +18,7 @@ from poss_lightning.evaluation.probe import Replay, answered
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.stream import collate, passes_that_count
+from poss_lightning.features.stream import collate, counted_passes
 from poss_lightning.metrics import BINS
 from poss_lightning.training import hyperparameters, panels
 from poss_lightning.training.dashboard import Dashboard, pick
@@ -155,7 +155,7 @@ def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):  
     training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=vocabulary)
     held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
     for kind, nodes, top_k in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
-        found = replay_rounds(draft, data.source.ends(), held, DEPTH, nodes, top_k)
+        found = replay_rounds(draft, data.source.embed_head(), held, DEPTH, nodes, top_k)
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
         assert float(trainer.callback_metrics[f"val/tau_{kind}"]) == pytest.approx(tau)
@@ -167,7 +167,7 @@ def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):  
 def test_spans_come_back_from_counts():
     for spans in ([(1, 3)], [(2, 9), (9, 12)], [(4, 8), (10, 20)], [(3, 5), (6, 7), (8, 20)], []):
         long = [span for span in spans if span[1] - span[0] > 1]
-        assert answered(passes_that_count(20, np.array(spans).reshape(-1, 2))) == long
+        assert answered(counted_passes(20, np.array(spans).reshape(-1, 2))) == long
 
 
 def test_few_answers_are_whole_batches(store):  # noqa: F811

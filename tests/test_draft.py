@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from poss_lightning.draft import specialists
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.target.spec import Ends
+from poss_lightning.target.spec import EmbedHead
 from poss_lightning.training.export import export
 
 
@@ -26,13 +26,13 @@ from poss_lightning.training.export import export
 )
 def test_who_serves_which_position(target, allocation, expected):
     config = DraftConfig(target.spec, tuple(allocation), 6)
-    assert [config.serving(k) for k in range(1, 9)] == expected
+    assert [config.specialist_at(k) for k in range(1, 9)] == expected
 
 
 def test_positions_may_be_served_in_another_order(target):
     config = tiny_draft(target, [2, 1, 3], order=(2, 0, 2, 1, 0, 2)).config
-    assert [config.serving(k) for k in range(1, 9)] == [2, 0, 2, 1, 0, 2, 2, 2]
-    assert config.unserved(3) == {1} and not config.unserved(4)
+    assert [config.specialist_at(k) for k in range(1, 9)] == [2, 0, 2, 1, 0, 2, 2, 2]
+    assert config.unreached(3) == {1} and not config.unreached(4)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 3)], ids=str)
@@ -120,7 +120,7 @@ def test_the_shipped_heads_are_whole_and_small():
     assert names == ["embedded-hass", "embedded-poss2"]
     assert [draft.config.allocation for draft in drafts] == [(6,), (2, 2, 2)]
     assert not drafts[0].config.target.difference(drafts[1].config.target)
-    assert sum((specialists.HEADS / name / specialists.WEIGHTS).stat().st_size for name in names) <= 32e6
+    assert sum((specialists.SHIPPED / name / specialists.WEIGHTS).stat().st_size for name in names) <= 32e6
 
 
 def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_it_reads_the_same(target):
@@ -186,14 +186,14 @@ def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep)
     vocabularies = torch.arange(0, 320, 2), torch.arange(0, 320, 3)
     config = DraftConfig(deep.spec, (2, 2), 4, kind="eagle3")
     draft, other = (Specialists(replace(config, vocabulary_size=len(own)), own) for own in vocabularies)
-    ends = Ends(deep.ends.embedding, deep.ends.head, scale=0.5)
-    draft.take_head(ends.restrict(draft.vocabulary))
+    embed_head = EmbedHead(deep.embed_head.embedding, deep.embed_head.head, scale=0.5)
+    draft.take_head(embed_head.restrict(draft.vocabulary))
     features = torch.randn(3, 32)
     scaled = draft.norm(features)  # what its head reads
-    torch.testing.assert_close(draft.logits(features, ends), ends.restrict(draft.vocabulary).logits(scaled))
+    torch.testing.assert_close(draft.logits(features, embed_head), embed_head.restrict(draft.vocabulary).logits(scaled))
     draft.start_from(other)
     assert torch.equal(draft.lm_head.weight[::3], other.lm_head.weight[::2])  # tokens 0, 6, 12, …
-    assert torch.equal(draft.lm_head.weight[1], deep.ends.head[2] * 0.5)  # the other does not have it
+    assert torch.equal(draft.lm_head.weight[1], deep.embed_head.head[2] * 0.5)  # the other does not have it
     assert torch.equal(draft.fc.weight, other.fc.weight)
     with pytest.raises(ValueError, match="the draft to start from is eagle2, and this one eagle3"):
         draft.start_from(tiny_draft(deep, [4]))
@@ -225,7 +225,7 @@ def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind):
     embedded, read = torch.randn(2, 9, 32), torch.randn(2, 9, 96 if kind == "eagle3" else 32)
     for a, b in zip(single(embedded, read, 6), many(embedded, read, 6), strict=True):
         torch.testing.assert_close(a, b)
-        torch.testing.assert_close(single.logits(a, deep.ends), many.logits(b, deep.ends))
+        torch.testing.assert_close(single.logits(a, deep.embed_head), many.logits(b, deep.embed_head))
 
 
 def test_a_wider_layer_starts_as_the_narrow_one_and_has_more_to_learn_with(target):

@@ -17,7 +17,7 @@ from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.decoder import Clock, Request
-from poss_lightning.decoding.drafting import Drafter, likeliest
+from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -66,7 +66,7 @@ class Oracle(Drafter):
         self.future, self.wrong_every, self.turn = future, wrong_every, 0
 
     def grow(self, budget):
-        tree, self.turn = super().grow(budget), self.turn + 1
+        tree, self.turn = super().draft_tree(budget), self.turn + 1
         at = int(self.slots.length[0]) - len(PROMPTS[0])  # tokens emitted before the root
         tokens = tree.tokens.clone()
         for node in range(1, tokens.shape[1]):
@@ -207,14 +207,14 @@ def test_generate_draws_by_the_seed_it_is_given(target):
 def test_a_shared_budget_goes_where_the_draft_is_sure(target):
     """Of one batch, rows get different numbers of nodes, as many in all as without sharing."""
     speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5, share=True)
-    read, counts = speculative.seen, []
+    read, counts = speculative.forward_tree, []
 
     def count(tokens, ancestors, cache, packed=None):
         if packed is not None:
             counts.append(packed.rows.bincount(minlength=3).tolist())
         return read(tokens, ancestors, cache, packed)
 
-    speculative.seen = count
+    speculative.forward_tree = count
     assert tokens_of(speculative) == tokens_of(Autoregressive(target))
     assert any(len(set(row)) > 1 for row in counts)
     assert all(sum(row) == 12 * sum(n > 0 for n in row) and max(row) <= 48 for row in counts)
@@ -222,7 +222,7 @@ def test_a_shared_budget_goes_where_the_draft_is_sure(target):
 
 def plant(engine, truth: dict[int, list[int]]):
     """Let chains say what the target will, row by row, but for one token in every third round."""
-    grow, turns = engine.drafter.grow, count()
+    grow, turns = engine.drafter.draft_tree, count()
 
     def planted(budget):
         tree, turn = grow(budget), next(turns)
@@ -235,7 +235,7 @@ def plant(engine, truth: dict[int, list[int]]):
                 tokens[row, node] = (token + 1) % 320 if turn % 3 == 2 and node == 1 + (turn + row) % 4 else token
         return tree._replace(tokens=tokens)
 
-    engine.drafter.grow = planted
+    engine.drafter.draft_tree = planted
 
 
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0), *LAWS[1:3]], ids=name)
@@ -305,7 +305,7 @@ def test_a_tree_that_is_settled_changes_no_token(target):
 
     def settling():
         budget = measure()
-        budget.asks = False
+        budget.needs_sync = False
         return budget
 
     speculative._measure = settling
@@ -342,10 +342,10 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
     draft, rows = tiny_draft(target, allocation), []
     for layer in draft.layers:
         layer.finish = lambda z, attended, plain=layer.finish: rows.append(z.shape[1]) or plain(z, attended)
-    drafter = Drafter(draft, target.ends, 6, 10)
+    drafter = Drafter(draft, target.embed_head, 6, 10)
     drafter.start(1, 64)
     drafter.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), torch.tensor([3]))
-    drafter.grow(Fixed(6, 60))
+    drafter.draft_tree(Fixed(6, 60))
     assert sum(rows) == 51
 
 
@@ -353,8 +353,8 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_likeliest_are_those_of_log_softmax(vocabulary, dtype):
     logits = (3 * torch.randn(2, 7, vocabulary, generator=torch.Generator().manual_seed(0))).to(dtype)
-    found, rows = likeliest(logits, 10)
-    torch.testing.assert_close(likeliest(logits.mT.contiguous().mT, 10)[0], found)  # as `project` lays them out
+    found, rows = top_log_probs(logits, 10)
+    torch.testing.assert_close(top_log_probs(logits.mT.contiguous().mT, 10)[0], found)  # as `project` lays them out
     every = logits.float().log_softmax(-1)
     torch.testing.assert_close(found, every.topk(10, dim=-1).values)
     torch.testing.assert_close(every.gather(-1, rows), found)
@@ -365,7 +365,7 @@ def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):
     """Slots read one round after another, and drafted in between, give the tree of slots read at once."""
     draft, features = tiny_draft(target, [1, 2, 3]), torch.randn(1, 9, 32)
     tokens = torch.randint(0, 320, (1, 9))
-    at_once, piecewise = (Drafter(draft, target.ends, 6, 5) for _ in range(2))
+    at_once, piecewise = (Drafter(draft, target.embed_head, 6, 5) for _ in range(2))
     at_once.start(1, 64)
     at_once.read(tokens, features, torch.tensor([9]))
     at_once.slots.note([9])
@@ -373,8 +373,8 @@ def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         piecewise.read(tokens[:, start:stop], features[:, start:stop], torch.tensor([stop - start]))
         piecewise.slots.note([stop - start])
-        tree = piecewise.grow(Fixed(6, 30))
-    expected = at_once.grow(Fixed(6, 30))
+        tree = piecewise.draft_tree(Fixed(6, 30))
+    expected = at_once.draft_tree(Fixed(6, 30))
     assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
     torch.testing.assert_close(tree.scores, expected.scores, rtol=1e-4, atol=1e-4)
 
@@ -387,7 +387,7 @@ def test_a_smaller_draft_vocabulary_is_lossless(target):
     assert tokens_of(speculative) == tokens_of(Autoregressive(target))
     speculative.drafter.start(1, 64)
     speculative.drafter.read(torch.tensor([[5]]), torch.randn(1, 1, 32), torch.tensor([1]))
-    assert (speculative.drafter.grow(Fixed(4, 20)).tokens[:, 1:] % 5 == 0).all()
+    assert (speculative.drafter.draft_tree(Fixed(4, 20)).tokens[:, 1:] % 5 == 0).all()
 
 
 def test_the_context_is_kept(target):
@@ -458,7 +458,7 @@ def test_draws_on_the_embedded_target_have_its_law():
     @torch.inference_mode()
     def after(*said: int) -> torch.Tensor:
         _, _, last = prefill(target, [[*prompt, *said]], 1)
-        return law.probabilities(target.ends.logits(last))[0].double()
+        return law.probabilities(target.embed_head.logits(last))[0].double()
 
     first = after()
     begun = int(first.argmax())  # answers that begin so are counted
@@ -469,7 +469,7 @@ def test_draws_on_the_embedded_target_have_its_law():
     tokens = torch.cat([torch.tensor([begun]), drafted, below])[None]  # root, its children, those of the likeliest
     parents, scores = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]), -torch.tensor([[0.0, 1, 2, 3, 4, 5, 6, 7]])
     engine, guessed = Speculative(target, tiny_draft(target, [2]), 2, 8, 8), Tree(tokens, parents, scores)
-    engine.drafter.grow = lambda budget: Tree(*(part.expand(len(engine.drafter.root), -1) for part in guessed))
+    engine.drafter.draft_tree = lambda budget: Tree(*(part.expand(len(engine.drafter.root), -1) for part in guessed))
     generator, answers = torch.Generator().manual_seed(0), []
     for _ in range(32):
         decoded = engine.decode([prompt] * 64, 3, frozenset(), law, generator)

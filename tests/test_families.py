@@ -95,7 +95,7 @@ def target(request) -> Target:
 def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int = 30):
     """Of every prompt: the tokens of a tree behind it, what each sees of the others, and the features (n, D)."""
     rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
-    above = [naive.ancestors(parents) for _, parents in rows]
+    above = [naive.ancestor_mask(parents) for _, parents in rows]
     cache = prefill(target, prompts, nodes)[0]
     read = read or target.features
     features = read(torch.tensor([tokens for tokens, _ in rows]), torch.tensor(above), cache)
@@ -145,7 +145,7 @@ def test_a_window_off_by_one_is_refused_when_loading_and_seen_in_a_tree(name, sh
 
 def test_the_window_of_a_tree_is_the_drawing():
     positions, length = torch.tensor([[3, 4, 4, 5, 5, 6]]), torch.tensor([3])
-    tree = torch.tensor(naive.ancestors([0, 0, 0, 1, 2, 4]))
+    tree = torch.tensor(naive.ancestor_mask([0, 0, 0, 1, 2, 4]))
     visible = torch.cat([torch.ones_like(tree)[:, :3], tree], dim=1)  # (n, extent)
     seen = (visible & masks.within(2, positions, length, 9))[0, 0].tolist()
     drawn = [line.replace("|", "").split()[1:] for line in masks.__doc__.splitlines()[-6:]]
@@ -213,7 +213,7 @@ def test_in_bfloat16_logits_are_rounded_as_the_model_rounds_them(name):
     """A tie that the model's rounding makes must be a tie for the engine too."""
     target = Target(family(name).model.to(torch.bfloat16), tiny_tokenizer(), name)
     tokens = torch.arange(200)[None]
-    assert torch.equal(target.ends.logits(target.read(tokens)), target.model(tokens).logits)
+    assert torch.equal(target.embed_head.logits(target.read(tokens)), target.model(tokens).logits)
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2"])
@@ -224,10 +224,10 @@ def test_store_and_online_have_the_target_s_own_logits_and_train(name, tmp_path)
     assert store.target == target.spec and (store.target.logit_scale, store.target.logit_cap) != (1.0, None)
     sample = store[0]
     logits = target.model(sample.tokens[None]).logits[0]
-    for ends in (store.ends(), OnlineFeatures(target, []).ends()):
-        torch.testing.assert_close(ends.logits(sample.features), logits)
+    for embed_head in (store.embed_head(), OnlineFeatures(target, []).embed_head()):
+        torch.testing.assert_close(embed_head.logits(sample.features), logits)
         some = torch.tensor([3, 50, 280])
-        torch.testing.assert_close(ends.restrict(some).logits(sample.features), logits[:, some])
+        torch.testing.assert_close(embed_head.restrict(some).logits(sample.features), logits[:, some])
     start, end = sample.spans[0]
     assert sample.greedy[start - 1 : end - 1].tolist() == logits[start - 1 : end - 1].argmax(-1).tolist()
     train(str(tmp_path / "store"))
@@ -245,8 +245,8 @@ def train(store: str) -> None:
     for weights in (copy.deepcopy(module.draft.state_dict()), before):
         module.draft.load_state_dict(weights)
         ours, predictions = module._losses(batches[0], 3)
-        given = predictions, batches[0].features[:, 1:], batches[0].counts[:, :-1], module.ends.head
-        twin = naive.pass_losses(*given, 1.0, 0.1, 1.0, scale=module.ends.scale, cap=module.ends.cap)
+        given = predictions, batches[0].features[:, 1:], batches[0].counts[:, :-1], module.embed_head.head
+        twin = naive.pass_losses(*given, 1.0, 0.1, 1.0, scale=module.embed_head.scale, cap=module.embed_head.cap)
         torch.testing.assert_close(ours.weighted.double(), twin, rtol=1e-4, atol=1e-4)
         losses.append(float(twin.detach().sum()))
     assert losses[0] < losses[1]

@@ -40,12 +40,12 @@ class Scripted(Decoder):
 
     def __init__(self, target, script: list[list[int]], look):
         self.target, self.script, self.look = target, script, look
-        self.seen: list[str] = []
+        self.forward_tree: list[str] = []
 
     def rounds(self, request, clock) -> Iterator[Progress]:
         for tokens in self.script:
             yield Progress({0: tokens})
-            self.seen.append(self.look())
+            self.forward_tree.append(self.look())
 
 
 def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys):
@@ -54,7 +54,7 @@ def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys)
     script = [tokens[:2], tokens[2:3], tokens[3:6], tokens[6:]]
     speaker = Scripted(target, script, lambda: capsys.readouterr().out)
     module._tell(Ask([1], 9, GREEDY, 0), speaker, None)
-    assert speaker.seen == ["a", "", "€", "🐴!"] and capsys.readouterr().out == "\n"
+    assert speaker.forward_tree == ["a", "", "€", "🐴!"] and capsys.readouterr().out == "\n"
 
 
 def test_what_watching_takes_does_not_count(target, monkeypatch):

@@ -86,7 +86,7 @@ def test_a_settled_tree_runs_as_a_graph(share):
 
     def settling():
         budget = measure()
-        budget.asks = False
+        budget.needs_sync = False
         return budget
 
     engine._measure = settling

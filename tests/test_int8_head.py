@@ -83,22 +83,22 @@ def test_the_text_is_the_targets_own(target, allocation, more, sampling):
 def test_a_head_of_the_drafts_own_is_what_is_quantized():
     deep, read = tiny_target(num_hidden_layers=7), torch.randn(1, 3, 32)
     draft = tiny_draft(deep, [2, 2], kind="eagle3")
-    drafter = Drafter(draft, deep.ends, 4, 5, int8_head=True)
+    drafter = Drafter(draft, deep.embed_head, 4, 5, int8_head=True)
     assert not drafter.product.scale.requires_grad
-    near, own = draft.logits(read, drafter.ends, drafter.product), draft.logits(read, drafter.ends)
+    near, own = draft.logits(read, drafter.embed_head, drafter.product), draft.logits(read, drafter.embed_head)
     torch.testing.assert_close(near, own, rtol=0, atol=0.03 * own.abs().max().item())
 
 
 def test_it_is_taken_where_it_is_faster_or_asked_for(target):
     draft = tiny_draft(target, [2, 2])
-    assert Drafter(draft, target.ends, 4, 5).product is project  # nobody asked
+    assert Drafter(draft, target.embed_head, 4, 5).product is project  # nobody asked
     assert Speculative(target, draft, 4, 20, 5, compile=True).drafter.product is project
     assert faster_product(torch.zeros(8, 32, device="meta")) is project
-    taken = isinstance(Drafter(draft, target.ends, 4, 5, int8_head=None).product, Int8Head)
+    taken = isinstance(Drafter(draft, target.embed_head, 4, 5, int8_head=None).product, Int8Head)
     assert taken <= (exact_levels() is not None)  # which of them is faster is this CPU's to say
 
 
 def test_a_cpu_without_exact_sums_says_so(target, monkeypatch):
     monkeypatch.setattr("poss_lightning.decoding.drafting.exact_levels", lambda: None)
     with pytest.raises(ValueError, match="int8_head is true, but this CPU has no exact products of bytes"):
-        Drafter(tiny_draft(target, [2, 2]), target.ends, 4, 5, int8_head=True)
+        Drafter(tiny_draft(target, [2, 2]), target.embed_head, 4, 5, int8_head=True)

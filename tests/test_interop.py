@@ -64,7 +64,8 @@ def published(target: Target, layers: int, bias: bool = True, dtype: torch.dtype
     shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
     return {
-        name: tensor.to(dtype) for name, tensor in (tensors | {"embed_tokens.weight": target.ends.embedding}).items()
+        name: tensor.to(dtype)
+        for name, tensor in (tensors | {"embed_tokens.weight": target.embed_head.embedding}).items()
     }
 
 
@@ -98,9 +99,9 @@ def agree(folder: Path, draft: Specialists, target: Target, depth: int = 6) -> N
     features = torch.randn(5, D, generator=generator)
     tensors, config = read(folder), json.loads((folder / "config.json").read_text())
     twin = naive.PublishedDraft(tensors, config, draft.config.allocation[0])
-    expected = twin.chain(target.ends.embedding, tokens, features, depth)
+    expected = twin.chain(target.embed_head.embedding, tokens, features, depth)
     unknown = torch.full((depth - 1, D), torch.nan)  # features of drafted slots are nobody's business
-    ours = naive.chain(draft, target.ends.embed(tokens), torch.cat([features, unknown]), 4, depth)
+    ours = naive.chain(draft, target.embed_head.embed(tokens), torch.cat([features, unknown]), 4, depth)
     torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -196,11 +197,11 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
 )
 def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, taken):
     """The target's, in float32, went through another dtype before it was stored; one bit more is another one."""
-    own = target.ends.embedding
+    own = target.embed_head.embedding
     theirs = own.to(between).to(stored)
     for tensor, fits in ((theirs, taken), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
         with nullcontext() if fits else pytest.raises(ValueError, match="rows differ by more than the rounding"):
-            check_frozen({"embed_tokens.weight": tensor}, target.ends, LAYOUTS["eagle"])
+            check_frozen({"embed_tokens.weight": tensor}, target.embed_head, LAYOUTS["eagle"])
 
 
 def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):

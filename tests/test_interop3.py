@@ -65,10 +65,10 @@ def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4) -> N
     twin = naive.PublishedEagle3(
         read(folder), json.loads((folder / "config.json").read_text()), draft.config.allocation
     )
-    expected = torch.stack(twin.chain(target.ends.embedding, tokens, outputs, depth))  # (K, V)
-    ends, ours = target.ends.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
-    features = torch.stack(naive.chain(draft, target.ends.embed(tokens), outputs, 4, depth))
-    ours[:, ends.token_ids(torch.arange(len(ends.head)))] = draft.logits(features, ends)
+    expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, depth))  # (K, V)
+    embed_head, ours = target.embed_head.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
+    features = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, depth))
+    ours[:, embed_head.token_ids(torch.arange(len(embed_head.head)))] = draft.logits(features, embed_head)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -95,7 +95,9 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
 ):
     tensors, rows = random_file(ids, dtype), VOCABULARY if ids is None else len(ids)
     given = {KEY: rows} | ({} if theta is None else {"rope_theta": theta})
-    theirs = put(tmp_path / "theirs", tensors | {"embed_tokens.weight": deep.ends.embedding.to(dtype)}, kind, **given)
+    theirs = put(
+        tmp_path / "theirs", tensors | {"embed_tokens.weight": deep.embed_head.embedding.to(dtype)}, kind, **given
+    )
     convert(theirs, tmp_path / "ours", "--from", "eagle3")
     assert f"reads the outputs of target layers {FUSED}" in capsys.readouterr().out
     convert(tmp_path / "ours", tmp_path / "back", "--to", "eagle3")

@@ -37,7 +37,7 @@ def test_a_merged_store_has_all_samples_in_order(parts, tmp_path, monkeypatch, l
     whole, own = FeatureStore(tmp_path / "whole"), [FeatureStore(part) for part in parts]
     assert whole.ids == own[0].ids + own[1].ids and whole.manifest.tokens == sum(o.manifest.tokens for o in own)
     assert torch.equal(whole[len(own[0])].features, own[1][0].features)
-    assert torch.equal(whole.ends().head, own[0].ends().head)
+    assert torch.equal(whole.embed_head().head, own[0].embed_head().head)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     again = tmp_path / "again"
     merge(str(again), [str(tmp_path / "whole")])  # a merged store is a store

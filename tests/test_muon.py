@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from poss_lightning.training.muon import LENGTH, Muon, orthogonal
+from poss_lightning.training.muon import LENGTH, Muon, orthogonalize
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]
 
@@ -24,20 +24,20 @@ def test_all_directions_of_a_step_are_as_long(shape):
     """Twin: U Vᵀ of the singular value decomposition; also where one direction is a hundred times the others."""
     plain = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for matrix in (plain, plain + 100 * plain[:, :1] @ plain[:1]):
-        found = orthogonal(matrix).float()
+        found = orthogonalize(matrix).float()
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
         assert torch.linalg.svdvals(found).max() < 1.3
         assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.85
 
 
 @pytest.mark.parametrize("turned", [3, 2])
-def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(turned):
+def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(is_matrix):
     ours, theirs = parameters(), parameters()
     law = {"lr": 0.01, "weight_decay": 0.1}
-    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[turned:3], **law)
+    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[is_matrix:3], **law)
     others = [
-        torch.optim.Muon(theirs[:turned], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
-        torch.optim.AdamW(theirs[turned:], betas=(0.9, 0.95), **law),
+        torch.optim.Muon(theirs[:is_matrix], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
+        torch.optim.AdamW(theirs[is_matrix:], betas=(0.9, 0.95), **law),
     ]
     for step in range(4):
         gradients(ours, step)

@@ -61,8 +61,8 @@ def test_an_eagle_3_draft_s_parameters_at_real_sizes(name):
 @pytest.mark.parametrize(("allocation", "depth"), [([6], 1), ([6], 4), ([2, 2, 2], 6), ([1, 3], 6), ([3, 3], 2)])
 def test_keys_are_projected_once_for_every_specialist_that_reads_them(target, allocation, depth):
     config = DraftConfig(target.spec, tuple(allocation), depth)
-    pairs = {(config.serving(k), m) for k in range(1, depth + 1) for m in range(k)}
-    assert config.projections(depth) == pairs
+    pairs = {(config.specialist_at(k), m) for k in range(1, depth + 1) for m in range(k)}
+    assert config.kv_pairs(depth) == pairs
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
@@ -77,7 +77,7 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, detach, kin
     counts = (torch.arange(24) % 4)[None]
     slots = (counts > 0).sum()
     with FlopCounterMode(display=False) as counter:
-        pass_losses(draft(embedded, inputs, 3), features, counts, target.ends.head, **own).total.backward()
+        pass_losses(draft(embedded, inputs, 3), features, counts, target.embed_head.head, **own).total.backward()
     plain = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
     assert step_flops(draft.config, target.spec.vocab_size, 24, slots, 0.0) == sum(plain.values())
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused(change, words):
 
 def test_a_local_folder_says_what_the_target_itself_would(tiny_folder, target):
     spec, tied = find(tiny_folder)
-    assert tied == target.ends.tied
+    assert tied == target.embed_head.tied
     sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "rope_theta", "layers")
     for field in sizes:
         assert getattr(spec, field) == getattr(target.spec, field)

@@ -26,8 +26,8 @@ def test_the_published_step_has_the_same_loss_and_gradients(target, allocation):
         return found
 
     predictions, by = draft(embedded, inputs, 6), torch.arange(1.0, 7)
-    ours = pass_losses(predictions, features, counts, target.ends.head, 1.0, 0.1, 1.0, by=by)
-    twins = torch.stack(published.step(draft, target.ends.head, embedded, inputs, features, counts))
+    ours = pass_losses(predictions, features, counts, target.embed_head.head, 1.0, 0.1, 1.0, by=by)
+    twins = torch.stack(published.step(draft, target.embed_head.head, embedded, inputs, features, counts))
     torch.testing.assert_close(ours.weighted, twins, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients(ours.total), gradients((twins * by).sum()), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()

@@ -9,7 +9,7 @@ from conftest import tiny_target
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.replay import replay_rounds, strange
+from poss_lightning.evaluation.replay import greedy_mismatch, replay_rounds
 from poss_lightning.features.store import Sample
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -33,8 +33,8 @@ def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tu
     """A stored sample of one answer, and `more` tokens of the template's behind it."""
     tokens = torch.tensor(prompt + answer + [7] * more)
     with torch.inference_mode():
-        features, inner = target.read_layers(tokens[None], layers or (1,))
-        greedy = target.ends.logits(features[0]).argmax(-1)
+        features, inner = target.text_layers(tokens[None], layers or (1,))
+        greedy = target.embed_head.logits(features[0]).argmax(-1)
     spans = [(len(prompt), len(prompt) + len(answer))]
     return Sample("one", tokens, greedy, spans, features[0], inner[0, :, : len(layers)])
 
@@ -68,7 +68,7 @@ def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tre
     layers = draft.config.layers
     samples = [(ended if own else read)(target, prompt, answer, layers=layers) for own, prompt, answer in given]
     for rows in (2, 16):  # the fifth alone, all side by side
-        replayed = replay_rounds(draft, target.ends, samples, depth, nodes, top_k, rows)
+        replayed = replay_rounds(draft, target.embed_head, samples, depth, nodes, top_k, rows)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
                 assert rounds == own.accepted
@@ -89,21 +89,21 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
     assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
     sample = read(target, PROMPTS[0], own.tokens, more=5)
-    assert replay_rounds(draft, target.ends, [sample], 1, whole + 1, whole) == [[own.accepted]]
+    assert replay_rounds(draft, target.embed_head, [sample], 1, whole + 1, whole) == [[own.accepted]]
 
 
 def test_several_answers_of_a_conversation_stay_apart(target):
     sample = read(target, PROMPTS[1], list(range(100, 140)))
     draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
-    (whole,) = replay_rounds(draft, target.ends, [sample._replace(spans=[(5, 20), (25, 45)])], 4)
+    (whole,) = replay_rounds(draft, target.embed_head, [sample._replace(spans=[(5, 20), (25, 45)])], 4)
     for span, rounds in zip([(5, 20), (25, 45)], whole, strict=True):
-        assert replay_rounds(draft, target.ends, [sample._replace(spans=[span])], 4) == [[rounds]]
+        assert replay_rounds(draft, target.embed_head, [sample._replace(spans=[span])], 4) == [[rounds]]
 
 
 def test_nothing_to_replay(target):
     sample = read(target, PROMPTS[0], [5, 6, 7])
     draft = lucky(target, [[5, 6, 7]], (6,), 0)
-    assert replay_rounds(draft, target.ends, [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])], 6) == [
+    assert replay_rounds(draft, target.embed_head, [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])], 6) == [
         [],
         [],
     ]
@@ -112,13 +112,13 @@ def test_nothing_to_replay(target):
 def test_answers_that_the_target_would_not_write_are_told(target, plain):
     """Its own are not; nor a tie here and there. Others' are, and its own behind a beginning that is not."""
     own = [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, plain, strict=True)]
-    assert strange(own) is None and strange([]) is None
+    assert greedy_mismatch(own) is None and greedy_mismatch([]) is None
     (long,) = (sample for sample, answer in zip(own, plain, strict=True) if answer is max(plain, key=len))
     tied = long._replace(greedy=long.greedy.clone())
     tied.greedy[-10] += 1
-    assert strange([tied] * 2 + own * 2) is None
+    assert greedy_mismatch([tied] * 2 + own * 2) is None
     begun = long._replace(greedy=long.greedy.clone())
     begun.greedy[long.spans[0][0]] += 1  # the second token of the answer
-    assert "stray within 8 tokens" in strange([begun])
+    assert "stray within 8 tokens" in greedy_mismatch([begun])
     others = [read(target, prompt, answer[::-1]) for prompt, answer in zip(PROMPTS, plain, strict=True)]
-    assert "not the target's own greedy ones" in strange(others)
+    assert "not the target's own greedy ones" in greedy_mismatch(others)

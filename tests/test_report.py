@@ -14,7 +14,7 @@ from scipy import stats
 from synthetic import make_records
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation.drawing import Guesses, likeliest
+from poss_lightning.evaluation.drawing import Guesses
 from poss_lightning.evaluation.records import read_cells
 from poss_lightning.evaluation.rounds import NAME, Round, to_line
 from poss_lightning.reports.charts import COLOURS, MARKED, Curve, line_chart
@@ -73,11 +73,11 @@ class Balance(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.seen, self.classes = [], Counter(), Counter()
+        self.open, self.forward_tree, self.classes = [], Counter(), Counter()
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.seen[tag] += 1
+        self.forward_tree[tag] += 1
         self.classes.update((dict(attrs).get("class") or "").split())
         if tag not in self.void:
             self.open.append(tag)
@@ -120,8 +120,8 @@ def test_a_page_is_complete_in_itself_and_well_formed(tmp_path, run, training, l
         assert not re.search(r"https?:|\ssrc\s*=|\shref\s*=|@import|url\(", page)
         assert "default-src 'none'" in page  # and the browser sees to it
         balance = Balance(page)
-        assert not balance.open and balance.seen["script"] == balance.seen["style"] == 1
-        assert not balance.seen.keys() & {"link", "img", "iframe", "object"}
+        assert not balance.open and balance.forward_tree["script"] == balance.forward_tree["style"] == 1
+        assert not balance.forward_tree.keys() & {"link", "img", "iframe", "object"}
 
 
 def test_text_from_models_and_machines_is_escaped(tmp_path, run):

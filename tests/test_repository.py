@@ -12,7 +12,7 @@ import pytest
 import yaml
 from mutants import MUTANTS
 
-from poss_lightning.draft.specialists import HEADS, shipped
+from poss_lightning.draft.specialists import SHIPPED, shipped
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "poss_lightning"
@@ -188,7 +188,7 @@ def test_the_wheel_has_what_the_package_reads():
     assert wheel == {"packages": [PACKAGE], "force-include": {"conf": f"{PACKAGE}/conf"}}
     found = {pattern: list((ROOT / PACKAGE).glob(pattern)) for pattern in READ}
     assert all(found.values()), found
-    heads = [file for name in shipped() for file in (HEADS / name).iterdir()]
+    heads = [file for name in shipped() for file in (SHIPPED / name).iterdir()]
     files = [*chain.from_iterable(found.values()), *heads, *(ROOT / "conf").rglob("*.yaml")]
     ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
     assert (ignored.returncode, ignored.stdout) == (1, ""), f"git ignores {ignored.stdout}{ignored.stderr}"

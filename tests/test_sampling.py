@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from poss_lightning.sampling import PURE, Chooser, Sampling, draw
+from poss_lightning.sampling import PURE, Sampling, TokenSampler
 
 LAWS = [
     {},
@@ -107,14 +107,14 @@ def test_a_draw_inverts_the_cdf():
     """The numbers that give a token fill an interval as long as its probability; what has none is never drawn."""
     probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
     uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    counts = draw(probabilities.expand(1000, -1), uniform).bincount(minlength=6)
+    counts = draw_tokens(probabilities.expand(1000, -1), uniform).bincount(minlength=6)
     assert counts.tolist() == [0, 250, 0, 500, 250, 0]
     edges = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert draw(probabilities.expand(4, -1), edges).tolist() == [1, 3, 4, 4]
+    assert draw_tokens(probabilities.expand(4, -1), edges).tolist() == [1, 3, 4, 4]
 
 
-def chooser(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> Chooser:
-    return Chooser(Sampling(**law), prompts, room, torch.device("cpu"), torch.Generator().manual_seed(seed))
+def chooser(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> TokenSampler:
+    return TokenSampler(Sampling(**law), prompts, room, torch.device("cpu"), torch.Generator().manual_seed(seed))
 
 
 def test_a_text_has_its_own_numbers_whatever_the_batch_the_room_and_the_order_of_questions():
@@ -126,7 +126,7 @@ def test_a_text_has_its_own_numbers_whatever_the_batch_the_room_and_the_order_of
         assert torch.equal(together(logits[i], lengths + i), expected[i])
     generator = torch.Generator().manual_seed(0)
     for row, prompt in enumerate(prompts):
-        alone = Chooser(Sampling(1.0), [prompt], 100, torch.device("cpu"), generator)
+        alone = TokenSampler(Sampling(1.0), [prompt], 100, torch.device("cpu"), generator)
         assert [int(alone(logits[i, row : row + 1], lengths[row : row + 1] + i)) for i in range(5)] == [
             int(tokens[row]) for tokens in expected
         ]

@@ -64,7 +64,7 @@ def test_ends_that_cannot_be_parsed_are_named(folder):
     path = folder / "ends.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(StoreError, match=r"ends\.safetensors cannot be read"):
-        FeatureStore(folder).ends()
+        FeatureStore(folder).embed_head()
 
 
 @pytest.mark.parametrize("name", ["ends.safetensors", "shard-00001.arrow"])
@@ -154,15 +154,15 @@ def test_a_sample_may_be_written_to_and_the_store_stays(whole):
 def test_reading_a_store_writes_nothing(whole):
     before = sorted(path.name for path in whole.iterdir())
     store = FeatureStore(whole)
-    store[0], store.common_tokens(3), store.ends()
+    store[0], store.common_tokens(3), store.embed_head()
     assert sorted(path.name for path in whole.iterdir()) == before
 
 
 def test_ends_are_the_targets(whole, target):
-    ends = FeatureStore(whole).ends()
+    embed_head = FeatureStore(whole).embed_head()
     feature, tokens = torch.randn(3, 32), torch.arange(5)[None]
-    torch.testing.assert_close(ends.logits(feature), target.ends.logits(feature))
-    torch.testing.assert_close(ends.embed(tokens), target.ends.embed(tokens))
+    torch.testing.assert_close(embed_head.logits(feature), target.embed_head.logits(feature))
+    torch.testing.assert_close(embed_head.embed(tokens), target.embed_head.embed(tokens))
 
 
 def test_common_tokens_are_counted_in_answers_only(whole):

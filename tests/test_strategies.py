@@ -192,9 +192,12 @@ def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
         sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
         for conversation in conversations:
             batch = collate([[conversation]])
-            embedded, packing = module.ends.embed(batch.tokens[:, 1:]), Packing(batch.lengths, batch.positions[:, :-1])
+            embedded, packing = (
+                module.embed_head.embed(batch.tokens[:, 1:]),
+                Packing(batch.lengths, batch.positions[:, :-1]),
+            )
             predictions = draft(embedded, batch.inputs[:, :-1], depth, packing)
-            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.ends.head)
+            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.embed_head.head)
             sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
             slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
         optimizer.zero_grad()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from poss_lightning.features.schedule import Schedule, answers, buckets, packs, split
+from poss_lightning.features.schedule import Schedule, answers, bucket_rows, pack_rows, split
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import Batch, Loader, add_noise, collate, passes_that_count
+from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
 SPANS = [np.array([[1, length]]) for length in LENGTHS]
@@ -33,7 +33,7 @@ def naive_counts(length: int, spans: list[tuple[int, int]]) -> list[int]:
 )
 def test_passes_that_count_by_definition(spans):
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    counts = passes_that_count(12, edges)
+    counts = counted_passes(12, edges)
     assert counts.tolist() == naive_counts(12, spans)
     for k in range(1, 13):  # and the schedule knows their number beforehand
         assert (answers(12, edges) - (k - 1)).clip(0).sum() == (counts >= k).sum()
@@ -43,7 +43,7 @@ def test_every_smaller_pass_counts_too():
     """`k <= counts[t]` says it for all k at once, so that the set of passes at a slot must have no gaps."""
     for k in range(1, 6):
         window = [t for t in range(12) if t - k + 2 >= 3 and t + 2 < 9]
-        assert (passes_that_count(12, np.array([[3, 9]])) >= k).nonzero().flatten().tolist() == window
+        assert (counted_passes(12, np.array([[3, 9]])) >= k).nonzero().flatten().tolist() == window
 
 
 def sample(name: str, length: int, width: int = 4) -> Sample:
@@ -64,7 +64,7 @@ def test_collate_puts_conversations_one_after_another_and_pads_on_the_right(rows
         one = samples[name]
         assert batch.tokens[row, here].equal(one.tokens) and batch.features[row, here].equal(one.features)
         assert batch.greedy[row, here].equal(one.greedy)
-        assert batch.counts[row, here].equal(passes_that_count(len(one.tokens), np.array(one.spans)))
+        assert batch.counts[row, here].equal(counted_passes(len(one.tokens), np.array(one.spans)))
         assert batch.positions[row, here].tolist() == list(range(len(one.tokens)))
     for row, lengths in enumerate(batch.lengths):
         rest = slice(sum(lengths), None)
@@ -131,7 +131,7 @@ def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> li
 def test_packs_are_the_best_fit_and_nearly_full():
     lengths = np.random.default_rng(3).integers(2, 60, 200)
     ordered = np.argsort(-lengths, kind="stable").tolist()
-    found = packs(ordered, lengths, 64)
+    found = pack_rows(ordered, lengths, 64)
     assert all(len(rows) == 1 and sum(lengths[rows[0]]) <= 64 for rows in found)
     sums = sorted(sum(lengths[rows[0]]) for rows in found)
     assert sums == sorted(sum(lengths[batch]) for batch in naive_best_fit(ordered, lengths, 64))
@@ -160,7 +160,7 @@ def test_every_sample_once_an_epoch_within_the_budget(training, packed):
         assert all(len(b.rows) * max(sum(LENGTHS[row]) for row in b.rows) <= 100 for b in planned)
 
 
-@pytest.mark.parametrize("cut", [packs, buckets])
+@pytest.mark.parametrize("cut", [pack_rows, bucket_rows])
 def test_a_sample_beyond_the_budget_stands_alone(cut):
     batches = cut([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
     assert sorted(sorted(i for row in rows for i in row) for rows in batches) == [[0, 2], [1], [3]]
@@ -266,13 +266,13 @@ class Watcher(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: list[list[list[str]]] = []
+        self.forward_tree: list[list[list[str]]] = []
 
     def on_train_epoch_start(self) -> None:
-        self.seen.append([])
+        self.forward_tree.append([])
 
     def training_step(self, batch: Batch) -> torch.Tensor:
-        self.seen[-1].append(batch.ids)
+        self.forward_tree[-1].append(batch.ids)
         return self.weight.sum()
 
     def configure_optimizers(self):
@@ -288,7 +288,7 @@ def test_lightning_shows_every_sample_once_an_epoch_in_new_order(tmp_path, worke
         accelerator="cpu", max_epochs=3, default_root_dir=tmp_path, enable_checkpointing=False, **quiet
     )
     trainer.fit(watcher, loader)
-    for epoch, seen in enumerate(watcher.seen):
+    for epoch, seen in enumerate(watcher.forward_tree):
         assert Counter(i for batch in seen for i in batch) == Counter(map(str, range(300)))
         assert [i for batch in seen for i in batch] == list(map(str, shown(schedule(epoch, batch_tokens=500))))
-    assert watcher.seen[0] != watcher.seen[1] != watcher.seen[2]
+    assert watcher.forward_tree[0] != watcher.forward_tree[1] != watcher.forward_tree[2]

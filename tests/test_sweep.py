@@ -13,13 +13,13 @@ import pytest
 import yaml
 from conftest import tiny_draft, tiny_target
 from filelock import FileLock
+from poss_lightning.evaluation.provenance import COMMIT
 
 from poss_lightning import cli, fitting
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.draft.specialists import HEADS, Specialists
+from poss_lightning.draft.specialists import SHIPPED, Specialists
 from poss_lightning.evaluation.records import read_cells, read_records
 from poss_lightning.evaluation.replay import replay
-from poss_lightning.evaluation.surroundings import COMMIT
 from poss_lightning.features.extract import write_store
 from poss_lightning.files import records_lock, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
@@ -400,16 +400,16 @@ def test_a_config_that_changed_is_another_training(experiment, tmp_path):
     config = tmp_path / "more.yaml"
     config.write_text("model: {allocation: [1], learning_rate: 1.0e-3}")
     options = yaml.safe_load(Path(experiment(), "sweep.yaml").read_text())["fit"]
-    fitting.fitted(tmp_path / "run", [str(config)], options)
+    fitting.fit_once(tmp_path / "run", [str(config)], options)
     note = tmp_path / "run" / "fit.yaml"
     said = note.read_text()
     note.write_text("".join(line for line in said.splitlines(keepends=True) if "digests" not in line))
-    fitting.fitted(tmp_path / "run", [str(config)], options)  # made before there were digests
+    fitting.fit_once(tmp_path / "run", [str(config)], options)  # made before there were digests
     note.write_text(said)
-    fitting.fitted(tmp_path / "run", [str(config)], options)
+    fitting.fit_once(tmp_path / "run", [str(config)], options)
     config.write_text("model: {allocation: [1], learning_rate: 5.0}")
     with pytest.raises(ValueError, match="run was trained with other settings, or with configs that have changed"):
-        fitting.fitted(tmp_path / "run", [str(config)], options)
+        fitting.fit_once(tmp_path / "run", [str(config)], options)
 
 
 def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, commands, monkeypatch):
@@ -544,8 +544,8 @@ def test_a_folder_without_one_says_so(tmp_path):
 
 def test_a_config_is_found_by_path_or_by_its_name_in_conf(tmp_path):
     (tmp_path / "own.yaml").write_text("{}")
-    assert fitting.named(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
-    assert fitting.named("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
+    assert fitting.find_config(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
+    assert fitting.find_config("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
 
 
 @pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.glob("*/sweep.yaml")), ids=lambda path: path.parent.name)
@@ -554,7 +554,7 @@ def test_the_experiments_parse(experiment, tmp_path, capsys):
     own = Sweep.read(experiment)
     for cell in own.cells(tmp_path)[: len(own.choices)]:
         (tmp_path / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
-        files = [argument for name in cell.configs for argument in ("--config", fitting.named(name))]
+        files = [argument for name in cell.configs for argument in ("--config", fitting.find_config(name))]
         with pytest.raises(SystemExit) as stop:
             cli.run("fit", [*files, "--config", str(tmp_path / "fit.yaml"), "--print_config"])
         assert stop.value.code == 0
@@ -572,7 +572,7 @@ def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(exper
     choices = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
     cell = Sweep.read(Path(experiment(choices=choices, reference=None), "sweep.yaml")).cells(tmp_path / "cells")[0]
     shipped = cell.inputs()["embedded-hass"]
-    assert shipped == sha256(HEADS / "embedded-hass" / "model.safetensors")
+    assert shipped == sha256(SHIPPED / "embedded-hass" / "model.safetensors")
     (tmp_path / "embedded-hass").mkdir()
     (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from test_trees import random_tree
 from tiny import tiny_tokenizer
 
 from poss_lightning.decoding.autoregressive import Generate
-from poss_lightning.decoding.trees import ancestors
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed
@@ -29,7 +29,7 @@ def fresh(target, tokens: list[int]) -> torch.Tensor:
 
 def test_logits_are_head_of_feature(target):
     tokens = torch.randint(0, 320, (2, 9))
-    torch.testing.assert_close(target.ends.logits(target.read(tokens)), target.model(tokens).logits)
+    torch.testing.assert_close(target.embed_head.logits(target.read(tokens)), target.model(tokens).logits)
 
 
 @pytest.mark.parametrize("layers", [(), (2, 3, 1)], ids=str)
@@ -40,11 +40,11 @@ def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
     rows = [random_tree(seed, nodes=12, vocabulary=300) for seed in range(2)]
     cache, _, _ = prefill(target, prompts, 20)
     parents = torch.tensor([p for _, p in rows])
-    both = target.seen(torch.tensor([t for t, _ in rows]), ancestors(parents, 12), cache, layers=layers)
+    both = target.forward_tree(torch.tensor([t for t, _ in rows]), ancestor_mask(parents, 12), cache, layers=layers)
     for row, (tokens, up) in enumerate(rows):
-        for node, seen in enumerate(naive.ancestors(up)):
+        for node, seen in enumerate(naive.ancestor_mask(up)):
             path = [tokens[n] for n, on in enumerate(seen) if on]
-            features, inner = target.read_layers(torch.tensor([prompts[row] + path]), layers or (1,))
+            features, inner = target.text_layers(torch.tensor([prompts[row] + path]), layers or (1,))
             alone = features[0, -1], (inner.flatten(2) if layers else features)[0, -1]
             for found, expected in zip(both, alone, strict=True):
                 torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-5)
@@ -52,7 +52,7 @@ def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
 
 def test_a_mask_off_by_one_is_seen(target):
     tokens, up = random_tree(3, nodes=8, vocabulary=300)
-    above = ancestors(torch.tensor([up]), 8)
+    above = ancestor_mask(torch.tensor([up]), 8)
     wrong = above.clone()
     wrong[0, 7, 6] = ~wrong[0, 7, 6]
     readings = []
@@ -70,7 +70,7 @@ def test_keep_a_path_and_go_on_equals_a_fresh_forward(target):
     for turn in range(3):
         rows = [random_tree(10 * turn + row, nodes=9, vocabulary=300) for row in range(2)]
         parents = torch.tensor([p for _, p in rows])
-        above = ancestors(parents, 9)
+        above = ancestor_mask(parents, 9)
         target.features(torch.tensor([t for t, _ in rows]), above, cache)
         ends = [8, 4 + turn]
         paths = [above[row, end].nonzero().flatten().tolist() for row, end in enumerate(ends)]
@@ -88,18 +88,18 @@ def test_nodes_packed_side_by_side_are_those_of_the_batch(target):
     """Three trees behind texts of different lengths; some nodes left out, their descendants too."""
     prompts = [[5, 6, 7, 8, 9], [10, 11], [12]]
     rows = [random_tree(seed, nodes=9, vocabulary=300) for seed in range(3)]
-    tokens, above = torch.tensor([t for t, _ in rows]), ancestors(torch.tensor([p for _, p in rows]), 9)
+    tokens, above = torch.tensor([t for t, _ in rows]), ancestor_mask(torch.tensor([p for _, p in rows]), 9)
     absent = above[:, :, 3] | above[:, :, 6]  # nodes below 3 and 6
     absent[2, 1:] = True
     kept = Packed(*(~absent).nonzero().T)
     readings = []
     for packed in (None, kept):
         cache, _, _ = prefill(target, prompts, 20)
-        features, inner = target.seen(tokens, above, cache, packed, layers=(1,))
+        features, inner = target.forward_tree(tokens, above, cache, packed, layers=(1,))
         cache.keep(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))
         cache.slots.note([2, 2, 1])
         after = target.features(torch.tensor([[20]] * 3), causal(1, target.device), cache)
-        readings.append((*((features, inner) if packed else map(kept.lay, (features, inner))), after))
+        readings.append((*((features, inner) if packed else map(kept.gather, (features, inner))), after))
     for plain, side_by_side in zip(*readings, strict=True):
         torch.testing.assert_close(side_by_side, plain, rtol=1e-4, atol=1e-5)
 
@@ -155,13 +155,13 @@ def test_the_model_s_own_penalties_do_not_reach_the_baseline():
 
 def test_ends_are_frozen_and_in_no_state_dict(target):
     assert not any(p.requires_grad for p in target.parameters())
-    assert target.ends.state_dict() == {}
+    assert target.embed_head.state_dict() == {}
 
 
 def test_a_restricted_head_speaks_of_its_own_rows(target):
     vocabulary = torch.tensor([3, 50, 7 * 40])
-    ends, feature = target.ends.restrict(vocabulary), torch.randn(2, 32)
-    torch.testing.assert_close(ends.logits(feature), target.ends.logits(feature)[:, vocabulary])
+    ends, feature = target.embed_head.restrict(vocabulary), torch.randn(2, 32)
+    torch.testing.assert_close(ends.logits(feature), target.embed_head.logits(feature)[:, vocabulary])
     assert ends.token_ids(torch.tensor([[2, 0]])).tolist() == [[280, 3]]
 
 

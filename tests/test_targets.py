@@ -133,7 +133,7 @@ def test_the_drafts_of_a_target_s_experiment(name):
         assert list(draft.state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
         assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
         assert parameters(config) == sum(p.numel() for p in draft.parameters())
-        assert not config.unserved(depth)
+        assert not config.unreached(depth)
         assert round(specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
 
@@ -154,7 +154,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
         total = len(config.allocation) * layer + around
         assert parameters(config) == sum(p.numel() for p in draft.parameters()) == total
         assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
-        assert config.layers == (2, 16, 29) and not config.unserved(8)
+        assert config.layers == (2, 16, 29) and not config.unreached(8)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
 
 

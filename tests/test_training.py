@@ -129,13 +129,13 @@ def test_a_store_in_either_dtype_trains_in_the_one_asked_for(store, half, tmp_pa
     losses = []
     for name, source in (("whole", store), ("half", half)):
         module, trainer = fit(source, tmp_path / name, steps=4, precision=precision)
-        assert module.ends.head.dtype == module.ends.embedding.dtype == computed
+        assert module.embed_head.head.dtype == module.embed_head.embedding.dtype == computed
         losses.append(float(trainer.callback_metrics["val/loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path):
-    norms, plain = [], Muon._turn
+    norms, plain = [], Muon._step_matrices
 
     def watch(self, group):
         every = [p.grad for own in self.param_groups for p in own["params"] if p.grad is not None]
@@ -177,7 +177,7 @@ def test_an_eagle_3_draft_learns_and_says_nothing_of_features(inner, tmp_path):
     assert losses[-1] < 0.97 * losses[0]
     draft = Specialists.from_pretrained(tmp_path / "draft-best")
     assert draft.config.kind == "eagle3" and len(draft.vocabulary) == 200
-    begun = FeatureStore(inner).ends().head[draft.vocabulary]
+    begun = FeatureStore(inner).embed_head().head[draft.vocabulary]
     assert draft.lm_head.weight.shape == begun.shape and not torch.equal(draft.lm_head.weight, begun)
 
 
@@ -195,7 +195,7 @@ def test_an_own_head_is_taught_what_it_can_say(inner, size):
         counts[row, slot] *= int(batch.greedy[row, slot + 1]) in said
     assert size is None or 0 < (counts > 0).sum() < (batch.counts[:, :-1] > 0).sum()
     read = [module.draft.norm(prediction) for prediction in predictions]
-    given = read, batch.features[:, 1:], counts, module.ends.head, 0.0, 1.0, 0.0
+    given = read, batch.features[:, 1:], counts, module.embed_head.head, 0.0, 1.0, 0.0
     torch.testing.assert_close(
         losses.weighted.double(), naive.pass_losses(*given, own=module.draft.lm_head.weight), rtol=1e-4, atol=1e-4
     )
@@ -341,7 +341,7 @@ def test_a_vocabulary_of_the_commonest_tokens(store):
 
 def test_eagle_is_watched_as_deep_as_it_will_be_used(store):
     module = SpecialistTraining(store, [6], depth=1)
-    assert (module.draft.config.depth, module.looks) == (1, 6)
+    assert (module.draft.config.depth, module.eval_depth) == (1, 6)
 
 
 def test_a_single_pass_can_be_validated(store):

@@ -6,7 +6,7 @@ import naive
 import pytest
 import torch
 
-from poss_lightning.decoding.trees import ABSENT, Tree, ancestors, rerank, share
+from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask, rerank, share
 
 DRAWN = """
 x . . . .
@@ -32,15 +32,15 @@ def random_tree(seed: int, nodes: int = 14, vocabulary: int = 6) -> tuple[list[i
 
 
 def test_ancestors_are_the_drawing():
-    above = ancestors(torch.tensor([[0, 0, 0, 1, 2]]), 2)
+    above = ancestor_mask(torch.tensor([[0, 0, 0, 1, 2]]), 2)
     drawn = "\n".join(" ".join("x" if seen else "." for seen in row) for row in above[0].tolist())
     assert drawn == DRAWN.strip()
 
 
 def test_ancestors_against_a_walk_batched():
     parents = [random_tree(seed)[1] for seed in range(8)]
-    above = ancestors(torch.tensor(parents), 14)
-    assert above.tolist() == [naive.ancestors(row) for row in parents]
+    above = ancestor_mask(torch.tensor(parents), 14)
+    assert above.tolist() == [naive.ancestor_mask(row) for row in parents]
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 9, 14, 40])
@@ -49,7 +49,7 @@ def test_rerank_keeps_the_best_and_stays_a_tree(nodes):
     parents = torch.tensor([p for _, p in rows])
     steps = -torch.rand(parents.shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # ties happen
     steps[:, 0] = 0
-    scores = (ancestors(parents, 13) * steps[:, None]).sum(-1)
+    scores = (ancestor_mask(parents, 13) * steps[:, None]).sum(-1)
     tree = Tree(torch.tensor([t for t, _ in rows]), parents, scores)
     kept = rerank(tree, nodes)
     assert kept.tokens.shape[1] == min(nodes, 14)
@@ -76,7 +76,7 @@ def test_a_shared_budget_keeps_the_best_of_all_rows_and_every_root(total):
     parents = torch.tensor([p for _, p in rows])
     steps = -torch.rand(parents.shape, generator=torch.Generator().manual_seed(1)).round(decimals=1)
     steps[:, 0] = 0
-    scores = (ancestors(parents, 13) * steps[:, None]).sum(-1)
+    scores = (ancestor_mask(parents, 13) * steps[:, None]).sum(-1)
     tree = Tree(torch.tensor([t for t, _ in rows]), parents, scores)
     kept, packed = share(tree, total, torch.tensor([1, 0, 1]))
     found = sorted(zip(packed.rows.tolist(), packed.nodes.tolist(), strict=True))

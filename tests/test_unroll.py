@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.trees import ancestors, rerank
+from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.draft.layer import rotation
+from poss_lightning.draft.layer import rope_angles
 from poss_lightning.draft.unroll import unroll
 
 KINDS = [
@@ -68,7 +68,7 @@ def inputs(target, count=12, batch=1, seed=1, draft=None):
     tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator)
     width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.fuses else 1)
     features = torch.randn(batch, count, width, generator=generator)
-    return tokens, target.ends.embed(tokens), features
+    return tokens, target.embed_head.embed(tokens), features
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
@@ -86,18 +86,18 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
     """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
     draft, start, depth = tiny_draft(target, allocation, **config), 7, 6
     tokens, _, features = inputs(target, start + 1, draft=draft)
-    drafter = Drafter(draft, target.ends, depth, top_k=1)
+    drafter = Drafter(draft, target.embed_head, depth, top_k=1)
     drafter.start(1, 64)
     stepped, step = [], drafter.step
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
     drafter.read(tokens, features, torch.tensor([start + 1]))
     drafter.slots.note([start + 1])
-    chain = drafter.grow(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
+    chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, torch.zeros(1, depth, features.shape[-1])], dim=1)
-    passes = unroll(draft, target.ends.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
+    passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
     for k in range(1, depth + 1):
         torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0][0, 0], rtol=1e-4, atol=1e-5)
-        assert draft.logits(passes[k - 1][0, start + k - 1], target.ends).argmax() == chain[0, k - 1]
+        assert draft.logits(passes[k - 1][0, start + k - 1], target.embed_head).argmax() == chain[0, k - 1]
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
@@ -105,20 +105,20 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
     """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
     draft, depth, counts = tiny_draft(target, allocation, **config), 4, [8, 5]
     tokens, _, features = inputs(target, 8, batch=2, draft=draft)
-    drafter = Drafter(draft, target.ends, depth, top_k=4)
+    drafter = Drafter(draft, target.embed_head, depth, top_k=4)
     drafter.start(2, 64)
     drafter.read(tokens, features, torch.tensor(counts))
     drafter.slots.note(counts)
-    tree = rerank(drafter.grow(Fixed(depth, 40)), 40)
-    seen = ancestors(tree.parents, depth)
+    tree = rerank(drafter.draft_tree(Fixed(depth, 40)), 40)
+    seen = ancestor_mask(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):
             path = tree.tokens[row, seen[row, node]][1:]  # without the root
             text = torch.cat([tokens[row, :count], path])
             known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
-            passes = unroll(draft, target.ends.embed(text)[None], known[None], len(path))
+            passes = unroll(draft, target.embed_head.embed(text)[None], known[None], len(path))
             steps = [
-                draft.logits(output[0, count - 1 + k], target.ends).log_softmax(-1)[token]
+                draft.logits(output[0, count - 1 + k], target.embed_head).log_softmax(-1)[token]
                 for k, (output, token) in enumerate(zip(passes, path, strict=True))
             ]
             torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
@@ -172,7 +172,7 @@ def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, 
                     norm[row, head, t] = scores.logsumexp(0)
         return out, norm
 
-    ours, naively = attention.row_block(queries, keys, values, skip, packing), naive_block()
+    ours, naively = attention.causal_block(queries, keys, values, skip, packing), naive_block()
     for a, b in zip(ours, naively, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     for a, b in zip(
@@ -188,7 +188,7 @@ def test_flex_attention_sees_the_same(skip):
     queries, keys, values = (torch.randn(2, heads, 16, 16) for heads in (4, 2, 2))
     for row, slots in ((0, 13), (1, 16)):
         for ours, flex in zip(
-            attention.row_block(queries, keys, values, skip, packing),
+            attention.causal_block(queries, keys, values, skip, packing),
             attention.flex_block(queries, keys, values, skip, packing),
             strict=True,
         ):
@@ -263,7 +263,7 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
         draft.zero_grad()
         unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
         touched = {i for i, layer in enumerate(draft.layers) if any(p.grad is not None for p in layer.parameters())}
-        keys = {draft.config.projector(k, m + 1) for m in range(k)}
+        keys = {draft.config.kv_specialist(k, m + 1) for m in range(k)}
         assert touched == {draft.config.serving(k)} | keys
         assert config.get("kv") == "shared" or touched == {draft.config.serving(k)}
 
@@ -272,7 +272,7 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
 def test_without_detaching_earlier_specialists_learn_too(target, kind):
     draft = tiny_draft(target, [1, 1, 1], detach=False, kind=kind)
     _, embedded, features = inputs(target, draft=draft)
-    draft.logits(unroll(draft, embedded, features, 3)[2], target.ends).square().sum().backward()
+    draft.logits(unroll(draft, embedded, features, 3)[2], target.embed_head).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
 
 
@@ -281,7 +281,7 @@ def test_every_parameter_gets_a_gradient(target, kind):
     draft = tiny_draft(target, [2, 2, 2], kind=kind)
     _, embedded, features = inputs(target, draft=draft)
     passes = unroll(draft, embedded, features, 6)
-    sum(draft.logits(output, target.ends).square().sum() for output in passes).backward()
+    sum(draft.logits(output, target.embed_head).square().sum() for output in passes).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
 
 
@@ -295,13 +295,15 @@ def test_the_eagle_3_layer_is_the_published_one(target):
     state = {f"{theirs}.weight": layer.get_submodule(ours).weight for theirs, ours in names.items()}
     assert len(state) == len(list(layer.parameters()))
     _, embedded, read = inputs(target, draft=draft)
-    draft.rotation = lambda positions: rotation(positions * 0, spec.head_dim, spec.rope_theta)
+    draft.rope_angles = lambda positions: rope_angles(positions * 0, spec.head_dim, spec.rope_theta)
     ours = unroll(draft, embedded, read, 1)[0][0]
     features = read[0] @ draft.fc.weight.T
     expected = naive.eagle3(state, embedded[0], features, spec.heads, spec.norm_eps)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     normed = expected / (expected.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * draft.norm.weight
-    torch.testing.assert_close(draft.logits(ours, target.ends), normed @ draft.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        draft.logits(ours, target.embed_head), normed @ draft.lm_head.weight.T, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_keys_are_projected_once_for_every_specialist_that_reads_them(target):
@@ -309,7 +311,7 @@ def test_keys_are_projected_once_for_every_specialist_that_reads_them(target):
     _, embedded, features = inputs(target)
     calls = []
     for layer in draft.layers:
-        layer.keys_values = lambda z, turn, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, turn)
+        layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)
     unroll(draft, embedded, features, 6)
     assert [calls.count(layer) for layer in draft.layers] == [2, 4, 6]  # sets 0..1, 0..3, 0..5
 
@@ -319,10 +321,12 @@ def test_a_shared_cache_holds_each_slot_once(target):
     _, embedded, features = inputs(target)
     calls = []
     for layer in draft.layers:
-        layer.keys_values = lambda z, turn, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, turn)
+        layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)
     unroll(draft, embedded, features, 6)
     assert [calls.count(layer) for layer in draft.layers] == [2, 2, 2]
-    separate, shared = (Drafter(tiny_draft(target, [2, 2, 2], kv=kv), target.ends) for kv in ("separate", "shared"))
+    separate, shared = (
+        Drafter(tiny_draft(target, [2, 2, 2], kv=kv), target.embed_head) for kv in ("separate", "shared")
+    )
     for drafter in (separate, shared):
         drafter.start(1, 64)
     assert 3 * shared.store.keys.numel() == separate.store.keys.numel()

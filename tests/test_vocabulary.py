@@ -97,8 +97,8 @@ def test_a_cut_draft_starts_another(target):
 def decode(target, draft: Specialists) -> tuple[list[list[int]], list]:
     """What is said, and every tree that was drafted meanwhile."""
     speculative, trees = Speculative(target, draft, 4, 20, 5), []
-    grow = speculative.drafter.grow
-    speculative.drafter.grow = lambda *arguments: trees.append(grow(*arguments)) or trees[-1]
+    grow = speculative.drafter.draft_tree
+    speculative.drafter.draft_tree = lambda *arguments: trees.append(grow(*arguments)) or trees[-1]
     return tokens_of(speculative), trees
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.parts import Parts
+from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
@@ -65,34 +65,34 @@ def synthesize(
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
-    parts, begun = Parts(out), _lines(openings)
+    corpus, first_words = CorpusWriter(out), _lines(openings)
     model = Target.load(target, dtype, device)
-    writer = _Writer(model, turns, (user, user_tokens), (answer, answer_tokens), begun)
+    writer = _Writer(model, turns, (user, user_tokens), (answer, answer_tokens), first_words)
     settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
-    own = {"dtype": model.dtype_name, "openings": begun, "fingerprint": model.spec.fingerprint}
-    parts.claim(settings | own)
-    records = islice(_records(parts, writer, batch_size, seed), conversations)
-    parts.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
+    own = {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
+    corpus.claim(settings | own)
+    records = islice(_records(corpus, writer, batch_size, seed), conversations)
+    corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
 
-def _records(parts: Parts, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
+def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
     """Conversations without end, each with a first message of its own.
 
     Raises:
         ValueError: the target writes nothing new any more.
     """
-    seen: set[str] = set()
+    known: set[str] = set()
     barren = 0
     for number in count():
-        before = len(seen)
-        for messages in parts.batch(number, partial(writer.write, batch_size, seed * 1_000_003 + number)):
-            if messages[0]["content"] not in seen:
-                yield {"id": f"{seed}-{len(seen):06d}", "messages": messages}
-                seen.add(messages[0]["content"])
-        barren = 0 if len(seen) > before else barren + 1
+        before = len(known)
+        for messages in corpus.batch(number, partial(writer.write, batch_size, seed * 1_000_003 + number)):
+            if messages[0]["content"] not in known:
+                yield {"id": f"{seed}-{len(known):06d}", "messages": messages}
+                known.add(messages[0]["content"])
+        barren = 0 if len(known) > before else barren + 1
         if barren == _PATIENCE:
             raise ValueError(
-                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(seen)} of them: ask for fewer"
+                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: ask for fewer"
             )
 
 
@@ -120,7 +120,7 @@ class _Writer:
         self,
         target: Target,
         turns: int,
-        user: tuple[Sampling, int],  # the law, and how many tokens at most
+        user: tuple[Sampling, int],  # how it is drawn, and how many tokens at most
         answer: tuple[Sampling, int],
         openings: Sequence[str] = (),
     ):
@@ -134,21 +134,21 @@ class _Writer:
         self.special = set(target.tokenizer.all_special_ids)
 
     @torch.inference_mode()
-    def write(self, size: int, seed: int) -> list[list[dict]]:
+    def write(self, size: int, seed: int) -> list[Messages]:
         """`size` conversations less those thrown away: with an empty message or special tokens inside one."""
         generator = torch.Generator().manual_seed(seed)
         conversations: list[list[dict]] = [[] for _ in range(size)]
-        begun = [""] * size
+        beginnings = [""] * size
         if self.openings:
             drawn = torch.randint(len(self.openings), (size,), generator=generator)
-            begun = [self.openings[i] for i in drawn.tolist()]
+            beginnings = [self.openings[i] for i in drawn.tolist()]
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
-                prompts = [self._open(*given, role) for given in zip(conversations, begun, strict=True)]
+                prompts = [self._open(*opening, role) for opening in zip(conversations, beginnings, strict=True)]
                 texts = self._complete(prompts, limit, sampling, generator)
                 whole = [
                     None if text is None else (opening + text).strip()
-                    for opening, text in zip(begun, texts, strict=True)
+                    for opening, text in zip(beginnings, texts, strict=True)
                 ]
                 conversations = [
                     [*messages, {"role": role, "content": text}]
@@ -157,7 +157,7 @@ class _Writer:
                 ]
                 if not conversations:
                     return []
-                begun = [""] * len(conversations)
+                beginnings = [""] * len(conversations)
         return conversations
 
     def _open(self, messages: list[dict], opening: str, role: str) -> list[int]:

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, Texts, check_room
-from poss_lightning.target.generation import pad, steps
+from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, new_token_limits
+from poss_lightning.target.generation import OutputTracker, decode_steps, pad_right
 from poss_lightning.target.model import Target
 
 
@@ -20,14 +20,16 @@ class Autoregressive(Decoder):
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`. With the same generator, the tokens of `Speculative`."""
         prompts, limit, stops, sampling, generator = request
-        limits = check_room(self.target, prompts, limit)
-        texts, part = Texts(limits, stops), "prefill"
-        stream = steps(self.target, prompts, max(limits), stops, sampling, generator)
-        while any(texts.left):
+        limits = new_token_limits(self.target, prompts, limit)
+        steps = decode_steps(self.target, prompts, limits, stops, sampling, generator)
+        part = "prefill"
+        while True:
             with clock.part(part):
-                now = next(stream)
-            part = "verify"  # every later step is the target's
-            yield Progress({row: texts.take(row, [now[row]])[0] for row, left in enumerate(texts.left) if left})
+                step = next(steps, None)
+            if step is None:
+                return
+            part = "verify"  # every later step is a forward of the target
+            yield Progress({prompt: [token] for prompt, token in step.items()})
 
 
 class Generate(Decoder):
@@ -43,22 +45,22 @@ class Generate(Decoder):
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
-        """See `Decoder`: all in one step, and draws of its own, which the request's generator seeds.
+        """See `Decoder`: all in one step, with draws of its own, which the request's generator seeds.
 
         Batches are padded on the left, as `generate` wants them.
         """
         prompts, limit, stops, sampling, generator = request
-        limits = check_room(self.target, prompts, limit)
-        texts = Texts(limits, stops)
-        flipped = pad([prompt[::-1] for prompt in prompts], self.target.device)
+        limits = new_token_limits(self.target, prompts, limit)
+        outputs = OutputTracker(limits, stops)
+        flipped = pad_right([prompt[::-1] for prompt in prompts], self.target.device)
         slots = torch.arange(flipped.shape[1], device=flipped.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=flipped.device)
-        law = {"do_sample": False}
+        drawing = {"do_sample": False}
         if sampling.temperature:
             names = ("temperature", "top_k", "top_p")
-            law = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
-        with _seeded(generator, self.target.device):
-            output = self.target.model.generate(
+            drawing = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
+        with _seeded(generator, self.target.device), self.target.without_defaults() as model:
+            output = model.generate(
                 flipped.flip(1),
                 attention_mask=(slots < lengths[:, None]).flip(1),
                 max_new_tokens=max(limits),
@@ -66,15 +68,15 @@ class Generate(Decoder):
                 pad_token_id=min(stops, default=0),
                 logits_processor=list(sampling.processors),
                 prompt_lookup_num_tokens=self.lookup or None,
-                **law,
+                **drawing,
             )
         new = output[:, flipped.shape[1] :].tolist()
-        yield Progress({prompt: texts.take(prompt, row)[0] for prompt, row in enumerate(new)})
+        yield Progress({prompt: outputs.append(prompt, row)[0] for prompt, row in enumerate(new)})
 
 
 @contextmanager
 def _seeded(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators from one in hand, and afterwards leave them as they were."""
+    """Seed torch's global generators from the one given, and afterwards leave them as they were."""
     if generator is None:
         yield
         return

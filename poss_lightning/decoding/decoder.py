@@ -15,7 +15,6 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.machine import synchronize
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
 
 
@@ -24,12 +23,12 @@ class Decoded:
     """One prompt's new tokens.
 
     Prefill gives one token and a round accepted + 1, so `len(tokens) == 1 + sum(a + 1 for a in accepted)`, or less
-    where the limit cut the last round: what the target took there beyond it tells of the draft all the same and is
-    counted. Beyond a stop token nothing is, so a drafted stop token counts as its round's last, for the bonus.
+    where the limit cut the last round: what the target accepted beyond the limit is a fact about the draft, and counts.
+    Beyond a stop token nothing counts, so a drafted stop token takes the place of its round's bonus token.
     """
 
     tokens: list[int]  # up to and with the stop token
-    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target took, round by round
+    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target accepted, round by round
     seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
 
 
@@ -44,19 +43,19 @@ class Request(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What one step brings to the prompts that are not finished, by their numbers; and its tree, where it had one.
+    """What one step adds to the unfinished prompts, by their numbers; and its tree, where it had one.
 
     Tree and verdict may be overwritten by the next step.
     """
 
     tokens: dict[int, list[int]]
-    accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens taken
+    accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens
     tree: Tree | None = None
     verdict: Verdict | None = None
 
 
 class Clock:
-    """Seconds by part. On CUDA, parts are measured by events, which nobody waits for before the end."""
+    """Seconds by part. On CUDA, parts are measured by events, for which nothing waits before the end."""
 
     def __init__(self, device: torch.device):
         self.device, self.began = device, time.perf_counter()
@@ -74,8 +73,8 @@ class Clock:
             self.seconds[name] += time.perf_counter() - start
 
     @contextmanager
-    def outside(self, name: str | None = None) -> Iterator[None]:
-        """What is done inside does not count in the total; with a name, it is told as a part all the same."""
+    def excluded(self, name: str | None = None) -> Iterator[None]:
+        """Leave what is done inside out of the total; with a name, it is told as a part all the same."""
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start
@@ -102,20 +101,6 @@ class Clock:
         self.events.append((name, start, end))
 
 
-class Texts:
-    """What B prompts may still say: cuts what is emitted at the first stop token and at each prompt's limit."""
-
-    def __init__(self, limits: list[int], stops: frozenset[int]):
-        self.left, self.stops = list(limits), stops
-
-    def take(self, prompt: int, emitted: list[int]) -> tuple[list[int], int]:
-        """The tokens of a step's `emitted` that count, and of how many without the last, whatever the limit."""
-        until = until_stop(emitted, self.stops)
-        kept = until[: self.left[prompt]]
-        self.left[prompt] = 0 if until[-1] in self.stops else self.left[prompt] - len(kept)
-        return kept, len(until) - 1
-
-
 class Decoder(ABC):
     """Continues prompts."""
 
@@ -138,9 +123,9 @@ class Decoder(ABC):
         generator: torch.Generator | None = None,
         watch: Callable[[Progress], None] | None = None,
     ) -> list[Decoded]:
-        """New tokens of every prompt; arguments and errors as of a `Request`, `stops` the target's.
+        """New tokens of every prompt; arguments and errors as of a `Request`, `stops` the target's by default.
 
-        What `watch` does with each step, while nothing is decoded, does not count in the seconds.
+        `watch` is shown each step, between two of them; the seconds it takes do not count.
         """
         clock = Clock(self.target.device)
         stops = self.target.chat.stops if stops is None else stops
@@ -152,13 +137,13 @@ class Decoder(ABC):
             for prompt, count in step.accepted.items():
                 accepted[prompt].append(count)
             if watch is not None:
-                with clock.outside():
+                with clock.excluded():
                     watch(step)
         seconds = clock.total()
-        return [Decoded(text, row, seconds) for text, row in zip(texts, accepted, strict=True)]
+        return [Decoded(text, counts, seconds) for text, counts in zip(texts, accepted, strict=True)]
 
 
-def check_room(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
+def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
     """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
 
     Raises:
@@ -168,9 +153,10 @@ def check_room(target: Target, prompts: list[list[int]], limit: int) -> list[int
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
     if not prompts:
         raise ValueError("there are no prompts: give at least one")
-    if strange := {token for prompt in prompts for token in prompt if not 0 <= token < target.spec.vocab_size}:
-        raise ValueError(f"token {min(strange)} of a prompt is none of {target.spec.name}'s {target.spec.vocab_size}")
-    context, longest = target.spec.context, max(map(len, prompts))
-    if longest >= context:
-        raise ValueError(f"a prompt has {longest} tokens; {target.spec.name} reads {context}, the answer included")
-    return [min(limit, context - len(prompt)) for prompt in prompts]
+    spec = target.spec
+    if unknown := {token for prompt in prompts for token in prompt if not 0 <= token < spec.vocab_size}:
+        raise ValueError(f"token {min(unknown)} of a prompt is none of {spec.name}'s {spec.vocab_size}")
+    longest = max(map(len, prompts))
+    if longest >= spec.context:
+        raise ValueError(f"a prompt has {longest} tokens; {spec.name} reads {spec.context}, the answer included")
+    return [min(limit, spec.context - len(prompt)) for prompt in prompts]

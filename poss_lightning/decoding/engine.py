@@ -1,39 +1,40 @@
-"""The loop: draft, verify, judge, commit. The one object that holds caches while sequences are decoded."""
+"""The loop: draft, verify, judge, commit. The one object that holds caches while texts are decoded."""
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import MEASURED, Auto, Budget, Calibration, Costs, Fixed
-from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, Texts, check_room
+from poss_lightning.decoding import costs
+from poss_lightning.decoding.active import ActiveRows
+from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound, Settled
+from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.graphs import Graphs
-from poss_lightning.decoding.trees import Tree, ancestors, rerank, share
+from poss_lightning.decoding.trees import Tree, ancestor_mask, logit_rows, rerank, share_nodes
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.machine import best_seconds
-from poss_lightning.sampling import GREEDY, Chooser
+from poss_lightning.sampling import GREEDY, TokenSampler
 from poss_lightning.target.cache import Packed, TreeCache
-from poss_lightning.target.generation import pad, prefill
+from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.model import Target
 
+SHARE = 4  # a row may take this many times its share of a batch's nodes
 logger = logging.getLogger(__name__)
-MEASURING = 3.0  # seconds after which `tree: auto` times nothing once more
-SHARE = 4  # a row may have so many times its share of a batch's nodes
 
 
 class Round(NamedTuple):
     """One round of a batch, on the device."""
 
     tree: Tree
-    above: Tensor  # (B, N, N) its ancestors
+    ancestors: Tensor  # (B, N, N)
     verdict: Verdict
-    told: Tensor  # (B, 1 + K+1) what the host must know: accepted, then the tokens emitted
+    host_copy: Tensor  # (B, 1 + K+1) what the host must know: accepted, then the tokens emitted
 
 
 class Speculative(Decoder):
@@ -44,16 +45,16 @@ class Speculative(Decoder):
 
     Args:
         target: the frozen model.
-        draft: the specialists that propose; a copy of them is turned to the target's dtype and device.
+        draft: the specialists that propose; a copy of them takes the target's dtype and device.
         depth: draft positions K, at most; None for the depth of the draft's allocation.
         nodes: nodes of a tree, root included, at most.
-        top_k: children tried a node; 1 drafts a chain.
-        tree: "fixed" has all its depth and nodes in every round; "auto" measures this machine when it first decodes,
+        tree_width: children tried a node; 1 drafts a chain.
+        tree: "fixed" has its full depth and size in every round; "auto" measures this machine when it first decodes,
             and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
             where the host must not wait, with one depth and size that it settles on.
         share: spend the nodes of a batch where they are likeliest to be accepted, whichever row they are in, instead of
             as many on every row.
-        graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors must be asked.
+        graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors need the host.
         compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere. A
             head is then not read in 8 bits: Inductor has no such product of weights that it does not own.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
@@ -68,7 +69,7 @@ class Speculative(Decoder):
         draft: Specialists,
         depth: int | None = None,
         nodes: int = 60,
-        top_k: int = 10,
+        tree_width: int = 10,
         tree: Literal["fixed", "auto"] = "fixed",
         share: bool = False,
         graphs: bool | None = None,
@@ -80,48 +81,101 @@ class Speculative(Decoder):
         if tree not in ("fixed", "auto"):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
-        self.target, self.tree = target, tree
+        self.target, self.tree, self.share = target, tree, share
         depth = sum(draft.config.allocation) if depth is None else depth
-        int8_head = False if compile else int8_head
-        self.drafter = Drafter(draft, target.ends, depth, top_k, int8_head)
-        self.fixed = Fixed(self.drafter.depth, nodes)
-        self.nodes = min(nodes, self.drafter.scored)
-        self.share, self.most = share, min(SHARE * nodes if share else nodes, self.drafter.scored)  # nodes of a row
+        self.drafter = Drafter(draft, target.embed_head, depth, tree_width, False if compile else int8_head)
+        self.fixed = Fixed(depth, nodes)
+        self.nodes = min(nodes, self.drafter.candidates)
+        self.most_nodes = min(SHARE * nodes if share else nodes, self.drafter.candidates)  # of a row
         self.calibration = Calibration(target.device)
-        self.budgets: dict[int, Auto] = {}  # by the size of the batch
+        self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
         self.cache: TreeCache | None = None
-        self.law, self.turn = GREEDY, 0  # of the text in hand; which text that is
+        self.sampling, self.request_id = GREEDY, 0  # of the texts in hand
         self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
-        self.seen = partial(target.seen, layers=draft.config.layers)
+        self.forward_tree = partial(target.forward_tree, layers=draft.config.layers)
         if compile:
-            self.seen = torch.compile(self.seen, fullgraph=True)
+            self.forward_tree = torch.compile(self.forward_tree, fullgraph=True)
             self.drafter.step = torch.compile(self.drafter.step, fullgraph=True)
+
+    @property
+    def costs(self) -> Costs | None:
+        """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
+        return self.budgets[1].costs if 1 in self.budgets else None
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`."""
-        limits = check_room(self.target, request.prompts, request.limit)
-        texts = Texts(limits, request.stops)
-        rows = list(range(len(limits)))  # the prompt of each row of the batch
+        limits = new_token_limits(self.target, request.prompts, request.limit)
+        outputs = OutputTracker(limits, request.stops)
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
-        self.turn = turn = self.turn + 1
-        yield Progress({prompt: texts.take(prompt, [token])[0] for prompt, token in enumerate(first)})
-        while going := [row for row, prompt in enumerate(rows) if texts.left[prompt]]:
-            if self.turn != turn:
+        self.request_id = request_id = self.request_id + 1
+        yield Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
+        while outputs.unfinished:
+            if self.request_id != request_id:
                 raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
-            if 2 * len(going) <= len(rows):  # finished rows cost time: forget them now and then
-                self._select(going)
-                rows, going = [rows[row] for row in going], list(range(len(going)))
-            budget = self._budget(len(rows), clock)
-            budget.begin(going)
-            done = self._round(budget, going, clock)
-            told = done.told.tolist()  # the one synchronisation
-            self._note([row[0] + 1 if i in going else 0 for i, row in enumerate(told)])
-            budget.learn(done.tree, done.above, done.verdict)
-            taken = {rows[i]: texts.take(rows[i], told[i][1 : told[i][0] + 2]) for i in going}
-            tokens, accepted = ({p: each[part] for p, each in taken.items()} for part in (0, 1))
+            self._drop_finished(outputs)
+            budget = self._budget(clock)
+            budget.begin(self.active.rows)
+            done = self._round(budget, clock)
+            emitted = done.host_copy.tolist()  # the one synchronisation
+            self._advance_host([row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)])
+            budget.learn(done.tree, done.ancestors, done.verdict)
+            of_row = {self.active.prompts[row]: emitted[row][1 : emitted[row][0] + 2] for row in self.active.rows}
+            counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
+            tokens, accepted = ({prompt: both[part] for prompt, both in counted.items()} for part in (0, 1))
             yield Progress(tokens, accepted, done.tree, done.verdict)
+
+    # --- one round ---
+
+    def _round(self, budget: Budget, clock: Clock) -> Round:
+        """One round of all rows; those that are not active stay where they are, and their output means nothing."""
+        if not self.graphs.enabled or self.sampler.needs_sync or budget.needs_sync:
+            return self._draft_verify_commit(budget, clock)
+        drafter, slots = self.drafter, self.cache.slots
+        state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z]
+        key = (slots.extent_for(self.most_nodes), drafter.slots.extent_for(drafter.tree_slots), budget.plan)
+        with clock.part("round"):
+            return self.graphs.run(key, lambda: self._draft_verify_commit(budget, clock), state)
+
+    def _draft_verify_commit(self, budget: Budget, clock: Clock) -> Round:
+        with clock.part("draft"):
+            tree, packed = self._draft(budget)
+        with clock.part("verify"):
+            ancestors = ancestor_mask(tree.parents, self.drafter.depth)
+            draft_input, logits = self._verify(tree, ancestors, packed)
+        with clock.part("commit"):
+            rows = logit_rows(tree, packed)
+            verdict = judge(tree, logits, rows, self.sampler, self.cache.slots.lengths + 1, self.drafter.depth)
+            self._commit(verdict, draft_input, rows)
+        host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
+        return Round(tree, ancestors, verdict, host_copy)
+
+    def _draft(self, budget: Budget) -> tuple[Tree, Packed | None]:
+        """The trees to verify; where a batch shares its nodes, also which nodes these are."""
+        candidates = self.drafter.draft_tree(budget)
+        return self._prune(candidates, budget.node_count(candidates.scores))
+
+    def _prune(self, candidates: Tree, nodes: int) -> tuple[Tree, Packed | None]:
+        """The best `nodes` of every row, or as many on average."""
+        batch = len(candidates.tokens)
+        if not self.share or batch == 1:
+            return rerank(candidates, nodes), None
+        return share_nodes(rerank(candidates, min(SHARE * nodes, self.most_nodes)), nodes * batch, self.active.mask)
+
+    def _verify(self, tree: Tree, ancestors: Tensor, packed: Packed | None) -> tuple[Tensor, Tensor]:
+        """The draft's input (M, R) and the target's logits (M, V) after all nodes, row by row, or after the packed."""
+        features, draft_input = self.forward_tree(tree.tokens, ancestors, self.cache, packed)
+        return draft_input.flatten(0, 1), self.target.embed_head.logits(features.flatten(0, 1))
+
+    def _commit(self, verdict: Verdict, draft_input: Tensor, rows: Tensor) -> None:
+        """Keep the accepted path in both caches."""
+        counts = (verdict.accepted + 1) * self.active.mask
+        on_path = draft_input[rows.gather(1, verdict.path)]  # (B, K+1, R)
+        self.cache.keep_path(verdict.path, counts)
+        self.drafter.append_context(verdict.tokens, on_path, counts)
+
+    # --- between rounds ---
 
     def _prefill(self, request: Request, limit: int) -> list[int]:
         """Read the prompts into both caches; the first token of each."""
@@ -129,114 +183,60 @@ class Speculative(Decoder):
         prompts, _, _, sampling, generator = request
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
         layers = drafter.draft.config.layers
-        cache, read, last = prefill(target, prompts, reach + self.most, self.cache, layers)
+        cache, draft_input, last = prefill(target, prompts, reach + self.most_nodes, self.cache, layers)
         if cache is not self.cache:
-            cache.slots.cover = self.most if self.graphs.enabled else 0
-            self.cache, self.going = cache, torch.ones_like(cache.slots.length)
-            self.graphs.forget()
-        if sampling != self.law or sampling.temperature:  # what was captured speaks of another law, or other draws
-            self.graphs.forget()
-        self.law = sampling
-        self.choose = Chooser(sampling, prompts, reach + drafter.depth, target.device, generator)
-        first = self.choose(target.ends.logits(last), self.cache.slots.length).tolist()
-        joined = pad([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
+            cache.slots.min_extent = self.most_nodes if self.graphs.enabled else 0
+            self.cache, self.active = cache, ActiveRows(len(prompts), target.device)
+            self.graphs.clear()
+        if sampling != self.sampling or sampling.temperature:  # what was captured has another distribution, or draws
+            self.graphs.clear()
+        self.active.reset()
+        self.sampling = sampling
+        self.sampler = TokenSampler(sampling, prompts, reach + drafter.depth, target.device, generator)
+        first = self.sampler(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
+        shifted = pad_right([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
         drafter.start(len(prompts), self.cache.slots.capacity)
-        drafter.read(joined, read, self.cache.slots.length)
-        drafter.slots.note(self.cache.slots.lengths)
-        self.going.fill_(1)
-        self.counted = list(range(len(prompts)))
+        drafter.append_context(shifted, draft_input, self.cache.slots.lengths)
+        drafter.slots.advance_host(self.cache.slots.host_lengths)
         return first
 
-    def _round(self, budget: Budget, going: list[int], clock: Clock) -> Round:
-        """One round of all rows; those not `going` stay where they are, and what they emit means nothing."""
-        if self.counted != going:
-            counted = [int(row in going) for row in range(len(self.going))]
-            self.going.copy_(torch.tensor(counted))
-            self.counted = going
-        if not self.graphs.enabled or self.choose.asks or budget.asks:
-            return self._act(budget, clock)
-        state = [self.cache.slots.length, self.drafter.slots.length, self.drafter.root, self.drafter.root_z]
-        key = (self.cache.slots.reach(self.most), self.drafter.slots.reach(self.drafter.room), budget.plan)
-        with clock.part("round"):
-            return self.graphs.run(key, lambda: self._act(budget, clock), state)
+    def _drop_finished(self, outputs: OutputTracker) -> None:
+        """Only unfinished prompts count; once half of the batch is finished, its rows are dropped."""
+        if (kept := self.active.update(outputs.unfinished)) is not None:
+            for part in (self.cache, self.drafter, self.sampler, self.active):
+                part.select(kept)
+            self.graphs.clear()
 
-    def _act(self, budget: Budget, clock: Clock) -> Round:
-        drafter = self.drafter
-        with clock.part("draft"):
-            grown = drafter.grow(budget)
-            tree, packed = self._prune(grown, budget.size(grown.scores))
-        with clock.part("verify"):
-            above = ancestors(tree.parents, drafter.depth)
-            read, logits = self._verify(tree, above, packed)
-        with clock.part("commit"):
-            where = _where(tree, packed)
-            verdict = judge(tree, logits, where, self.choose, self.cache.slots.length + 1, drafter.depth)
-            counts = (verdict.accepted + 1) * self.going
-            taken = read[where.gather(1, verdict.path)]  # (B, K+1, R)
-            self.cache.keep(verdict.path, counts)
-            drafter.read(verdict.tokens, taken, counts)
-        return Round(tree, above, verdict, torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1))
+    def _advance_host(self, counts: list[int]) -> None:
+        """Let the host's copies of the lengths follow."""
+        self.cache.slots.advance_host(counts)
+        self.drafter.slots.advance_host(counts)
 
-    def _prune(self, grown: Tree, nodes: int) -> tuple[Tree, Packed | None]:
-        """The trees to verify, of so many nodes, or of so many on average; then also which these are."""
-        if not self.share or len(grown.tokens) == 1:
-            return rerank(grown, nodes), None
-        return share(rerank(grown, min(SHARE * nodes, self.most)), nodes * len(grown.tokens), self.going)
-
-    def _verify(self, tree: Tree, above: Tensor, packed: Packed | None) -> tuple[Tensor, Tensor]:
-        """What the draft reads (M, R) and logits (M, V) after all nodes, row by row, or after those that are packed."""
-        features, read = self.seen(tree.tokens, above, self.cache, packed)
-        return read.flatten(0, 1), self.target.ends.logits(features.flatten(0, 1))
-
-    def _note(self, counts: list[int]) -> None:
-        """Tell the host's copies of the lengths."""
-        self.cache.slots.note(counts)
-        self.drafter.slots.note(counts)
-
-    def _select(self, rows: list[int]) -> None:
-        """Forget every row of the batch but `rows`."""
-        for part in (self.cache, self.drafter, self.choose):
-            part.select(rows)
-        self.going, self.counted = self.going[rows], list(range(len(rows)))  # all of them go on
-        self.graphs.forget()
-
-    def _budget(self, batch: int, clock: Clock) -> Budget:
+    def _budget(self, clock: Clock) -> Budget:
         if self.tree == "fixed":
             return self.fixed
+        batch = len(self.active.prompts)
         if batch not in self.budgets:
-            with clock.outside("measure"):
-                self.budgets[batch] = self._measure()
+            kind = Settled if self.target.device.type == "cuda" else PerRound
+            with clock.excluded("measure"):
+                self.budgets[batch] = kind(self.drafter.depth, self._measure(), self.calibration)
         return self.budgets[batch]
 
-    @property
-    def costs(self) -> Costs | None:
-        """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
-        return self.budgets[1].costs if 1 in self.budgets else None
-
-    def _measure(self) -> Auto:
-        """Time draft steps and verification here and now; what they write, the next round overwrites."""
-        drafter = self.drafter
-        whole = drafter.grow(self.fixed)
-
-        def verify(tree: Tree, packed: Packed | None) -> None:
-            self._verify(tree, ancestors(tree.parents, drafter.depth), packed)
-
+    def _measure(self) -> Costs:
+        """Time draft steps and verification here and now; the next round overwrites what they write."""
         logger.info("tree: auto times draft steps and verification on this machine, some seconds")
-        sizes = [*(n for n in MEASURED if n < self.nodes), self.nodes]
-        verifying = {n: partial(verify, *self._prune(whole, n)) for n in sizes}
-        works = {0: partial(drafter.grow, self.fixed), **verifying}
-        if self.graphs.enabled:
-            works = {n: partial(self.graphs.run, ("timed", n), work, []) for n, work in works.items()}
-        seconds = best_seconds(works, device=self.target.device, enough=MEASURING)
-        self.graphs.forget()
-        costs = Costs.measured(seconds.pop(0) / drafter.depth, seconds)
-        asks = self.target.device.type != "cuda"
-        return Auto(drafter.depth, self.nodes, costs, self.calibration, asks)
+        candidates = self.drafter.draft_tree(self.fixed)
 
+        def verify(nodes: int) -> Callable[[], object]:
+            tree, packed = self._prune(candidates, nodes)
+            return repeatable(
+                nodes, lambda: self._verify(tree, ancestor_mask(tree.parents, self.drafter.depth), packed)
+            )
 
-def _where(tree: Tree, packed: Packed | None) -> Tensor:
-    """(B, N) the place of every node among those verified; 0 for one that is not."""
-    if packed is None:
-        return torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
-    places = torch.arange(len(packed.rows), device=tree.tokens.device)
-    return torch.zeros_like(tree.tokens).index_put(tuple(packed), places)
+        def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
+            return partial(self.graphs.run, ("timed", name), work, []) if self.graphs.enabled else work
+
+        draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
+        found = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
+        self.graphs.clear()
+        return found

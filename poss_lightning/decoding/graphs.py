@@ -13,7 +13,7 @@ class Graphs:
     """Captures work of fixed shapes once a key, and replays it. Its results stay in place and are overwritten.
 
     Args:
-        enabled: else work is simply done.
+        enabled: whether to capture; else work is simply done.
     """
 
     def __init__(self, enabled: bool):
@@ -21,27 +21,27 @@ class Graphs:
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
         self.pool = None  # of memory, shared by all that is captured: they never run at once
 
-    def forget(self) -> None:
-        """What was captured speaks of tensors that are gone."""
+    def clear(self) -> None:
+        """Drop all graphs: the tensors they refer to are gone."""
         self.captured.clear()
-        self.pool = None  # nothing is left in it
+        self.pool = None  # it holds nothing any more
 
     def run(self, key: Hashable, work: Callable[[], Result], state: list[Tensor]) -> Result:
         """Do `work`.
 
         Args:
             key: all that shapes depend on.
-            work: reads and writes tensors that stay where they are, and asks the device for nothing.
-            state: what of them it must find as it left them; all else it writes before it reads.
+            work: reads and writes tensors that stay where they are, and never synchronises with the host.
+            state: those tensors that it must find as it left them; all others it writes before it reads them.
         """
         if key not in self.captured:
-            kept = [tensor.clone() for tensor in state]
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):  # as torch asks: libraries allocate in a first run, outside the graph
+            saved = [tensor.clone() for tensor in state]
+            warm_up = torch.cuda.Stream()
+            warm_up.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(warm_up):  # as torch asks: libraries allocate in a first run, outside the graph
                 work()
-            torch.cuda.current_stream().wait_stream(aside)
-            for tensor, value in zip(state, kept, strict=True):
+            torch.cuda.current_stream().wait_stream(warm_up)
+            for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):

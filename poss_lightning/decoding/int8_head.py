@@ -79,3 +79,14 @@ def faster_product(head: Tensor, rows: int = 10) -> Product:
     int8, features = Int8Head(head, levels), torch.ones(rows, head.shape[1], dtype=head.dtype)
     seconds = best_seconds({product: partial(product, features, head) for product in (project, int8)})
     return int8 if FASTER * seconds[int8] < seconds[project] else project
+
+
+def int8_product(head: Tensor) -> Product:
+    """A head (V, D) in 8 bits, whether it is faster or not.
+
+    Raises:
+        ValueError: this CPU has no exact products of bytes.
+    """
+    if (levels := exact_levels()) is None:
+        raise ValueError("int8_head is true, but this CPU has no exact products of bytes")
+    return Int8Head(head, levels)

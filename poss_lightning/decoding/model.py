@@ -42,14 +42,14 @@ def load(
     tree: Literal["auto", "fixed"] = "auto",
     depth: int | None = None,
     nodes: int = 60,
-    top_k: int = 10,
+    tree_width: int = 10,
 ) -> "Model":
     """A target, sped up by a draft.
 
     Args:
-        target: "embedded", a local folder or a hub id; or a causal LM of transformers in hand, which is frozen and
-            keeps its dtype and device.
-        draft: folder, hub id or shipped head, or specialists in hand; without one the target decodes alone.
+        target: "embedded", a local folder or a hub id; or a causal LM of transformers in hand, which
+            stays as it is.
+        draft: folder, hub id or shipped draft, or specialists in hand; without one the target decodes alone.
         tokenizer: of a target in hand.
         dtype: of a target that is loaded here: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
             "float32".
@@ -57,7 +57,7 @@ def load(
         tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of `depth` and `nodes`.
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.
-        top_k: children tried a node; 1 drafts chains.
+        tree_width: children tried a node; 1 drafts chains.
 
     Raises:
         FileNotFoundError: a target or draft that is not there.
@@ -68,13 +68,11 @@ def load(
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
-        usual = target.generation_config
         held = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
-        target.generation_config = usual  # a Target empties it, and this model is still somebody's
     if draft is None:
         return Model(Autoregressive(held))
     specialists = Specialists.from_pretrained(draft) if isinstance(draft, str) else draft
-    return Model(Speculative(held, specialists, depth, nodes, top_k, tree))
+    return Model(Speculative(held, specialists, depth, nodes, tree_width, tree))
 
 
 class Model:

@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: batched, parents always before their children.
+"""Trees of drafted tokens: batched, every parent before its children.
 
 tokens   the  cat  dog  sat  ran         the ── cat ── sat
 parents   0    0    0    1    2               └─ dog ── ran
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from poss_lightning.target.cache import Packed
 
+ABSENT = -1  # the token of a node that is not verified: the target never emits it
+
 
 class Tree(NamedTuple):
     """N nodes a row, root first (its own parent), every parent before its children."""
@@ -28,23 +30,21 @@ class Tree(NamedTuple):
     scores: Tensor  # (B, N), log-probability of the path from the root by the draft; 0 at the root
 
 
-ABSENT = -1  # the token of a node that is not verified: the target never says it
-
-
-def ancestors(parents: Tensor, depth: int) -> Tensor:
+def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     """(B, N) -> (B, N, N): True where j is i itself or on its path to the root, at most `depth` steps away."""
     batch, nodes = parents.shape
-    own = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    above = own
+    itself = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    ancestors = itself
     for _ in range(depth):
-        above = own | above.gather(1, parents[..., None].expand(-1, -1, nodes))
-    return above
+        ancestors = itself | ancestors.gather(1, parents[..., None].expand(-1, -1, nodes))
+    return ancestors
 
 
 def rerank(tree: Tree, nodes: int) -> Tree:
     """The `nodes` best nodes by path score, root included.
 
-    A parent is never below its child, and comes before it where they tie (the sort is stable), so the result is a tree.
+    A parent never scores below its child, and comes before it where they tie (the sort is stable), so the result is a
+    tree.
     """
     scores = tree.scores.index_fill(1, torch.zeros(1, dtype=torch.long, device=tree.scores.device), 1)  # the root first
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n)
@@ -56,18 +56,18 @@ def rerank(tree: Tree, nodes: int) -> Tree:
     return Tree(tree.tokens.gather(1, kept), parents, tree.scores.gather(1, kept))
 
 
-def share(tree: Tree, total: int, going: Tensor) -> tuple[Tree, Packed]:
+def share_nodes(tree: Tree, total: int, active: Tensor) -> tuple[Tree, Packed]:
     """The `total` best nodes of a whole batch, as one budget (the idea of TETRIS, arXiv 2502.15197).
 
     Args:
         tree: (B, N)
         total: at least B; every root is kept.
-        going: (B,) 0 where a row is finished, and gets no more than its root.
+        active: (B,) 0 where a row is finished, and keeps only its root.
 
     Returns:
         The tree with `ABSENT` for the tokens of nodes not kept, and the nodes kept.
     """
-    scores = tree.scores.masked_fill((going == 0)[:, None], -torch.inf)
+    scores = tree.scores.masked_fill((active == 0)[:, None], -torch.inf)
     scores[:, 0] = 1  # before any node that the draft is sure of
     best = scores.flatten().sort(descending=True, stable=True).indices[:total].sort().values  # (M,)
     kept = (
@@ -76,3 +76,11 @@ def share(tree: Tree, total: int, going: Tensor) -> tuple[Tree, Packed]:
     tokens = tree.tokens.where(kept.view_as(tree.tokens), ABSENT)
     width = tree.tokens.shape[1]
     return tree._replace(tokens=tokens), Packed(best // width, best % width)
+
+
+def logit_rows(tree: Tree, packed: Packed | None) -> Tensor:
+    """(B, N) the place of every node among those that were verified; 0 for one that was not."""
+    if packed is None:
+        return torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
+    places = torch.arange(len(packed.rows), device=tree.tokens.device)
+    return torch.zeros_like(tree.tokens).index_put(tuple(packed), places)

@@ -41,7 +41,7 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
         no pass that counts reads them, and they stay finite.
     """
     keys, values = context
-    block = flex_block if queries.is_cuda else row_block
+    block = flex_block if queries.is_cuda else causal_block
     attended, norm = block(queries, keys, values, len(diagonals), packing)  # (B, H, T, d), (B, H, T)
     if not diagonals:
         return attended
@@ -49,9 +49,9 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
     scores, neighbours = [norm.view(grouped.shape[:-1])], []
     for i, (key, value) in enumerate(diagonals):
         # What enters on the left is hidden: it is no slot of this conversation.
-        score = (grouped * _right(key, i)).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
+        score = (grouped * _shift_right(key, i)).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
         scores.append(score.masked_fill((packing.positions < i)[:, None, None], -torch.inf))  # (B, kv, H/kv, T)
-        neighbours.append(_right(value, i))
+        neighbours.append(_shift_right(value, i))
     first, *weights = torch.stack(scores).softmax(0).to(values.dtype)[..., None]  # (B, kv, H/kv, T, 1) each
     attended = attended.view(grouped.shape) * first
     for weight, neighbour in zip(weights, neighbours, strict=True):
@@ -59,21 +59,21 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
     return attended.flatten(1, 2)
 
 
-def _right(x: Tensor, steps: int) -> Tensor:
+def _shift_right(x: Tensor, steps: int) -> Tensor:
     """(B, kv, T, d) moved to the right, for the heads that share it: (B, kv, 1, T, d)"""
     return (x.roll(steps, 2) if steps else x)[:, :, None]
 
 
-def row_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
+def causal_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
     """Causal attention to the slots s <= t - skip of the same conversation, `ROWS` queries at a time.
 
     Returns:
         The output (B, H, T, d) and the logarithm of the softmax's norm (B, H, T), float32; 0 in the padding.
     """
-    return _RowBlock.apply(queries, keys, values, skip, packing.lengths)
+    return _CausalBlock.apply(queries, keys, values, skip, packing.lengths)
 
 
-class _RowBlock(torch.autograd.Function):
+class _CausalBlock(torch.autograd.Function):
     """Backward makes the weights again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
 
     @staticmethod

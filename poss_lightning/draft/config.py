@@ -9,7 +9,7 @@ from poss_lightning.target.spec import TargetSpec
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """What defines a draft; stored with it, and asked by training and decoding alike.
 
@@ -19,13 +19,16 @@ class DraftConfig:
         depth: passes it was trained for.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
-        vocabulary_size: rows of the target's head the draft may propose; None for all.
+        vocabulary_size: tokens the draft may propose; None for all.
         order: the specialist, from 0, of each position, where they do not serve runs, e.g. [0, 1, 2, 0, 1, 2]; the
             allocation counts the same positions.
-        kv: "separate", each specialist reads keys and values of its own making; or "shared", all read those that the
-            specialist made which served a slot first (SPEED): one cache instead of one a specialist.
-        kind: "eagle2", or "eagle3": fused inner layers, norms on both inputs, and a head of its own.
+        kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
+            specialist that served a slot first (SPEED): one cache instead of one a specialist.
+        kind: "eagle2" or "eagle3"; see the traits below.
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
+
+    Raises:
+        ValueError: a field that cannot be; the message names it.
     """
 
     target: TargetSpec
@@ -42,7 +45,7 @@ class DraftConfig:
     def __post_init__(self):
         object.__setattr__(self, "allocation", tuple(self.allocation))
         object.__setattr__(self, "order", None if self.order is None else tuple(self.order))
-        if not self.allocation or any(not isinstance(a, int) or a < 1 for a in self.allocation):
+        if not self.allocation or any(not isinstance(run, int) or run < 1 for run in self.allocation):
             raise ValueError(
                 f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
             )
@@ -53,54 +56,76 @@ class DraftConfig:
             raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
         if self.kind not in ("eagle2", "eagle3"):
             raise ValueError(f"kind is {self.kind!r}; it must be eagle2 or eagle3")
-        if self.kind == "eagle3" and (self.target.layers or 0) < LEAST_LAYERS:
-            has = "layers that nobody counted: extract anew" if self.target.layers is None else self.target.layers
+        if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
+            count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
             raise ValueError(
-                f"kind is eagle3, which reads inner layers of a target with {LEAST_LAYERS} or more; "
-                f"{self.target.name} has {has}"
+                f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
+                f"{self.target.name} has {count}"
             )
-        if sorted(self.served) != (runs := [i for i, run in enumerate(self.allocation) for _ in range(run)]):
+        runs = [index for index, run in enumerate(self.allocation) for _ in range(run)]
+        if sorted(self.specialists) != runs:
             raise ValueError(
                 f"order is {list(self.order)}; for the allocation {list(self.allocation)} it must be a rearrangement "
                 f"of {runs}"
             )
 
+    # --- traits of its kind ---
+
+    @property
+    def reads_inner_layers(self) -> bool:
+        """Whether its input is outputs of inner layers, fused; else the target's feature itself."""
+        return self.kind == "eagle3"
+
+    @property
+    def own_head(self) -> bool:
+        """Whether it has, and learns, an LM head; else it takes the target's."""
+        return self.kind == "eagle3"
+
+    @property
+    def predicts_feature(self) -> bool:
+        """Whether its output is a prediction of the target's feature, so that a feature loss and drift make sense."""
+        return self.kind == "eagle2"
+
     @property
     def layers(self) -> tuple[int, ...]:
-        """The target's layers whose outputs are read, as `Target.read_layers` counts them; () for the feature itself.
+        """The target's layers that it reads, as `Target.text_layers` counts them; () for none.
 
-        Those of EAGLE-3's published code: low, middle and high.
+        They are those of EAGLE-3's published code: low, middle and high.
         """
-        return (2, self.target.layers // 2, self.target.layers - 3) if self.kind == "eagle3" else ()
+        return (2, self.target.layers // 2, self.target.layers - 3) if self.reads_inner_layers else ()
+
+    # --- who serves what ---
 
     @property
-    def served(self) -> tuple[int, ...]:
+    def specialists(self) -> tuple[int, ...]:
         """The specialist, from 0, of each position that the allocation names."""
         return self.order or tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
 
-    def serving(self, position: int) -> int:
+    def specialist_at(self, position: int) -> int:
         """Which specialist (from 0) serves draft position `position` (from 1); past the end the last one goes on."""
-        return self.served[min(position, len(self.served)) - 1]
+        return self.specialists[min(position, len(self.specialists)) - 1]
 
-    def projector(self, position: int, first: int) -> int:
-        """Whose keys and values position `position` reads of a slot that position `first` was the first to read."""
-        return self.serving(first if self.kv == "shared" else position)
+    def kv_specialist(self, position: int, first: int) -> int:
+        """Who makes the keys and values that `position` reads of a slot that position `first` was the first to read."""
+        return self.specialist_at(first if self.kv == "shared" else position)
 
-    def projections(self, depth: int) -> set[tuple[int, int]]:
+    def kv_pairs(self, depth: int) -> set[tuple[int, int]]:
         """All (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
-        return {(self.projector(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
+        return {(self.kv_specialist(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
 
-    def unserved(self, depth: int) -> set[int]:
-        """Specialists that `depth` positions never come to."""
-        return set(range(len(self.allocation))) - {self.serving(k) for k in range(1, depth + 1)}
+    def unreached(self, depth: int) -> set[int]:
+        """Specialists that serve none of the first `depth` positions."""
+        return set(range(len(self.allocation))) - {self.specialist_at(k) for k in range(1, depth + 1)}
+
+    # --- its file ---
 
     def to_json(self) -> str:
-        """What config.json holds."""
+        """The content of config.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str | Path) -> "DraftConfig":
-        """Read what `to_json` wrote; `where` it stood is for the message.
+        """Parse what `to_json` wrote; `where` it was is for the message.
 
         Raises:
             ValueError: it is not JSON, or a field is missing or unknown; the message names file and field.
@@ -109,5 +134,5 @@ class DraftConfig:
             stored = json.loads(text)
             return cls(**{**stored, "target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError) as error:  # JSON's among them
-            known = ", ".join(f.name for f in fields(cls))
+            known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error

@@ -1,12 +1,12 @@
-"""One specialist: a target-shaped decoder layer, of the EAGLE-2 or the EAGLE-3 layout.
+"""One specialist: a decoder layer of the target's shape, in the EAGLE-2 or the EAGLE-3 layout.
 
-The layer is cut in two where attention happens, because training (unroll) and decoding (drafting) bring different keys:
+The layer is cut in two around attention, because training (unroll) and decoding (drafting) bring different keys:
 
     z --+--> queries --------> attention -> o_proj -> + z -> norm, gated MLP, residual -> F̂ (predicts the next feature)
         +--> keys_values --^      ^---- keys and values of earlier slots
 
-In EAGLE-2 z is one vector, and nothing stands before attention. In EAGLE-3 (arXiv 2503.01840) z is [e; h], an embedding
-and a feature: attention reads both behind norms of their own, and the residual goes on from h.
+In EAGLE-2 z is one vector, and there is no norm before attention. In EAGLE-3 (arXiv 2503.01840) z is [e; h], an
+embedding and a feature: attention reads both, each normed, and the residual continues from h.
 """
 
 from typing import NamedTuple
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor, nn
 
 
-class Rotation(NamedTuple):
+class Rope(NamedTuple):
     """Rotary cosines and sines, (B or 1, 1, T, d) each."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
+def rope_at(positions: Tensor, head_dim: int, theta: float) -> Rope:
     """Rotary angles of positions (B or 1, T)."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() * theta**-exponents  # (B, 1, T, d/2)
     angles = torch.cat([angles, angles], dim=-1)
-    return Rotation(angles.cos(), angles.sin())
+    return Rope(angles.cos(), angles.sin())
 
 
-def rotate(x: Tensor, turn: Rotation) -> Tensor:
-    """Turn (B, H, T, d) by the angles of its slots; computed in float32, returned as it came."""
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate (B, H, T, d) by the angles of its slots; computed in float32, returned in its own dtype."""
     first, second = x.float().chunk(2, dim=-1)
     half = torch.cat([-second, first], dim=-1)
-    return (x.float() * turn.cos + half * turn.sin).to(x.dtype)
+    return (x.float() * rope.cos + half * rope.sin).to(x.dtype)
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the dtype of what it reads: mixed dtypes take torch's slow path, and CUDA's autocast gives float32."""
+    """RMSNorm in its input's dtype: mixed dtypes take torch's slow path, and CUDA's autocast returns float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
@@ -49,7 +49,9 @@ class Specialist(nn.Module):
 
     parts = 1  # of z, each D wide
 
-    def __init__(self, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
+    def __init__(
+        self, *, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float
+    ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = nn.Linear(self.parts * width, heads * head_dim, bias=False)
@@ -61,24 +63,24 @@ class Specialist(nn.Module):
         self.up_proj = nn.Linear(width, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, width, bias=False)
 
-    def queries(self, z: Tensor, turn: Rotation) -> Tensor:
+    def queries(self, z: Tensor, rope: Rope) -> Tensor:
         """(B, T, Z) -> (B, H, T, d)"""
-        return rotate(_heads(self.q_proj(self.read(z)), self.head_dim), turn)
+        return apply_rope(_heads(self.q_proj(self.attention_input(z)), self.head_dim), rope)
 
-    def keys_values(self, z: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    def keys_values(self, z: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """(B, T, Z) -> keys and values, (B, kv heads, T, d) each."""
-        read = self.read(z)
-        keys, values = _heads(self.k_proj(read), self.head_dim), _heads(self.v_proj(read), self.head_dim)
-        return rotate(keys, turn), values
+        x = self.attention_input(z)
+        keys, values = _heads(self.k_proj(x), self.head_dim), _heads(self.v_proj(x), self.head_dim)
+        return apply_rope(keys, rope), values
 
-    def finish(self, z: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention: z (B, T, Z) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
+    def after_attention(self, z: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: z (B, T, Z) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
         hidden = self.residual(z) + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.norm(hidden)
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
     def start_from(self, other: "Specialist") -> None:
-        """Compute what `other` does. What an MLP is wider begins at random, and adds nothing until it has learnt.
+        """Compute what `other` does. The part by which an MLP is wider is random, and adds nothing until it learns.
 
         Raises:
             RuntimeError: other sizes, or a narrower MLP.
@@ -91,7 +93,9 @@ class Specialist(nn.Module):
         given["down_proj.weight"] = torch.cat([given["down_proj.weight"], beyond], dim=1)
         self.load_state_dict(given)
 
-    def read(self, z: Tensor) -> Tensor:
+    # --- what the layouts differ in ---
+
+    def attention_input(self, z: Tensor) -> Tensor:
         """What queries, keys and values are projected from: (B, T, Z) -> (B, T, Z)."""
         return z
 
@@ -99,12 +103,12 @@ class Specialist(nn.Module):
         """What attention is added to: (B, T, Z) -> (B, T, D)."""
         return z
 
-    def common(self, z: Tensor) -> Tensor:
-        """What of `read` is the same for all specialists: (B, T, Z) -> (B, T, Z)."""
+    def shared_input(self, z: Tensor) -> Tensor:
+        """The part of `attention_input` that is the same for all specialists: (B, T, Z) -> (B, T, Z)."""
         return z
 
-    def projection(self) -> Tensor:
-        """From `common` to keys and values, before they are turned: (2 * kv heads * d, Z)."""
+    def kv_weight(self) -> Tensor:
+        """From `shared_input` to keys and values, before their rotary angles: (2 * kv heads * d, Z)."""
         return torch.cat([self.k_proj.weight, self.v_proj.weight])
 
 
@@ -113,25 +117,25 @@ class NormedSpecialist(Specialist):
 
     parts = 2
 
-    def __init__(self, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
-        super().__init__(width, intermediate, heads, kv_heads, head_dim, norm_eps)
+    def __init__(self, *, width: int, norm_eps: float, **sizes: int):
+        super().__init__(width=width, norm_eps=norm_eps, **sizes)
         self.input_norm = Norm(width, eps=norm_eps)
         self.hidden_norm = Norm(width, eps=norm_eps)
 
-    def read(self, z: Tensor) -> Tensor:
-        return self.common(z) * self._weights().to(z.dtype)
+    def attention_input(self, z: Tensor) -> Tensor:
+        return self.shared_input(z) * self._norm_weights().to(z.dtype)
 
     def residual(self, z: Tensor) -> Tensor:
         return z.chunk(2, dim=-1)[1]
 
-    def common(self, z: Tensor) -> Tensor:
+    def shared_input(self, z: Tensor) -> Tensor:
         halves = z.unflatten(-1, (2, -1))  # (B, T, 2, D)
         return nn.functional.rms_norm(halves, self.norm.normalized_shape, None, self.norm.eps).flatten(-2).to(z.dtype)
 
-    def projection(self) -> Tensor:
-        return super().projection() * self._weights()
+    def kv_weight(self) -> Tensor:
+        return super().kv_weight() * self._norm_weights()
 
-    def _weights(self) -> Tensor:
+    def _norm_weights(self) -> Tensor:
         return torch.cat([self.input_norm.weight, self.hidden_norm.weight])  # (Z,)
 
 

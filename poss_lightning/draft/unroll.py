@@ -2,7 +2,7 @@
 
 Pass 1 reads the target's features, pass k the output of pass k-1, one slot to the right. Its query at slot t sees one
 key for every slot s <= t, made from the feature that a drafter would hold there (docs/METHOD.md, section 4). For k = 3,
-with digits for the set a key comes from and `.` for hidden:
+with digits for the set z^m that a key comes from and `.` for hidden:
 
                 key slot s
                 0 1 2 3 4 5
@@ -23,42 +23,42 @@ from torch import Tensor
 
 from poss_lightning.draft.attention import KeysValues, Packing, attend
 
-if TYPE_CHECKING:  # a draft called is its unroll
+if TYPE_CHECKING:  # calling a draft runs its unroll
     from poss_lightning.draft.specialists import Specialists
 
 
 def unroll(
-    draft: Specialists, embedded: Tensor, features: Tensor, depth: int, packing: Packing | None = None
+    draft: Specialists, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
 ) -> list[Tensor]:
     """Run `depth` passes over rows of conversations.
 
     Args:
         embedded: (B, T, D), embeddings of the token to the right of each slot, x_{t+1}.
-        features: (B, T, R), what the draft reads of the target: f_t, or inner layers (with noise, in training).
+        draft_input: (B, T, R), what the draft reads of the target: f_t, or inner layers (with noise, in training).
         depth: number of passes K.
         packing: which conversation a slot belongs to; None for one a row, without padding.
 
     Returns:
-        K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is real from the k-th slot of a conversation on; what
-        stands before is finite, and no real slot has read it.
+        K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is valid from the k-th slot of a conversation on;
+        before that it is finite, and no valid slot has read it.
     """
-    packing = packing or Packing.whole(*features.shape[:2], features.device)
-    turn = draft.rotation(packing.positions)
-    joined = [draft.join(embedded, draft.fuse(features))]  # z^0, z^1, ...: (B, T, Z)
-    projected: dict[tuple[int, int], KeysValues] = {}  # (specialist, set) -> keys and values: each is made once
+    packing = packing or Packing.whole(*draft_input.shape[:2], draft_input.device)
+    rope = draft.rope_at(packing.positions)
+    z = [draft.join(embedded, draft.fuse(draft_input))]  # z^0, z^1, ...: (B, T, Z)
+    keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set: each is made once
     outputs = []
     for k in range(1, depth + 1):
-        layer = draft.serving(k)
-        makers = [draft.config.projector(k, m + 1) for m in range(k)]
+        layer = draft.specialist_at(k)
+        makers = [draft.config.kv_specialist(k, m + 1) for m in range(k)]
         for m, maker in enumerate(makers):
-            if (maker, m) not in projected:
-                projected[maker, m] = draft.layers[maker].keys_values(joined[m], turn)
-        context, *drafted = (projected[maker, m] for m, maker in enumerate(makers))
-        # i slots to the left stands set k-1-i
-        attended = attend(layer.queries(joined[k - 1], turn), context, drafted[::-1], packing)
-        outputs.append(layer.finish(joined[k - 1], attended))
+            if (maker, m) not in keys_values:
+                keys_values[maker, m] = draft.layers[maker].keys_values(z[m], rope)
+        context, *drafted = (keys_values[maker, m] for m, maker in enumerate(makers))
+        # i slots to the left is set k-1-i
+        attended = attend(layer.queries(z[k - 1], rope), context, drafted[::-1], packing)
+        outputs.append(layer.after_attention(z[k - 1], attended))
         if k < depth:
-            own = outputs[-1].detach() if draft.config.detach else outputs[-1]
-            shifted = torch.cat([own[:, :1], own[:, :-1]], dim=1)  # F^k_t = output of pass k at slot t-1
-            joined.append(draft.join(embedded, shifted))
+            features = outputs[-1].detach() if draft.config.detach else outputs[-1]
+            shifted = torch.cat([features[:, :1], features[:, :-1]], dim=1)  # F^k_t = output of pass k at slot t-1
+            z.append(draft.join(embedded, shifted))
     return outputs

@@ -61,13 +61,13 @@ def vocabulary(
     _check(size, total, stops)
     counts = count_tokens(answers(loaded.chat, conversations), total)  # (total,), and never all 0: see `Conversation`
     chosen = None if size is None else most_frequent(counts, size, stops)
-    _save(cut(given, chosen), Path(out))
+    _save(restrict_vocabulary(given, chosen), Path(out))
     covered = counts.sum() if chosen is None else counts[chosen.numpy()].sum()
     share = f"{100 * covered / counts.sum():.1f} %"
     print(f"{size or total} of {total} tokens cover {share} of {counts.sum()} answer tokens")
 
 
-def cut(draft: Specialists, vocabulary: Tensor | None) -> Specialists:
+def restrict_vocabulary(draft: Specialists, vocabulary: Tensor | None) -> Specialists:
     """A copy with the same weights that proposes only `vocabulary`: (V,) token ids, ascending; None for all."""
     other = copy.deepcopy(draft)
     other.config = replace(draft.config, vocabulary_size=None if vocabulary is None else len(vocabulary))

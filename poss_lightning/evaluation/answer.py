@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.parts import Messages, Parts
+from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
@@ -21,7 +21,7 @@ def answer(
     suites: list[str] | None = None,
     target: str = "embedded",
     limit: int | None = None,
-    new_tokens: int = 256,
+    max_new_tokens: int = 256,
     batch_size: int = 32,
     dtype: str = "auto",
     device: str = "auto",
@@ -35,36 +35,36 @@ def answer(
         suites: prompts, as `poss benchmark` takes them; the project's own by default.
         target: "embedded", a local folder or a hub id.
         limit: the first so many questions of each suite.
-        new_tokens: an answer is cut there.
+        max_new_tokens: an answer is cut there.
         batch_size: conversations answered side by side.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
     """
     given = dict(locals())
-    for name in ("new_tokens", "batch_size"):
+    for name in ("max_new_tokens", "batch_size"):
         if given[name] < 1:
             raise ValueError(f"{name} is {given[name]}; it must be at least 1")
-    parts, questions = Parts(out), read_suites(suites, limit)
+    corpus, questions = CorpusWriter(out), read_suites(suites, limit)
     model = Target.load(target, dtype, device)
     names = [f"{question.suite}/{question.id}" for question in questions]
     asked = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
-    settings = {name: given[name] for name in ("target", "new_tokens", "batch_size")}
+    settings = {name: given[name] for name in ("target", "max_new_tokens", "batch_size")}
     own = {"dtype": model.dtype_name, "questions": names, "asked": asked, "fingerprint": model.spec.fingerprint}
-    parts.claim(settings | own)
+    corpus.claim(settings | own)
     conversations: list[Messages] = []
     with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
         for number, start in enumerate(range(0, len(questions), batch_size)):
             some = questions[start : start + batch_size]
-            conversations += parts.batch(number, partial(_answered, model, some, new_tokens))
+            conversations += corpus.batch(number, partial(_answered, model, some, max_new_tokens))
             bar.update(len(some))
     kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
-    parts.finish({"id": name, "messages": messages} for name, messages in kept)
+    corpus.finish({"id": name, "messages": messages} for name, messages in kept)
     if left_out := len(names) - len(kept):
         print(f"{out}: {left_out} of {len(names)} questions are left out: the target says nothing, or has no room to")
 
 
 @torch.inference_mode()
-def _answered(target: Target, questions: list[Question], new_tokens: int) -> list[Messages]:
+def _answered(target: Target, questions: list[Question], max_new_tokens: int) -> list[Messages]:
     """A conversation a question; it ends before an answer that is empty or for which there is no room."""
     conversations: list[Messages] = [[] for _ in questions]
     going = list(range(len(questions)))
@@ -75,10 +75,10 @@ def _answered(target: Target, questions: list[Question], new_tokens: int) -> lis
             if turn < len(questions[row].turns)
         }
         prompts = {row: target.chat.prompt(messages) for row, messages in asked.items()}
-        going = [row for row, prompt in prompts.items() if len(prompt) + new_tokens < target.spec.context]
+        going = [row for row, prompt in prompts.items() if len(prompt) + max_new_tokens < target.spec.context]
         if not going:
             break
-        tokens = generate(target, [prompts[row] for row in going], new_tokens, target.chat.stops)
+        tokens = generate(target, [prompts[row] for row in going], max_new_tokens, target.chat.stops)
         texts = dict(zip(going, map(target.chat.text, tokens), strict=True))
         going = [row for row, text in texts.items() if text.strip()]
         for row in going:

@@ -12,15 +12,15 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.decoder import Decoded, Decoder, check_room
+from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.provenance import check_settings, describe, provenance
 from poss_lightning.evaluation.records import BASELINES, NAMES, Record, check_names, to_line
 from poss_lightning.evaluation.rounds import RoundLog
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.files import atomic, records_lock
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
@@ -34,13 +34,13 @@ def benchmark(
     target: str = "embedded",
     suites: list[str] | None = None,
     limit: int | None = None,
-    new_tokens: int = 128,
+    max_new_tokens: int = 128,
     depth: int | None = None,
     nodes: int = 60,
-    top_k: int = 10,
+    tree_width: int = 10,
     tree: Literal["fixed", "auto"] = "fixed",
     temperature: float = 0.0,
-    sample_top_k: int = 0,
+    top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
     baselines: list[str] | None = None,
@@ -63,13 +63,13 @@ def benchmark(
         suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
             `hub:OWNER/NAME`; all of the project's own by default.
         limit: the first so many questions of each suite; all of a file, and 80 of the hub, by default.
-        new_tokens: at most that many a turn.
+        max_new_tokens: at most that many a turn.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
-        top_k: children tried a node; 1 drafts chains.
+        tree_width: children tried a node; 1 drafts chains.
         tree: fixed, or auto: as large as expected tokens a second say, depth and nodes at most.
         temperature: of the answers; 0 is greedy. Drafts and our own loop draw alike, so in float32 they say the same.
-        sample_top_k: draw among so many likeliest tokens; 0 for all.
+        top_k: draw among so many likeliest tokens; 0 for all.
         top_p: draw among the likeliest tokens that hold this mass.
         seed: of what is drawn.
         baselines: of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup); the
@@ -97,7 +97,7 @@ def benchmark(
         _prompt(model, question, [{"role": "user", "content": question.turns[0]}])
     plain = {"autoregressive": Autoregressive(model), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
-    methods |= {name: Speculative(model, draft, depth, nodes, top_k, tree) for name, draft in loaded.items()}
+    methods |= {name: Speculative(model, draft, depth, nodes, tree_width, tree) for name, draft in loaded.items()}
     facts = {
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
@@ -106,7 +106,7 @@ def benchmark(
     }
     with records_lock(out):
         run = Run(Path(out), model, methods, facts, sampling, seed)
-        run.decode(questions, new_tokens, repeats, show)
+        run.decode(questions, max_new_tokens, repeats, show)
     print(f"{out}: {len(run.lines)} records of {len(methods)} methods")
 
 
@@ -116,14 +116,14 @@ def check(config: dict) -> Sampling:
     Raises:
         ValueError: one of them cannot be, whatever is asked of whom.
     """
-    baselines, new_tokens, repeats, show = (config[name] for name in ("baselines", "new_tokens", "repeats", "show"))
+    baselines, max_new_tokens, repeats, show = (config[name] for name in ("baselines", "max_new_tokens", "repeats", "show"))
     if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(BASELINES)):
         raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
-    if new_tokens < 1 or repeats < 1:
-        raise ValueError(f"new_tokens is {new_tokens} and repeats {repeats}; both must be at least 1")
+    if max_new_tokens < 1 or repeats < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens} and repeats {repeats}; both must be at least 1")
     if show < 0:
         raise ValueError(f"show is {show}; it must be 0 (no rounds are written) or a number of questions a suite")
-    return Sampling(config["temperature"], config["sample_top_k"], config["top_p"])
+    return Sampling(config["temperature"], config["top_k"], config["top_p"])
 
 
 class Run:
@@ -148,25 +148,25 @@ class Run:
         self.lines = self._go_on(facts)
         self.rounds = RoundLog(folder, self._done())
 
-    def decode(self, questions: list[Question], new_tokens: int, repeats: int, show: int = 0) -> None:
+    def decode(self, questions: list[Question], max_new_tokens: int, repeats: int, show: int = 0) -> None:
         """Every question not yet recorded, all methods and repeats of it at once; rounds of `show` of each suite."""
         done = self._done()
         left = [question for question in questions if (question.suite, question.id) not in done]
         if left:
             self._join()
-            self._warm_up(left[0], new_tokens)
+            self._warm_up(left[0], max_new_tokens)
         bar = tqdm(left, desc="benchmark", unit="question", initial=len(questions) - len(left), total=len(questions))
         places = {(question.suite, question.id): place for place, question in enumerate(questions)}
         for question in bar:
             place = places[question.suite, question.id]
             shown = sum(other.suite == question.suite for other in questions[:place]) < show
-            records = self._question(question, new_tokens, repeats, place, shown)
+            records = self._question(question, max_new_tokens, repeats, place, shown)
             self.lines += map(to_line, records)
             self.rounds.write()  # before the records, which say that the question is done
             with atomic(self.file) as path:  # a question is there with all its records, or not at all
                 path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
 
-    def _question(self, question: Question, new_tokens: int, repeats: int, place: int, shown: bool) -> list[Record]:
+    def _question(self, question: Question, max_new_tokens: int, repeats: int, place: int, shown: bool) -> list[Record]:
         records, messages = [], []
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
@@ -182,7 +182,7 @@ class Run:
                     drawn = torch.Generator().manual_seed(self._draws(question, turn, repeat))
                     answer = (question.suite, question.id, turn, name)
                     watch = self.rounds.watch(answer, self.target) if shown and repeat == 0 else None
-                    decoded = self.methods[name].decode([prompt], new_tokens, None, self.sampling, drawn, watch)[0]
+                    decoded = self.methods[name].decode([prompt], max_new_tokens, None, self.sampling, drawn, watch)[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
             own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
             messages.append({"role": "assistant", "content": own.text})
@@ -216,10 +216,10 @@ class Run:
         place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
 
-    def _warm_up(self, question: Question, new_tokens: int) -> None:
+    def _warm_up(self, question: Question, max_new_tokens: int) -> None:
         prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
         for method in self.methods.values():
-            method.decode([prompt], min(new_tokens, 16))
+            method.decode([prompt], min(max_new_tokens, 16))
         self._note(json.loads((self.folder / "run.json").read_text()) | self._costs())
 
     def _costs(self) -> dict:
@@ -244,7 +244,7 @@ class Run:
         Raises:
             ValueError: theirs were made where a second is not what it is here.
         """
-        here, earlier = surroundings(self.target.device), json.loads((self.folder / "run.json").read_text())
+        here, earlier = provenance(self.target.device), json.loads((self.folder / "run.json").read_text())
         for fact in ("machine", "device", "threads"):
             if self.lines and earlier.get(fact, here[fact]) != here[fact]:
                 raise ValueError(
@@ -266,7 +266,7 @@ def _facts(method: Decoder) -> dict:
         "depth": drafter.depth,
         "nodes": method.nodes,
         "tree": method.tree,
-        "top_k": drafter.top_k,
+        "tree_width": drafter.tree_width,
         "int8_head": isinstance(drafter.product, Int8Head),
         **describe(drafter.draft),
     }
@@ -279,7 +279,7 @@ def _digest_questions(questions: list[Question]) -> str:
 def _prompt(target: Target, question: Question, messages: list[dict]) -> list[int]:
     prompt = target.chat.prompt(messages)
     try:
-        check_room(target, [prompt], limit=1)
+        new_token_limits(target, [prompt], limit=1)
     except ValueError as error:
         turn = len(messages) // 2
         raise ValueError(f"question {question.id} of {question.suite}, turn {turn}: {error}") from error

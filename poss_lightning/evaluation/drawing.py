@@ -40,7 +40,7 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
         lines: at most so many, unless what was accepted needs more; the least probable nodes are left out.
     """
     tokens, parents, scores, path, bonus = guesses
-    shown = likeliest(guesses, lines - (bonus is not None))
+    shown = top_log_probs(guesses, lines - (bonus is not None))
     below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # of each node: labels, and nodes if it is one
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
         words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
@@ -53,7 +53,7 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
     return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
 
 
-def likeliest(guesses: Guesses, lines: int) -> set[int]:
+def top_log_probs(guesses: Guesses, lines: int) -> set[int]:
     """The path, and as many of the likeliest nodes as `lines` leaves room for; with every node its parent."""
     if len(guesses.tokens) > lines:
         lines -= 1  # to say how many are left out

@@ -24,13 +24,13 @@ def generate(
     prompt: str,
     draft: str | None = None,
     target: str = "embedded",
-    new_tokens: int = 256,
+    max_new_tokens: int = 256,
     tree: Literal["auto", "fixed"] = "auto",
     depth: int | None = None,
     nodes: int = 60,
-    top_k: int = 10,
+    tree_width: int = 10,
     temperature: float = 0.0,
-    sample_top_k: int = 0,
+    top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
     dtype: str = "auto",
@@ -46,13 +46,13 @@ def generate(
         prompt: what the user asks; - reads it from stdin.
         draft: draft folder, hub id or shipped head; without one the target decodes alone.
         target: "embedded", a local folder or a hub id.
-        new_tokens: at most that many an answer.
+        max_new_tokens: at most that many an answer.
         tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of depth and nodes.
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
-        top_k: children tried a node; 1 drafts chains.
+        tree_width: children tried a node; 1 drafts chains.
         temperature: of drawing tokens; 0 takes the likeliest.
-        sample_top_k: draw among so many likeliest tokens; 0 for all.
+        top_k: draw among so many likeliest tokens; 0 for all.
         top_p: draw among the likeliest tokens that hold this mass.
         seed: of what is drawn.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
@@ -64,8 +64,8 @@ def generate(
         json: print one JSON object, and nothing else.
     """
     config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
-    _refuse(draft, sample_top_k, compare, chat, show, json)
-    sampling = Sampling(temperature, sample_top_k, top_p)
+    _refuse(draft, top_k, compare, chat, show, json)
+    sampling = Sampling(temperature, top_k, top_p)
     if prompt == "-" and not chat:
         prompt = config["prompt"] = sys.stdin.read().strip()
     if not prompt.strip():
@@ -73,14 +73,14 @@ def generate(
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
-    decoder = Speculative(model, loaded, depth, nodes, top_k, tree) if loaded else Autoregressive(model)
+    decoder = Speculative(model, loaded, depth, nodes, tree_width, tree) if loaded else Autoregressive(model)
     if compare is None:
         compare = loaded is not None and not chat
 
     messages: list[dict[str, str]] = []
     for turn, question in enumerate(_questions(prompt, chat)):
         messages.append({"role": "user", "content": question})
-        ask = Ask(model.chat.prompt(messages), new_tokens, sampling, seed + turn)
+        ask = Ask(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
         if json:
             answer = ask.of(decoder)
             plain = ask.plain(model, answer) if compare else None
@@ -116,7 +116,7 @@ class Ask:
 
 
 def _refuse(
-    draft: str | None, sample_top_k: int, compare: bool | None, chat: bool, show: str | None, json: bool
+    draft: str | None, top_k: int, compare: bool | None, chat: bool, show: str | None, json: bool
 ) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
@@ -127,8 +127,8 @@ def _refuse(
         raise ValueError(f"show is {show}, but without --draft there is none")
     if compare and not draft:
         raise ValueError("compare is true, but without --draft decoding is plain already")
-    if sample_top_k < 0:
-        raise ValueError(f"sample_top_k is {sample_top_k}; it must be 0 (all tokens) or a positive number of them")
+    if top_k < 0:
+        raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or a positive number of them")
 
 
 def _questions(prompt: str, chat: bool) -> Iterator[str]:
@@ -205,9 +205,9 @@ def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
 def _trees(decoder: Decoder) -> dict:
     """The tree's settings as they are: nothing of a tree without a draft."""
     if not isinstance(decoder, Speculative):
-        return dict.fromkeys(("tree", "depth", "nodes", "top_k"))
+        return dict.fromkeys(("tree", "depth", "nodes", "tree_width"))
     drafter = decoder.drafter
-    return {"tree": decoder.tree, "depth": drafter.depth, "nodes": decoder.nodes, "top_k": drafter.top_k}
+    return {"tree": decoder.tree, "depth": drafter.depth, "nodes": decoder.nodes, "tree_width": drafter.tree_width}
 
 
 def _facts(target: Target, answer: Decoded, plain: Decoded | None) -> dict:

@@ -13,7 +13,7 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.metrics import AcceptanceLength, PositionAcceptance, rounds
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.strategies import whole
+from poss_lightning.training.strategies import gather_draft
 
 
 class Replay(lightning.Callback):
@@ -25,13 +25,13 @@ class Replay(lightning.Callback):
     Args:
         answers: how many, of all processes together: the first whole batches of validation that hold as many.
         nodes: of a tree, root included.
-        top_k: children tried a node.
+        tree_width: children tried a node.
     """
 
-    def __init__(self, answers: int = 16, nodes: int = 60, top_k: int = 10):
+    def __init__(self, answers: int = 16, nodes: int = 60, tree_width: int = 10):
         if answers < 1:
             raise ValueError(f"answers is {answers}; it must be at least 1")
-        self.answers, self.nodes, self.top_k = answers, nodes, top_k
+        self.answers, self.nodes, self.tree_width = answers, nodes, tree_width
         self.samples: list[Sample] = []
 
     def on_validation_batch_end(
@@ -44,11 +44,11 @@ class Replay(lightning.Callback):
         shown, self.samples = self.samples, []
         if trainer.sanity_checking:
             return
-        draft = whole(pl_module.draft).to(pl_module.device, pl_module.ends.embedding.dtype).eval()
+        draft = gather_draft(pl_module.draft).to(pl_module.device, pl_module.embed_head.embedding.dtype).eval()
         draft.vocabulary = None  # the module's ends are cut to it already
-        depth = pl_module.looks
-        for kind, nodes, top_k in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.top_k)):
-            replayed = replay_rounds(draft, pl_module.ends, shown, depth, nodes, top_k)
+        depth = pl_module.eval_depth
+        for kind, nodes, tree_width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
+            replayed = replay_rounds(draft, pl_module.embed_head, shown, depth, nodes, tree_width)
             accepted = [count for sample in replayed for answer in sample for count in answer]
             length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
             _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")
@@ -64,9 +64,9 @@ class Probe(lightning.Callback):
         suites: files of prompts, or names of the project's own; the first turn of each is decoded. By default twelve
             that are in no suite, so that a draft chosen here is not chosen on what it is measured on.
         prompts: how many of them, taken evenly.
-        new_tokens: decoded of each.
+        max_new_tokens: decoded of each.
         nodes: of a tree, root included.
-        top_k: children tried a node.
+        tree_width: children tried a node.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Probe(lightning.Callback):
         target: str | None = None,
         suites: list[str] | None = None,
         prompts: int = 6,
-        new_tokens: int = 48,
+        max_new_tokens: int = 48,
         nodes: int = 60,
-        top_k: int = 10,
+        tree_width: int = 10,
     ):
         if prompts < 1:
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
         questions = read_suites([str(OWN / "probe")] if suites is None else suites)
         self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
-        self.name, self.new_tokens, self.nodes, self.top_k = target, new_tokens, nodes, top_k
+        self.name, self.new_tokens, self.nodes, self.tree_width = target, max_new_tokens, nodes, tree_width
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
         """Load the target before the first step.
@@ -100,7 +100,7 @@ class Probe(lightning.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         depth = sum(pl_module.draft.config.allocation)
-        engine = Speculative(self.target, whole(pl_module.draft), depth, max(self.nodes, depth + 1), self.top_k)
+        engine = Speculative(self.target, gather_draft(pl_module.draft), depth, max(self.nodes, depth + 1), self.tree_width)
         decoded = [engine.decode([prompt], self.new_tokens)[0] for prompt in self._prompts()]
         accepted = [count for answer in decoded for count in answer.accepted]
         # Every process decodes the same prompts with the same draft, so there is nothing to reduce.
@@ -124,7 +124,7 @@ def samples(batch: Batch) -> list[Sample]:
 
 
 def answered(counts: Tensor) -> list[tuple[int, int]]:
-    """The assistant spans of a conversation that has these counts (T,); what `passes_that_count` was given."""
+    """The assistant spans of a conversation that has these counts (T,); what `counted_passes` was given."""
     first = (counts == 1).nonzero()[:, 0]
     last = ((counts > 0) & (counts.roll(-1) <= 1)).nonzero()[:, 0]
     return [(start + 1, stop + 3) for start, stop in zip(first.tolist(), last.tolist(), strict=True)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
-DRAFT_FACTS = ("weights", "depth", "nodes", "top_k")  # of a method in run.json: what makes its rounds
+DRAFT_FACTS = ("weights", "depth", "nodes", "tree_width")  # of a method in run.json: what makes its rounds
 BASELINES = ("autoregressive", "generate", "lookup")  # methods without rounds: our own loop, and transformers'
 
 

@@ -25,18 +25,18 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.provenance import check_settings, describe, provenance
 from poss_lightning.evaluation.records import NAMES, Record, check_names, to_line
-from poss_lightning.evaluation.surroundings import check_settings, describe, surroundings
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import atomic, records_lock
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.target.spec import Ends
+from poss_lightning.target.spec import EmbedHead
 
 logger = logging.getLogger(__name__)
 UNKNOWN = -2  # what the target says behind the end of an answer: no draft's token
 # In bfloat16 the target, reading its own greedy answers, would write 0.5 to 2 % of their tokens otherwise (ties), and
 # one of the first 8 in 7 to 13 % of them; of others' texts 17 and 51 % (the embedded target).
-STRANGE, OPENING, OPENED = 0.05, 8, 0.25  # most of the tokens; the first so many; most answers that stray in these
+MAX_MISMATCH, OPENING, OPENED = 0.05, 8, 0.25  # most of the tokens; the first so many; most answers that stray in these
 
 
 class Answer(NamedTuple):
@@ -54,7 +54,7 @@ def replay(
     drafts: dict[str, str] | None = None,
     depth: int | None = None,
     nodes: int = 60,
-    top_k: int = 10,
+    tree_width: int = 10,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -69,7 +69,7 @@ def replay(
         drafts: name and draft (folder, hub id or shipped head) of each method, e.g. --drafts.hass runs/hass/draft-best.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
-        top_k: children tried a node; 1 drafts chains.
+        tree_width: children tried a node; 1 drafts chains.
         dtype: that drafts compute in, whatever the store has: auto (what this device multiplies fastest), bfloat16,
             float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
@@ -83,28 +83,28 @@ def replay(
     folder, features = Path(out), FeatureStore(store)
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
-    ends, loaded, methods = features.ends().to(device, getattr(torch, dtype)), {}, {}
+    embed_head, loaded, methods = features.embed_head().to(device, getattr(torch, dtype)), {}, {}
     for name, source in drafts.items():
-        loaded[name] = draft = Specialists.from_pretrained(source).to(device, ends.embedding.dtype).eval()
+        loaded[name] = draft = Specialists.from_pretrained(source).to(device, embed_head.embedding.dtype).eval()
         if difference := draft.config.target.difference(features.target):
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         deep = sum(draft.config.allocation) if depth is None else depth
-        methods[name] = {"depth": deep, "nodes": nodes, "top_k": top_k, **describe(draft)}
+        methods[name] = {"depth": deep, "nodes": nodes, "tree_width": tree_width, **describe(draft)}
     check_settings(folder, {"store": store, "dtype": dtype}, methods)
     with records_lock(folder):
         records = []
         for number, (name, draft) in enumerate(loaded.items()):
             chosen = features.select(draft.config.layers)
             samples = [chosen[i] for i in range(len(chosen))]
-            if number == 0 and (told := strange(samples)):
+            if number == 0 and (told := greedy_mismatch(samples)):
                 logger.warning("%s: %s", store, told)
             deep = methods[name]["depth"]
             total = sum(1 for sample in samples for _ in answers(sample))
             with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
-                replayed = replay_rounds(draft, ends, samples, deep, nodes, top_k, done=bar.update)
+                replayed = replay_rounds(draft, embed_head, samples, deep, nodes, tree_width, done=bar.update)
             for sample, rounds in zip(samples, replayed, strict=True):
                 records += _records(name, sample, rounds)
-        facts = {"command": sys.argv, "config": config, "methods": methods, **surroundings(ends.embedding.device)}
+        facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(embed_head.embedding.device)}
         with atomic(folder / "run.json") as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
         with atomic(folder / NAMES[1]) as path:
@@ -112,7 +112,7 @@ def replay(
     print(f"{out}: {len(records)} records of {len(methods)} methods")
 
 
-def strange(samples: Sequence[Sample]) -> str | None:
+def greedy_mismatch(samples: Sequence[Sample]) -> str | None:
     """What is wrong with answers that the target would not write: too many tokens are not its likeliest ones.
 
     Such are texts of others, sampled ones, and answers that a template changes when it renders them (Qwen3's, cut
@@ -127,7 +127,7 @@ def strange(samples: Sequence[Sample]) -> str | None:
         return None
     share = float(torch.cat(strays).float().mean())
     opened = sum(bool(own[:OPENING].any()) for own in strays) / len(strays)
-    if share <= STRANGE and opened <= OPENED:
+    if share <= MAX_MISMATCH and opened <= OPENED:
         return None
     return (
         f"the answers are not the target's own greedy ones: {100 * share:.1f} % of their tokens are not what it would "
@@ -137,11 +137,11 @@ def strange(samples: Sequence[Sample]) -> str | None:
 
 def replay_rounds(
     draft: Specialists,
-    ends: Ends,
+    embed_head: EmbedHead,
     samples: Sequence[Sample],
     depth: int,
     nodes: int = 60,
-    top_k: int = 10,
+    tree_width: int = 10,
     rows: int = 16,
     done: Callable[[int], object] = lambda count: None,
 ) -> list[list[list[int]]]:
@@ -152,10 +152,10 @@ def replay_rounds(
 
     Args:
         draft: in the features' dtype; the samples carry the layers that it reads, and no others.
-        ends: the target's embedding and head.
+        embed_head: the target's embedding and head.
         depth: K, positions drafted.
         nodes: of a tree, root included.
-        top_k: children tried a node; 1 drafts chains.
+        tree_width: children tried a node; 1 drafts chains.
         rows: answers drafted side by side.
         done: told of answers as they are, how many at once.
 
@@ -165,7 +165,7 @@ def replay_rounds(
     found = [list(answers(sample)) for sample in samples]
     every = [answer for own in found for answer in own]
     order = sorted(range(len(every)), key=lambda i: len(every[i].tokens) - every[i].start)  # those of like length
-    drafter, rounds = Drafter(draft, ends, depth, top_k), {}
+    drafter, rounds = Drafter(draft, embed_head, depth, tree_width), {}
     for begin in range(0, len(order), rows):
         places = order[begin : begin + rows]
         rounds |= dict(zip(places, _replay(drafter, [every[i] for i in places], nodes), strict=True))
@@ -210,7 +210,7 @@ def _replay(drafter: Drafter, given: list[Answer], nodes: int) -> list[list[int]
             drafter.select(kept)
             rows = [rows[i] for i in kept]
             text, read, whole, lengths, root, going = (x[kept] for x in (text, read, whole, lengths, root, going))
-        tree = rerank(drafter.grow(Fixed(depth, nodes)), nodes)
+        tree = rerank(drafter.draft_tree(Fixed(depth, nodes)), nodes)
         verdict = judge(tree, *_written(text, tree.tokens), root + 1, depth)
         counts = (verdict.accepted + 1) * going
         seen = going & (whole | (root + depth < lengths))

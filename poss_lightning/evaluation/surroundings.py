@@ -15,7 +15,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.versions import versions
 
 
-def surroundings(device: torch.device) -> dict:
+def provenance(device: torch.device) -> dict:
     """When, where and with what a run was made."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {**origin(), "device": name, "threads": torch.get_num_threads()}

@@ -1,7 +1,6 @@
 """The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
 
 import lightning
-from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
@@ -22,7 +21,8 @@ class FeatureData(lightning.LightningDataModule):
         dtype: of online features, of the target and the features: auto (what the device multiplies fastest), bfloat16,
             float16 or float32.
         batch_tokens: tokens of a batch of one process, padding included.
-        packed: several conversations in one row, seen by themselves alone; else one a row, with others of like length.
+        packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
+            length.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
         validation: fraction of conversations held out.
         seed: of the order and the noise.
@@ -56,71 +56,43 @@ class FeatureData(lightning.LightningDataModule):
             raise ValueError(f"noise is {noise}; it must be at least 0")
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        self.source = FeatureStore(store) if store else OnlineFeatures.read(corpus, target, max_length, dtype)
+        self.source = FeatureStore(store) if store else OnlineFeatures.load(corpus, target, max_length, dtype)
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
         train, self.held_out = split(self.source.ids, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
         self.schedule: Schedule | None = None  # of training
-        self.resumed: dict[str, int] | None = None
+
+    def setup(self, stage: str) -> None:
+        """Batches carry the inner layers that the module in training reads, and no others."""
+        self.source = self.source.select(self.trainer.lightning_module.layers)
 
     def train_dataloader(self) -> Loader:
-        self.schedule = self._schedule(self.train, training=True)
-        if self.resumed:
-            self.schedule.load_state_dict(self.resumed)
-        return Loader(self._read(), self.schedule, self.workers)
+        return Loader(self.source, self.training_schedule(), self.workers)
 
     def val_dataloader(self) -> Loader:
-        return Loader(self._read(), self._schedule(self.held_out, training=False), self.workers)
+        return Loader(self.source, self._schedule(self.held_out, training=False), self.workers)
 
     test_dataloader = val_dataloader
+
+    def training_schedule(self) -> Schedule:
+        """The one of the running fit; a run that goes on sets it to where it stopped."""
+        if self.schedule is None:
+            self.schedule = self._schedule(self.train, training=True)
+        return self.schedule
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""
         if isinstance(self.source, OnlineFeatures):
-            batch = self._read().fill(batch)
+            batch = self.source.fill(batch)
         if not (self.noise and self.trainer.training):
             return batch
         epoch = self.trainer.current_epoch
         seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]
-        return batch._replace(inputs=add_noise(batch, self.noise, seeds))
+        return batch._replace(draft_input=add_noise(batch, self.noise, seeds))
 
     def teardown(self, stage: str) -> None:
-        self.schedule = self.resumed = None
-
-    def go_on(self, fit_loop: dict) -> float:
-        """Go on within the epoch that a checkpoint stopped in, on whatever number of processes there is now.
-
-        Lightning itself would restore the loader only if nobody had asked for its length before, as the learning rate's
-        schedule does.
-
-        Args:
-            fit_loop: Lightning's state of its loop, with the loader's; its progress becomes that of these processes.
-
-        Returns:
-            How many steps an epoch has now, for every one it had.
-        """
-        (state,) = fit_loop["state_dict"].get("combined_loader") or [None]
-        if state is None:
-            return 1.0
-        schedule = self.schedule or self._schedule(self.train, training=True)
-        schedule.load_state_dict(state)
-        if state["share"] != schedule.share:
-            rank_zero_warn(
-                f"the run goes on with {schedule.share} batches a step (processes x accumulated) where it had "
-                f"{state['share']}: each sample of the epoch is still shown once, but steps take others together"
-            )
-        if 0 < state["done"] < state["total"]:
-            self.resumed = state
-            progress = fit_loop["epoch_loop.batch_progress"]["current"]
-            taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
-            progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
-        return -(-state["total"] // schedule.share) / -(-state["total"] // state["share"])
-
-    def _read(self) -> FeatureStore | OnlineFeatures:
-        """The source, with the inner layers that the draft in training reads and no others."""
-        draft = getattr(getattr(self.trainer, "lightning_module", None), "draft", None)
-        return self.source if draft is None else self.source.select(draft.config.layers)
+        self.schedule = None
 
     def _schedule(self, indices: list[int], training: bool) -> Schedule:
         rank, world, accumulate = 0, 1, 1
@@ -136,6 +108,15 @@ class FeatureData(lightning.LightningDataModule):
                     f"limit_train_batches is {limit}; it must be a multiple of accumulate_grad_batches, {accumulate}: "
                     "a step's mean is over all its batches"
                 )
-        seed = self.seed if training else self.split_seed  # all trainings are validated on the same batches
-        shown = self.source.lengths, self.source.spans, self.batch_tokens, seed, self.packed
-        return Schedule(indices, *shown, training, rank, world, accumulate)
+        return Schedule(
+            indices,
+            self.source.lengths,
+            self.source.spans,
+            batch_tokens=self.batch_tokens,
+            seed=self.seed if training else self.split_seed,  # all trainings are validated on the same batches
+            packed=self.packed,
+            training=training,
+            rank=rank,
+            world=world,
+            accumulate=accumulate,
+        )

@@ -1,33 +1,32 @@
 """Precompute the target's features of a corpus: `poss extract`.
 
-The work is planned first (order, batches, shards) from the corpus alone, so any number of processes may share the
-shards, a killed one is made good by giving the command again, and the bytes are always the same.
+The work is planned first (order, batches, shards) from the corpus alone. So any number of processes may share the
+shards, a killed process is replaced by giving the command again, and the bytes are always the same.
 """
 
 import hashlib
 import json
 import logging
-import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
-from poss_lightning.features import unfinished
 from poss_lightning.features.encoding import vector_bytes
-from poss_lightning.features.manifest import ENDS, FileNote, Manifest
-from poss_lightning.features.manifest import verify as verify_store
-from poss_lightning.features.remote import local
-from poss_lightning.features.shards import Text, write_shard
+from poss_lightning.features.manifest import EMBED_HEAD, FileEntry, Manifest, StoreError, check, is_finished, verify_files
+from poss_lightning.features.remote import local_copy
+from poss_lightning.features.shards import TokenizedText, write_shard
 from poss_lightning.files import atomic
-from poss_lightning.machine import choose_device
+from poss_lightning.ranks import Rank, device_of, order, this_rank
 from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
+from poss_lightning.work import Work, differences
 
-Shard = list[list[Text]]  # batches of texts
+Shard = list[list[TokenizedText]]  # batches of texts
+UNFINISHED = "unfinished"  # folder of the work, inside the store
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +48,7 @@ def extract(
     """Write the feature store of a corpus.
 
     A killed run goes on where it stopped when the command is given again, and ends with the same bytes. Started by
-    torchrun or srun, every rank takes its share of the shards; the last to be done finishes the store.
+    torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
 
     Args:
         corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
@@ -70,102 +69,190 @@ def extract(
         verify: only read the finished store `out`, or the address of one, and check every byte of it.
     """
     if verify:
-        verify_store(local(out))
+        verify_files(local_copy(out))
         return print(f"{out}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    rank, world, place = unfinished.this_rank(os.environ)
-    if world > 1 and (choose_device() if device == "auto" else device) == "cuda":
-        device = f"cuda:{place % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
+    rank = this_rank()
     conversations = read_conversations(corpus, split, limit)
-    model = Target.load(target, dtype, device)
-    chosen = tuple(layers or ())
     write_store(
-        Path(out), model, conversations, max_length, batch_tokens, shard_mb * 2**20, stored, chosen, rank, world
+        Path(out),
+        Target.load(target, dtype, device_of(rank, device)),
+        conversations,
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        shard_bytes=shard_mb * 2**20,
+        stored=stored,
+        layers=tuple(layers or ()),
+        rank=rank,
     )
-    if rank == 0 and unfinished.finished(Path(out)):
-        whole = Manifest.read(Path(out))
-        print(f"{out}: {whole.samples:,} samples, {whole.tokens:,} tokens")
+    if rank.rank == 0 and is_finished(Path(out)):
+        manifest = Manifest.load(Path(out))
+        print(f"{out}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
 
 
 def write_store(
     folder: Path,
     target: Target,
     conversations: list[Conversation],
-    max_length: int,
-    batch_tokens: int,
-    shard_bytes: int,
+    *,
+    max_length: int = 2048,
+    batch_tokens: int = 4096,
+    shard_bytes: int = 2**29,
     stored: str = "exact",
     layers: tuple[int, ...] = (),
-    rank: int = 0,
-    world: int = 1,
+    rank: Rank = Rank(),  # noqa: B008, it is a tuple
 ) -> None:
-    """Read conversations with the target and write their store, or this rank's share of it; see `extract`.
+    """Write the store of conversations, or this rank's share of it; see `extract`.
 
     Raises:
-        StoreError: `folder` holds a store, or the beginning of one, of other settings.
+        StoreError: `folder` holds something else, or another store.
         CorpusError: no conversation has an assistant's turn within max_length tokens.
-        ValueError: an unknown way to store, or a layer that the target does not have.
+        ValueError: an unknown way to store, a layer that the target does not have, or a store begun otherwise.
     """
     vector = vector_bytes(target.spec.hidden_size, target.dtype, stored)
     target.check_layers(layers)
     max_length = min(max_length, target.spec.context)
-    texts = read_texts(target, conversations, max_length, tell=rank == 0)
+    texts = tokenize(target, conversations, max_length, tell=rank.rank == 0)
     shards = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
-    dtype, corpus = target.dtype_name, _digest(texts)
-    kind = unfinished.kind(target.spec, dtype, stored, layers, max_length, corpus)
-    if not unfinished.claim(folder, kind, {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes}):
-        return unfinished.clear(folder)  # the run that finished it may have been killed before it did
-    _share(folder, target, shards, stored, layers, rank, world)
-    notes = [unfinished.note(folder, number) for number in range(len(shards))]
-    if None in notes and not unfinished.finished(folder):
-        others = f"{notes.count(None)} of {len(shards)} shards are with other processes, the last of which finishes it"
+    key = store_key(target, stored=stored, layers=layers, max_length=max_length, corpus=_digest(texts))
+    work = Work(folder / UNFINISHED)
+    if is_finished(folder):
+        _check_same(folder, key)
+        return work.clear()  # the process that finished it may have been killed before it did
+    _check_place(folder, work)
+    work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
+    _write_shards(folder, work, target, shards, stored, layers, rank)
+    entries = [_entry(folder, work, number) for number in range(len(shards))]
+    if None in entries and not is_finished(folder):
+        others = f"{entries.count(None)} of {len(shards)} shards are with other processes, the last of which finishes it"
         return print(f"{folder}: {others}; if one of them died, give the command again")
-    with unfinished.alone(folder):
-        if not unfinished.finished(folder):
-            ends, total = _write_ends(folder, target), sum(len(text.tokens) for text in texts)
-            sizes = (len(texts), total, ends, tuple(notes))
-            Manifest(target.spec, dtype, max_length, corpus, *sizes, stored, layers).write(folder)
-    unfinished.clear(folder)
+    with work.exclusive():
+        if not is_finished(folder):
+            Manifest(
+                target=target.spec,
+                dtype=target.dtype_name,
+                max_length=max_length,
+                corpus=key["corpus"],
+                samples=len(texts),
+                tokens=sum(len(text.tokens) for text in texts),
+                embed_head=_write_embed_head(folder, target),
+                shards=tuple(entries),
+                stored=stored,
+                layers=layers,
+            ).write(folder)
+    work.clear()
 
 
-def _share(
-    folder: Path, target: Target, shards: list[Shard], stored: str, layers: tuple[int, ...], rank: int, world: int
+# --- what is written, and by whom ---
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.arrow"
+
+
+def store_key(target: Target, *, stored: str, layers: tuple[int, ...], max_length: int, corpus: str) -> dict:
+    """What makes two stores the same."""
+    return {
+        "target": target.spec.fingerprint,
+        "template": target.spec.template,
+        "dtype": target.dtype_name,
+        "stored": stored,
+        "layers": list(layers),
+        "max_length": max_length,
+        "corpus": corpus,
+    }
+
+
+def _check_same(folder: Path, key: dict) -> None:
+    """Raise StoreError where the finished store in `folder` is another one."""
+    manifest = check(folder)
+    there = {"target": manifest.target.fingerprint, "template": manifest.target.template}
+    there |= {name: getattr(manifest, name) for name in ("dtype", "stored", "layers", "max_length", "corpus")}
+    if changed := differences(there, key):
+        raise StoreError(
+            f"{folder} holds a store of another kind ({'; '.join(changed)}): choose another folder or remove it"
+        )
+
+
+def _check_place(folder: Path, work: Work) -> None:
+    """Raise StoreError where `folder` has files that are no beginning of a store."""
+    if folder.is_dir() and not work.folder.is_dir() and not is_finished(folder) and any(folder.iterdir()):
+        raise StoreError(f"{folder} is not empty, and no beginning of a store: choose another folder")
+
+
+def _write_shards(
+    folder: Path, work: Work, target: Target, shards: list[Shard], stored: str, layers: tuple[int, ...], rank: Rank
 ) -> None:
-    """Write what of the shards is this rank's, and what no other process is at."""
+    """Write this rank's share of the shards, and those that no other process is at."""
     sizes = [sum(len(text.tokens) for batch in shard for text in batch) for shard in shards]
-    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=rank > 0) as bar:
-        for number in unfinished.order(len(shards), rank, world):
-            with unfinished.turn(folder, number) as mine:
-                if mine:
-                    path = unfinished.shard(folder, number)
-                    note = write_shard(path, target, shards[number], stored, layers, bar)
-                    unfinished.leave_note(folder, number, note)
+    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0) as bar:
+        for number in order(len(shards), rank):
+            if _is_done(folder, work, number):  # before the lock, which would leave a file in a finished store
+                bar.update(sizes[number])
+                continue
+            path = shard_path(folder, number)
+            with work.part(path.stem) as mine:
+                if mine and not _is_done(folder, work, number):
+                    entry = write_shard(path, target, shards[number], stored, layers, bar)
+                    work.write_receipt(path.stem, asdict(entry))
                 else:
                     bar.update(sizes[number])
 
 
-def read_texts(target: Target, conversations: list[Conversation], max_length: int, tell: bool = True) -> list[Text]:
-    """Render and cut; leave out what has no two tokens of one assistant span, and tell how much; order by length."""
-    texts, given, otherwise, behind = [], 0, 0, 0  # answers: all, rendered otherwise, cut off
+def _is_done(folder: Path, work: Work, number: int) -> bool:
+    return _entry(folder, work, number) is not None or is_finished(folder)  # in this order: receipts go last
+
+
+def _entry(folder: Path, work: Work, number: int) -> FileEntry | None:
+    """A shard that is there, and of the size that its receipt says; else None."""
+    path = shard_path(folder, number)
+    if (receipt := work.receipt(path.stem)) is None or not path.exists():
+        return None
+    entry = FileEntry(**receipt)
+    return entry if path.stat().st_size == entry.bytes else None
+
+
+def _write_embed_head(folder: Path, target: Target) -> FileEntry:
+    state = {"embedding": target.embed_head.embedding.cpu().contiguous()}
+    if not target.embed_head.tied:
+        state["head"] = target.embed_head.head.cpu().contiguous()
+    with atomic(folder / EMBED_HEAD) as path:
+        save_file(state, path)
+    return FileEntry.of(folder / EMBED_HEAD)
+
+
+# --- the plan ---
+
+
+def tokenize(
+    target: Target, conversations: list[Conversation], max_length: int, tell: bool = True
+) -> list[TokenizedText]:
+    """Render conversations and cut them, ordered by length; those without two tokens of one assistant span are left out.
+
+    Args:
+        tell: warn of how many are left out, and why.
+    """
+    texts, answers, rewritten, cut = [], 0, 0, 0  # answers: all, rendered otherwise, cut off
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
-        whole = _render(target, conversation)
-        spans = [(start, min(stop, max_length)) for start, stop in whole.spans if start < max_length]
+        rendered = _render(target, conversation)
+        spans = [(start, min(stop, max_length)) for start, stop in rendered.spans if start < max_length]
         said = sum(message["role"] == "assistant" for message in conversation.messages)
-        left = sum(stop - start >= 2 for start, stop in spans)
-        given, otherwise, behind = given + said, otherwise + said - len(whole.spans), behind + len(whole.spans) - left
-        if left:
-            texts.append(Text(conversation.id, whole.tokens[:max_length], spans))
+        kept = sum(stop - start >= 2 for start, stop in spans)
+        answers, rewritten = answers + said, rewritten + said - len(rendered.spans)
+        cut += len(rendered.spans) - kept
+        if kept:
+            texts.append(TokenizedText(conversation.id, rendered.tokens[:max_length], spans))
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
-    if tell and (otherwise or behind):
+    if tell and (rewritten or cut):
         logger.warning(
             "left out %d of %d answers: %d that the chat template writes otherwise once the chat goes on, %d with less "
             "than two tokens of the first %d; and so %d of %d conversations",
-            *(otherwise + behind, given, otherwise, behind),
+            *(rewritten + cut, answers, rewritten, cut),
             *(max_length, len(conversations) - len(texts), len(conversations)),
         )
     return sorted(texts, key=lambda text: len(text.tokens))
@@ -178,8 +265,8 @@ def _render(target: Target, conversation: Conversation) -> Rendered:
         raise CorpusError(f"conversation {conversation.id}: {error}") from error
 
 
-def plan_shards(texts: list[Text], batch_tokens: int, shard_tokens: int) -> list[Shard]:
-    """Shards of batches of texts: neighbours in length share a batch."""
+def plan_shards(texts: list[TokenizedText], batch_tokens: int, shard_tokens: int) -> list[Shard]:
+    """Shards of batches of texts; neighbours in length share a batch."""
     shards, batch, filled = [[]], [], 0
     for text in texts:  # ascending: the newest is the longest, so it sets the padding
         if batch and (len(batch) + 1) * len(text.tokens) > batch_tokens:
@@ -195,17 +282,8 @@ def plan_shards(texts: list[Text], batch_tokens: int, shard_tokens: int) -> list
     return shards
 
 
-def _digest(texts: list[Text]) -> str:
+def _digest(texts: list[TokenizedText]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(json.dumps([text.id, text.tokens, text.spans]).encode())
     return digest.hexdigest()
-
-
-def _write_ends(folder: Path, target: Target) -> FileNote:
-    state = {"embedding": target.ends.embedding.cpu().contiguous()}
-    if not target.ends.tied:
-        state["head"] = target.ends.head.cpu().contiguous()
-    with atomic(folder / ENDS) as path:
-        save_file(state, path)
-    return FileNote.of(folder / ENDS)

@@ -8,7 +8,7 @@ from poss_lightning.features.encoding import STORED
 from poss_lightning.files import Hashed, atomic, sha256
 from poss_lightning.target.spec import TargetSpec
 
-MANIFEST, ENDS = "manifest.json", "ends.safetensors"
+MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
 
 
 class StoreError(ValueError):
@@ -16,7 +16,7 @@ class StoreError(ValueError):
 
 
 @dataclass(frozen=True)
-class FileNote:
+class FileEntry:
     """A file of the store as it was when written."""
 
     name: str
@@ -24,17 +24,17 @@ class FileNote:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> "FileNote":
-        """Of a file that is there; reads it all."""
+    def of(cls, path: Path) -> "FileEntry":
+        """Of a file that is there; reads all of it."""
         return cls(path.name, path.stat().st_size, sha256(path))
 
     @classmethod
-    def written(cls, name: str, file: Hashed) -> "FileNote":
-        """Of a file that is open and whole."""
+    def written(cls, name: str, file: Hashed) -> "FileEntry":
+        """Of a file that is open and complete."""
         return cls(name, file.tell(), file.sha256())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a store holds."""
 
@@ -44,22 +44,25 @@ class Manifest:
     corpus: str  # digest of the conversations
     samples: int
     tokens: int
-    ends: FileNote
-    shards: tuple[FileNote, ...]
-    stored: str = "exact"  # one of encoding.STORED; these two were not in the first stores, which stay readable
-    layers: tuple[int, ...] = ()  # whose outputs are kept too, as `Target.read_layers` counts them
+    embed_head: FileEntry  # called "ends" in the file
+    shards: tuple[FileEntry, ...]
+    stored: str = "exact"  # one of encoding.STORED; the first stores lack this field and the next, and stay readable
+    layers: tuple[int, ...] = ()  # whose outputs are kept too, as `Target.text_layers` counts them
 
     @property
-    def files(self) -> tuple[FileNote, ...]:
+    def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
-        return (self.ends, *self.shards)
+        return (self.embed_head, *self.shards)
 
     def write(self, folder: Path) -> None:
+        """Write manifest.json, which makes the store a finished one."""
+        content = asdict(self)
+        content["ends"] = content.pop("embed_head")
         with atomic(folder / MANIFEST) as path:
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            path.write_text(json.dumps(content, indent=1) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def load(cls, folder: Path) -> "Manifest":
         """Read and parse manifest.json.
 
         Raises:
@@ -75,44 +78,49 @@ class Manifest:
     def parse(cls, text: bytes, source: str) -> "Manifest":
         """Parse the bytes of a manifest.json found at `source`, which a StoreError names."""
         try:
-            stored = json.loads(text)
-            stored["target"] = TargetSpec(**stored["target"])
-            stored["ends"] = FileNote(**stored["ends"])
-            stored["shards"] = tuple(FileNote(**note) for note in stored["shards"])
-            stored["layers"] = tuple(stored.get("layers", ()))
-            manifest = cls(**stored)
+            content = json.loads(text)
+            content["target"] = TargetSpec(**content["target"])
+            content["embed_head"] = FileEntry(**content.pop("ends"))
+            content["shards"] = tuple(FileEntry(**entry) for entry in content["shards"])
+            content["layers"] = tuple(content.get("layers", ()))
+            manifest = cls(**content)
             if manifest.stored not in STORED:
                 raise ValueError(f"stored is {manifest.stored!r}")
-            for note in manifest.files:
-                if Path(note.name).name != note.name:  # a manifest from elsewhere must not write outside its folder
-                    raise ValueError(f"{note.name!r} is not the name of a file")
+            for entry in manifest.files:
+                if Path(entry.name).name != entry.name:  # a manifest from elsewhere must not write outside its folder
+                    raise ValueError(f"{entry.name!r} is not the name of a file")
             return manifest
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{source} is not a manifest this version reads: {error}") from error
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether there is a finished store."""
+    return (folder / MANIFEST).exists()
+
+
 def check(folder: Path) -> Manifest:
-    """The manifest, after a look whether every file is there in full size.
+    """The manifest, after checking that every file is there in full size.
 
     Raises:
         StoreError: no finished store there, or a file is missing or truncated.
     """
-    manifest = Manifest.read(folder)
-    for note in manifest.files:
-        path = folder / note.name
+    manifest = Manifest.load(folder)
+    for entry in manifest.files:
+        path = folder / entry.name
         size = path.stat().st_size if path.is_file() else None
-        if size != note.bytes:
+        if size != entry.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise StoreError(f"{path} {found}, the manifest says {note.bytes}: remove {folder} and extract it again")
+            raise StoreError(f"{path} {found}, the manifest says {entry.bytes}: remove {folder} and extract it again")
     return manifest
 
 
-def verify(folder: Path) -> None:
+def verify_files(folder: Path) -> None:
     """Read every byte and compare digests; nothing of a damaged file is parsed.
 
     Raises:
         StoreError: as in `check`; or names the first file that is not as it was written.
     """
-    for note in check(folder).files:
-        if sha256(folder / note.name) != note.sha256:
-            raise StoreError(f"{folder / note.name} was changed since it was written: its digest is not the manifest's")
+    for entry in check(folder).files:
+        if sha256(folder / entry.name) != entry.sha256:
+            raise StoreError(f"{folder / entry.name} was changed since it was written: its digest is not the manifest's")

@@ -11,13 +11,13 @@ import fsspec
 from filelock import FileLock
 from tqdm import tqdm
 
-from poss_lightning.features.manifest import MANIFEST, FileNote, Manifest, StoreError
+from poss_lightning.features.manifest import MANIFEST, FileEntry, Manifest, StoreError
 from poss_lightning.files import Hashed, atomic, user_cache
 
 CHUNK = 2**22  # bytes read at a time
 
 
-def local(address: str | Path) -> Path:
+def local_copy(address: str | Path) -> Path:
     """The folder of a store: the path itself, or for an address with a protocol its copy, made when first asked for.
 
     The copy is known by its manifest's digest, so a store that was extracted anew is copied anew.
@@ -33,11 +33,11 @@ def local(address: str | Path) -> Path:
     folder = user_cache() / "stores" / hashlib.sha256(text).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        missing = [note for note in manifest.files if not _there(folder / note.name, note)]
-        size = sum(note.bytes for note in missing)
+        missing = [entry for entry in manifest.files if not _is_there(folder / entry.name, entry)]
+        size = sum(entry.bytes for entry in missing)
         with tqdm(total=size, unit="B", unit_scale=True, desc=f"copy {address}", disable=not missing) as bar:
-            for note in missing:
-                _copy(files, root, str(address), note, folder, bar)
+            for entry in missing:
+                _copy(files, root, str(address), entry, folder, bar)
         if missing or not (folder / MANIFEST).exists():
             with atomic(folder / MANIFEST) as path:
                 path.write_bytes(text)
@@ -60,20 +60,20 @@ def _manifest(files: fsspec.AbstractFileSystem, root: str, address: str) -> byte
         raise StoreError(f"{address}/{MANIFEST} cannot be read: {error or type(error).__name__}") from error
 
 
-def _there(path: Path, note: FileNote) -> bool:
-    return path.is_file() and path.stat().st_size == note.bytes
+def _is_there(path: Path, entry: FileEntry) -> bool:
+    return path.is_file() and path.stat().st_size == entry.bytes
 
 
-def _copy(files: fsspec.AbstractFileSystem, root: str, address: str, note: FileNote, folder: Path, bar: tqdm) -> None:
-    with atomic(folder / note.name) as path:
+def _copy(files: fsspec.AbstractFileSystem, root: str, address: str, entry: FileEntry, folder: Path, bar: tqdm) -> None:
+    with atomic(folder / entry.name) as path:
         with Hashed(path) as copy:
             try:
-                with files.open(f"{root}/{note.name}", "rb") as source:
+                with files.open(f"{root}/{entry.name}", "rb") as source:
                     while chunk := source.read(CHUNK):
                         copy.write(chunk)
                         bar.update(len(chunk))
             except Exception as error:  # every protocol has errors of its own
-                raise StoreError(f"{address}/{note.name} cannot be copied: {error or type(error).__name__}") from error
-            arrived = FileNote.written(note.name, copy)
-        if arrived != note:
-            raise StoreError(f"{address}/{note.name} is not as it was written: its digest is not the manifest's")
+                raise StoreError(f"{address}/{entry.name} cannot be copied: {error or type(error).__name__}") from error
+            arrived = FileEntry.written(entry.name, copy)
+        if arrived != entry:
+            raise StoreError(f"{address}/{entry.name} is not as it was written: its digest is not the manifest's")

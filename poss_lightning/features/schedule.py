@@ -27,7 +27,7 @@ class Step(NamedTuple):
         return (self.answers[:, None] - torch.arange(depth, device=self.answers.device)).clamp(min=0).sum(0)
 
 
-def answers(length: int, spans: np.ndarray) -> np.ndarray:
+def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
     """Slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer. spans (n, 2) -> (n,)"""
     starts, stops = np.maximum(spans[:, 0], 1), np.minimum(spans[:, 1], length)
     return np.maximum(stops - starts - 1, 0)
@@ -42,14 +42,14 @@ def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list
     if not 0 < validation < 1:
         raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
     ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in ids])
-    held = np.flatnonzero(ranks < validation).tolist()
-    kept = np.flatnonzero(ranks >= validation).tolist()
-    if not held or not kept:
+    held_out = np.flatnonzero(ranks < validation).tolist()
+    train = np.flatnonzero(ranks >= validation).tolist()
+    if not held_out or not train:
         works = [share / 100 for share in range(1, 100) if ranks.min() < share / 100 <= ranks.max()]
         nearest = min(works, key=lambda share: abs(share - validation), default=None)
         how = f"{nearest} does not" if nearest else "use more of them"
         raise ValueError(f"--data.validation {validation} of {len(ids)} conversations leaves a side empty: {how}")
-    return kept, held
+    return train, held_out
 
 
 def stable_number(text: str) -> int:
@@ -57,7 +57,7 @@ def stable_number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-class Planned(NamedTuple):
+class PlannedBatch(NamedTuple):
     """A batch before it is read."""
 
     rows: list[list[int]]  # indices of samples
@@ -65,8 +65,8 @@ class Planned(NamedTuple):
     step: Step
 
 
-def packs(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
-    """One row a batch, filled by the best fit: each sample, longest first, goes where it leaves the least room."""
+def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
+    """One row a batch, filled by best fit: each sample, longest first, goes where it leaves the least room."""
     batches: list[list[int]] = []
     room: list[tuple[int, int]] = []  # what is left of each batch, ascending
     for index in ordered:
@@ -82,7 +82,7 @@ def packs(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[li
     return [[batch] for batch in batches]
 
 
-def buckets(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
+def bucket_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
     """A row a sample, neighbours in length, `batch_tokens` with the padding at most."""
     batches: list[list[list[int]]] = []
     for index in ordered:  # the first of a batch is its longest
@@ -93,11 +93,11 @@ def buckets(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[
     return batches
 
 
-class Schedule(Sampler[Planned]):
+class Schedule(Sampler[PlannedBatch]):
     """The batches of every epoch, in steps of `world * accumulate`; a process takes every world-th batch.
 
     Samples are shuffled by (seed, epoch), ordered by length (so those of one length change places from epoch to epoch),
-    cut into batches, and these are shuffled. All epochs have the same number of batches, because Lightning asks only
+    made into batches, and these are shuffled. All epochs have the same number of batches, because Lightning asks only
     once. The batches themselves do not depend on the number of processes. Where the last step has too few, batches in
     which nothing counts fill it up: all processes take as many, and no sample is dropped or shown twice.
 
@@ -107,7 +107,7 @@ class Schedule(Sampler[Planned]):
         spans: of every sample, (n, 2) each.
         batch_tokens: tokens of a batch at most, padding included; a longer sample stands alone.
         seed: of the order.
-        packed: several conversations a row (`packs`), or one (`buckets`).
+        packed: several conversations a row (`pack_rows`), or one (`bucket_rows`).
         training: a new order every epoch; else one for good, in which the first batches are a fair sample.
         rank: which of the `world` processes this is.
         world: how many processes share the batches.
@@ -119,6 +119,7 @@ class Schedule(Sampler[Planned]):
         indices: list[int],
         lengths: np.ndarray,
         spans: list[np.ndarray],
+        *,
         batch_tokens: int,
         seed: int,
         packed: bool = True,
@@ -128,12 +129,8 @@ class Schedule(Sampler[Planned]):
         accumulate: int = 1,
     ):
         self.indices, self.lengths, self.spans = indices, lengths, spans
-        self.batch_tokens, self.seed, self.cut, self.training = (
-            batch_tokens,
-            seed,
-            packs if packed else buckets,
-            training,
-        )
+        self.batch_tokens, self.seed, self.training = batch_tokens, seed, training
+        self.make_batches = pack_rows if packed else bucket_rows
         self.rank, self.world, self.accumulate = rank, world, accumulate
         self.epoch, self.resumed, self.taken = 0, (0, 0), 0
         self.total = len(self.batches())
@@ -141,8 +138,8 @@ class Schedule(Sampler[Planned]):
         self.data = stable_number(f"{order} {batch_tokens} {packed} {seed}")  # what the order of batches follows from
 
     @property
-    def share(self) -> int:
-        """Batches of a step."""
+    def step_batches(self) -> int:
+        """Batches of a step, of all processes."""
         return self.world * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
@@ -151,9 +148,9 @@ class Schedule(Sampler[Planned]):
 
     def state_dict(self) -> dict[str, int]:
         """Where this epoch stands: how many of its batches all processes together have taken, in whole steps."""
-        done = self._first() + self.taken // self.accumulate * self.share
+        done = self._first() + self.taken // self.accumulate * self.step_batches
         done = min(done, self.total)
-        return {"epoch": self.epoch, "done": done, "total": self.total, "share": self.share, "data": self.data}
+        return {"epoch": self.epoch, "done": done, "total": self.total, "share": self.step_batches, "data": self.data}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on in that epoch behind the batches done, on whatever number of processes.
@@ -170,33 +167,33 @@ class Schedule(Sampler[Planned]):
 
     def __len__(self) -> int:
         """Batches of this process in a whole epoch."""
-        return -(-self.total // self.share) * self.accumulate
+        return -(-self.total // self.step_batches) * self.accumulate
 
     def left(self) -> int:
         """Batches of this process from where the epoch begins or goes on."""
-        return -(-(self.total - self._first()) // self.share) * self.accumulate
+        return -(-(self.total - self._first()) // self.step_batches) * self.accumulate
 
-    def __iter__(self) -> Iterator[Planned]:
+    def __iter__(self) -> Iterator[PlannedBatch]:
         batches = self.batches()
-        for start in range(self._first(), len(batches), self.share):
-            yield from self._step(batches[start : start + self.share])[self.rank :: self.world]
+        for start in range(self._first(), len(batches), self.step_batches):
+            yield from self._step(batches[start : start + self.step_batches])[self.rank :: self.world]
 
     def batches(self) -> list[list[list[int]]]:
         """The epoch's batches: rows of samples."""
         generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))
         order = generator.permutation(self.indices)
-        batches = self.cut(
-            order[np.argsort(-self.lengths[order], kind="stable")].tolist(), self.lengths, self.batch_tokens
-        )
+        by_length = order[np.argsort(-self.lengths[order], kind="stable")].tolist()
+        batches = self.make_batches(by_length, self.lengths, self.batch_tokens)
         return [batches[i] for i in generator.permutation(len(batches))]
 
     def _first(self) -> int:
         epoch, done = self.resumed
         return done if epoch == self.epoch else 0
 
-    def _step(self, batches: list[list[list[int]]]) -> list[Planned]:
+    def _step(self, batches: list[list[list[int]]]) -> list[PlannedBatch]:
         samples = [i for rows in batches for row in rows for i in row]
-        found = [answers(self.lengths[i], self.spans[i]) for i in samples]
-        step = Step(torch.from_numpy(np.concatenate(found)), torch.tensor(int(self.lengths[samples].sum())), self.share)
-        idle = Planned([[min(samples, key=lambda i: self.lengths[i])]], False, step)
-        return [Planned(rows, True, step) for rows in batches] + [idle] * (self.share - len(batches))
+        slots = [answer_slots(self.lengths[i], self.spans[i]) for i in samples]
+        tokens = torch.tensor(int(self.lengths[samples].sum()))
+        step = Step(torch.from_numpy(np.concatenate(slots)), tokens, self.step_batches)
+        idle = PlannedBatch([[min(samples, key=lambda i: self.lengths[i])]], False, step)
+        return [PlannedBatch(rows, True, step) for rows in batches] + [idle] * (self.step_batches - len(batches))

@@ -1,4 +1,4 @@
-"""Writing a shard: the target reads batch after batch, and a thread of its own hashes and writes what it read."""
+"""Writing a shard: the target reads batch after batch, and a thread hashes and writes what it read."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from poss_lightning.features.encoding import encode
-from poss_lightning.features.manifest import FileNote
+from poss_lightning.features.manifest import FileEntry
 from poss_lightning.features.store import schema
 from poss_lightning.files import Hashed, atomic
-from poss_lightning.target.generation import pad
+from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """A conversation as the target will read it."""
 
     id: str
@@ -28,9 +28,9 @@ class Text:
 
 
 def write_shard(
-    path: Path, target: Target, batches: list[list[Text]], stored: str, layers: tuple[int, ...], bar: tqdm
-) -> FileNote:
-    """Read batches of texts and write their shard, whole or not at all."""
+    path: Path, target: Target, batches: list[list[TokenizedText]], stored: str, layers: tuple[int, ...], bar: tqdm
+) -> FileEntry:
+    """Read batches of texts with the target and write their shard, complete or not at all."""
     with atomic(path) as temporary, Hashed(temporary) as file:
         with pa.ipc.new_stream(file, schema(layers)) as writer, ThreadPoolExecutor(1) as thread:
             writing = None
@@ -41,18 +41,20 @@ def write_shard(
                 writing = thread.submit(writer.write_batch, rows)
                 bar.update(sum(len(text.tokens) for text in batch))
             writing.result()
-        return FileNote.written(path.name, file)
+        return FileEntry.written(path.name, file)
 
 
 @torch.inference_mode()
-def read_batch(target: Target, batch: list[Text], stored: str, layers: tuple[int, ...]) -> pa.RecordBatch:
+def read_batch(
+    target: Target, batch: list[TokenizedText], stored: str, layers: tuple[int, ...]
+) -> pa.RecordBatch:
     """Rows of the store. On a GPU everything but the bytes to keep stays there."""
-    tokens = pad([text.tokens for text in batch], target.device)
-    features, outputs = target.read_layers(tokens, layers) if layers else (target.read(tokens), None)
+    tokens = pad_right([text.tokens for text in batch], target.device)
+    features, outputs = target.text_layers(tokens, layers) if layers else (target.text_features(tokens), None)
     lengths = [len(text.tokens) for text in batch]
-    columns = {"features": _joined(features, lengths, stored)}
+    columns = {"features": _without_padding(features, lengths, stored)}
     if layers:
-        columns["layers"] = _joined(outputs, lengths, stored)
+        columns["layers"] = _without_padding(outputs, lengths, stored)
     greedy = _greedy(target, features, batch).cpu()  # (B, T); waits for all copies that were asked for before
     rows = {
         "id": [text.id for text in batch],
@@ -64,8 +66,8 @@ def read_batch(target: Target, batch: list[Text], stored: str, layers: tuple[int
     return pa.RecordBatch.from_pydict(rows, schema=schema(layers))
 
 
-def _joined(vectors: Tensor, lengths: list[int], stored: str) -> Tensor:
-    """(B, T, …, D) -> (tokens, …, vector_bytes) uint8 on the CPU, padding left out; not there yet if from a GPU."""
+def _without_padding(vectors: Tensor, lengths: list[int], stored: str) -> Tensor:
+    """(B, T, …, D) -> (tokens, …, vector_bytes) uint8 on the CPU; from a GPU the copy may still be under way."""
     real = torch.cat([row[:length] for row, length in zip(vectors, lengths, strict=True)])
     return encode(real, stored).to("cpu", non_blocking=True)
 
@@ -77,11 +79,11 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _greedy(target: Target, features: Tensor, batch: list[Text]) -> Tensor:
-    """The target's likeliest next token after every slot from which an assistant's token follows; -1 elsewhere."""
+def _greedy(target: Target, features: Tensor, batch: list[TokenizedText]) -> Tensor:
+    """The target's likeliest next token after every slot that an assistant's token follows; -1 elsewhere."""
     greedy = torch.full(features.shape[:2], -1, device=features.device)
     for row, text in enumerate(batch):
         for start, stop in text.spans:
             here = slice(start - 1, stop - 1)
-            greedy[row, here] = target.ends.logits(features[row, here]).max(-1).indices
+            greedy[row, here] = target.embed_head.logits(features[row, here]).max(-1).indices
     return greedy

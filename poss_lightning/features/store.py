@@ -1,10 +1,10 @@
-"""The feature store: Arrow shards of samples, the target's frozen ends, and a manifest that says what they are.
+"""The feature store: Arrow shards of samples, the target's embedding and head, and a manifest that says what they are.
 
 store/
   manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
-  ends.safetensors        embedding and LM head, so that training needs no target and cannot meet another one's
+  ends.safetensors        embedding and LM head, so that training needs no target, and cannot mix up two
   shard-00000.arrow       samples: id, length, tokens, greedy, spans, features, layers; memory-mapped when read
-  unfinished/             only while `poss extract` is at work
+  unfinished/             only while `poss extract` is at work; see `work.py`
 """
 
 import itertools
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.features.encoding import decode, vector_bytes
-from poss_lightning.features.manifest import ENDS, Manifest, StoreError, check
-from poss_lightning.features.remote import local
-from poss_lightning.target.spec import Ends, TargetSpec
+from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check
+from poss_lightning.features.remote import local_copy
+from poss_lightning.target.spec import EmbedHead, TargetSpec
 
-SOME = 64  # samples that stand for all
+STATISTICS = 64  # samples whose root mean square stands for all
 
 
 def schema(layers: tuple[int, ...]) -> pa.Schema:
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
     layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of inner layers; n is 0 where there are none
 
     @property
-    def read(self) -> Tensor:
+    def draft_input(self) -> Tensor:
         """(T, R), what a draft reads: the inner layers side by side where there are any, else the features."""
         return self.layers.flatten(1) if self.layers.shape[1] else self.features
 
@@ -71,9 +71,9 @@ class FeatureStore:
     """
 
     def __init__(self, address: str | Path, layers: tuple[int, ...] | None = None):
-        self.folder = local(address)
+        self.folder = local_copy(address)
         self.manifest = check(self.folder)
-        shards = (_open(self.folder / note.name, self.manifest) for note in self.manifest.shards)
+        shards = (_open(self.folder / entry.name, self.manifest) for entry in self.manifest.shards)
         self._batches = [batch for shard in shards for batch in shard]
         self._table = pa.Table.from_batches(self._batches).select(["id", "length", "spans"])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
@@ -122,29 +122,29 @@ class FeatureStore:
 
     @property
     def target(self) -> TargetSpec:
-        """Of which these are the features."""
+        """The target whose features these are."""
         return self.manifest.target
 
-    def ends(self) -> Ends:
+    def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
         try:
-            stored = load_file(self.folder / ENDS)
+            stored = load_file(self.folder / EMBED_HEAD)
         except SafetensorError as error:
-            raise StoreError(f"{self.folder / ENDS} cannot be read ({error})") from error
+            raise StoreError(f"{self.folder / EMBED_HEAD} cannot be read ({error})") from error
         head = stored.get("head", stored["embedding"])
-        return Ends(stored["embedding"], head, scale=self.target.logit_scale, cap=self.target.logit_cap)
+        return EmbedHead(stored["embedding"], head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 
     def common_tokens(self, size: int) -> Tensor | None:
-        """The `size` commonest tokens of the assistants' answers; see `commonest`."""
+        """The `size` commonest tokens of the assistants' answers; see `most_common_tokens`."""
         rows = ((batch, row) for batch in self._batches for row in range(batch.num_rows))
         texts = (_values(batch, row, "tokens") for batch, row in rows)
         answers = (text[start:stop] for text, spans in zip(texts, self.spans, strict=True) for start, stop in spans)
-        return commonest(answers, self.target.vocab_size, size)
+        return most_common_tokens(answers, self.target.vocab_size, size)
 
     def root_mean_square(self) -> Tensor:
         """Of every dimension of what a draft reads, over some samples: (R,) float32."""
-        some = range(0, len(self), max(1, len(self) // SOME))
-        return torch.cat([self[i].read for i in some]).float().square().mean(0).sqrt()
+        some = range(0, len(self), max(1, len(self) // STATISTICS))
+        return torch.cat([self[i].draft_input for i in some]).float().square().mean(0).sqrt()
 
     def _inner(self, columns: pa.RecordBatch, row: int) -> Tensor:
         """(T, n, D)"""
@@ -163,7 +163,7 @@ class FeatureStore:
         return decode(raw.view(-1, count, vector_bytes(width, self._dtype, stored)), stored, self._dtype)
 
 
-def commonest(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor | None:
+def most_common_tokens(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor | None:
     """The `size` commonest tokens, as ascending ids (size,), None for all; see `most_frequent`.
 
     A store does not know the target's stop tokens. They end the answers, so they are counted with the rest.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from poss_lightning.features.schedule import Planned, Schedule, Step, answers
+from poss_lightning.features.schedule import PlannedBatch, Schedule, Step, answer_slots
 from poss_lightning.features.store import Sample
 
 
@@ -18,12 +18,13 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (B, T) int64
     features: Tensor  # (B, T, D), the target's
-    inputs: Tensor  # (B, T, R), what the draft reads of it: the same, or inner layers; with noise in training
+    draft_input: Tensor  # (B, T, R), what the draft reads: the features, or inner layers; with noise in training
     greedy: Tensor  # (B, T) the target's likeliest next token, -1 where unknown
     counts: Tensor  # (B, T) pass k counts at slot t where k <= counts[t]
     positions: Tensor  # (B, T) a token's place in its conversation
     lengths: list[list[int]]  # tokens of the conversations of each row
     ids: list[str]  # of the conversations, row by row
+    spans: list[list[tuple[int, int]]]  # of each conversation, the assistant's; none where nothing counts
     step: Step
 
     def parts(self) -> list[tuple[int, slice]]:
@@ -35,26 +36,26 @@ class Batch(NamedTuple):
         ]
 
 
-def passes_that_count(length: int, spans: np.ndarray) -> Tensor:
+def counted_passes(length: int, spans: np.ndarray) -> Tensor:
     """(T,): pass k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so where k <= counts[t].
 
     A round starts from a root that the target emitted, so its first token too must be the assistant's; the first token
     of a text is nobody's.
     """
     counts = torch.zeros(length, dtype=torch.long)
-    for (start, _), slots in zip(spans, answers(length, spans), strict=True):
+    for (start, _), slots in zip(spans, answer_slots(length, spans), strict=True):
         first = max(start, 1) - 1  # its x_{t+1} is the span's first token
         counts[first : first + slots] = torch.arange(1, slots + 1)
     return counts
 
 
 def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
-    """Inputs with uniform noise (u - 0.5) * strength * 512 / T, as EAGLE trains, T being the conversation's own length.
+    """The draft's input with uniform noise (u - 0.5) * strength * 512 / T, as EAGLE trains; T is the conversation's own.
 
     Args:
         seeds: one a conversation, so that its noise depends on nothing beside it.
     """
-    noisy = batch.inputs.clone()
+    noisy = batch.draft_input.clone()
     generator = torch.Generator(noisy.device)
     for part, seed in zip(batch.parts(), seeds, strict=True):
         here = noisy[part]  # (length, R)
@@ -64,7 +65,7 @@ def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
 
 
 def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
-    """Rows of samples as a batch; on its own (`step` None) it is its whole step."""
+    """Rows of samples as a batch; without a `step` it is its whole step."""
     samples = [sample for row in rows for sample in row]
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths))
@@ -77,20 +78,21 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
         return out
 
     features = padded([sample.features for sample in samples])
-    inner = samples[0].layers.shape[1] > 0
+    has_layers = samples[0].layers.shape[1] > 0
     spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 2) for sample in samples]
     if step is None:
-        found = [answers(len(sample.tokens), edges) for sample, edges in zip(samples, spans, strict=True)]
-        step = Step(torch.from_numpy(np.concatenate(found)), torch.tensor(sum(map(sum, lengths))), 1)
+        slots = [answer_slots(len(sample.tokens), edges) for sample, edges in zip(samples, spans, strict=True)]
+        step = Step(torch.from_numpy(np.concatenate(slots)), torch.tensor(sum(map(sum, lengths))), 1)
     return Batch(
         tokens=padded([sample.tokens for sample in samples]),
         features=features,
-        inputs=padded([sample.read for sample in samples]) if inner else features,
+        draft_input=padded([sample.draft_input for sample in samples]) if has_layers else features,
         greedy=padded([sample.greedy for sample in samples], -1),
-        counts=padded([passes_that_count(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)]),
+        counts=padded([counted_passes(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)]),
         positions=padded([torch.arange(len(sample.tokens)) for sample in samples]),
         lengths=lengths,
         ids=[sample.id for sample in samples],
+        spans=[sample.spans for sample in samples],
         step=step,
     )
 
@@ -120,6 +122,8 @@ class _Reader:
     def __init__(self, source):
         self.source = source
 
-    def __getitem__(self, planned: Planned) -> Batch:
+    def __getitem__(self, planned: PlannedBatch) -> Batch:
         batch = collate([[self.source[i] for i in row] for row in planned.rows], planned.step)
-        return batch if planned.counts else batch._replace(counts=torch.zeros_like(batch.counts))
+        if planned.counts:
+            return batch
+        return batch._replace(counts=torch.zeros_like(batch.counts), spans=[[] for _ in batch.ids])

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, locate
+from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, find_draft
 from poss_lightning.files import fetch
 from poss_lightning.interop import checkpoints, settings
 from poss_lightning.interop.layouts import LAYOUTS, SPEED_ONLY, Layout, check_holds, layout_of
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, to_ours, to_theirs, vocabulary
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import Ends
+from poss_lightning.target.spec import EmbedHead
 
 
 def convert(
@@ -71,12 +71,12 @@ def convert(
         with _naming(misfit):
             draft = published(given, tensors, LAYOUTS[from_], allocation, loaded)
         _check(draft.config, to, source)
-    _write(draft, Path(out), to, file == "bin", loaded.ends)
+    _write(draft, Path(out), to, file == "bin", loaded.embed_head)
 
 
 def _own(source: str) -> Draft:
     """A draft of ours, checked, with its tensors as they are stored."""
-    folder = locate(source)
+    folder = find_draft(source)
     draft = Specialists.from_pretrained(folder)
     config, state = draft.config, {"scale": draft.scale} | load_file(folder / WEIGHTS)
     if config.vocabulary_size == config.target.vocab_size:  # a vocabulary of all tokens is none, here and in files
@@ -96,7 +96,7 @@ def published(
     check_names(tensors, layout, len(allocation))
     ids = vocabulary(tensors, layout, target.spec.vocab_size)
     config = settings.read(given, layout, allocation, target.spec, len(ids))
-    check_frozen(tensors, target.ends, layout)
+    check_frozen(tensors, target.embed_head, layout)
     return to_ours(tensors, config, layout, ids)
 
 
@@ -134,7 +134,7 @@ def _naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error}") from error
 
 
-def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
+def _write(draft: Draft, out: Path, to: str, pickled: bool, embed_head: EmbedHead) -> None:
     """Write the folder, and say what its readers must be told."""
     config, ids = draft.config, None
     if to == "ours":
@@ -142,8 +142,8 @@ def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
         how = f"allocation {list(config.allocation)}, for {config.target.name}"
     else:
         layout = layout_of(to, config.kind)
-        tensors = to_theirs(draft, layout, ends)
-        written = settings.write(config, layout, tensors, ends.tied)
+        tensors = to_theirs(draft, layout, embed_head)
+        written = settings.write(config, layout, tensors, embed_head.tied)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write(out, tensors, json.dumps(written, indent=2) + "\n", pickled, ids)
@@ -155,18 +155,18 @@ def _write(draft: Draft, out: Path, to: str, pickled: bool, ends: Ends) -> None:
 def _how(to: str, config: DraftConfig, out: Path) -> str:
     run, layers, positions = config.allocation[0], len(config.allocation), sum(config.allocation)
     third = "3" if config.kind == "eagle3" else ""
-    served = f'--speculative-config \'{{"method": "eagle{third}", "model": "{out}", "num_speculative_tokens": '
+    specialist_of = f'--speculative-config \'{{"method": "eagle{third}", "model": "{out}", "num_speculative_tokens": '
     match to:
         case "poss":
             return f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}"
         case "speed":  # where each layer serves 3, its readers ask for a next layer beyond the last
             most = min(positions, 3 * layers) if run == 3 else positions
             return (
-                f"its authors' vLLM reads it with {served}{most}}}', where select_layer_idx serves "
+                f"its authors' vLLM reads it with {specialist_of}{most}}}', where select_layer_idx serves "
                 f'{list(config.allocation)} and the model\'s name has "poss" in it'
             )
         case "vllm":
-            return f"vLLM reads it with {served}{run}}}'"
+            return f"vLLM reads it with {specialist_of}{run}}}'"
         case "sglang":
             options = f"--speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
             if config.vocabulary_size and not third:

@@ -154,7 +154,7 @@ def _check_runs(config: DraftConfig, layout: Layout) -> None:
     if layout.runs and not firsts:
         raise ValueError("it has one layer, and this layout's readers know two or three; --to eagle3 takes one")
     fits = firsts in layout.runs if layout.runs else len(set(firsts)) < 2
-    if fits and list(config.served) == sorted(config.served):
+    if fits and list(config.specialist_of) == sorted(config.specialist_of):
         return
     known = " or ".join(str(list(runs)) for runs in layout.runs)
     serve = (

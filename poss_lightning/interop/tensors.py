@@ -7,7 +7,7 @@ from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.interop.layouts import ABSENT, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout
-from poss_lightning.target.spec import Ends
+from poss_lightning.target.spec import EmbedHead
 
 
 class Draft(NamedTuple):
@@ -27,9 +27,9 @@ def check_names(tensors: dict[str, Tensor], layout: Layout, layers: int) -> None
         raise ValueError(f"{unknown[0]} has no place in this layout" + _more(unknown))
 
 
-def check_frozen(tensors: dict[str, Tensor], ends: Ends, layout: Layout) -> None:
+def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
     """Raise ValueError where a file brings an embedding or a head that is not the target's, but for rounding."""
-    frozen = {EMBEDDING: ends.embedding} | ({HEAD: ends.head} if layout.kind == "eagle2" else {})
+    frozen = {EMBEDDING: embed_head.embedding} | ({HEAD: embed_head.head} if layout.kind == "eagle2" else {})
     for name, own in frozen.items():
         if name not in tensors:
             continue
@@ -118,7 +118,7 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
     return Draft(config, made | state)
 
 
-def to_theirs(draft: Draft, layout: Layout, ends: Ends) -> dict[str, Tensor]:
+def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
     """A published file's tensors.
 
     The scale of fc's inputs goes into its weights, each product rounded once to their dtype: exact where the scale is a
@@ -134,7 +134,7 @@ def to_theirs(draft: Draft, layout: Layout, ends: Ends) -> dict[str, Tensor]:
     if moved:
         tensors |= attention_biases(state)
     if layout.embedding:
-        tensors[EMBEDDING] = ends.embedding.to(weight.dtype)
+        tensors[EMBEDDING] = embed_head.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
         tensors |= _maps(state["vocabulary"], config.target.vocab_size)
     return tensors

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
-from poss_lightning.evaluation.drawing import Guesses, likeliest
+from poss_lightning.evaluation.drawing import Guesses
 from poss_lightning.evaluation.records import Record
 from poss_lightning.evaluation.rounds import Round
 from poss_lightning.reports.summary import Answers

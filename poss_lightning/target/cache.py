@@ -1,6 +1,6 @@
-"""Preallocated keys and values for trees: write N nodes behind the verified slots, keep the accepted path.
+"""Preallocated keys and values for trees: write N nodes behind the verified slots, then keep the accepted path.
 
-Every row of the batch has a length of its own: slots below it are verified, slots from it on hold the tree in hand.
+Every row of the batch has its own length. Slots below it are verified; the slots from it on hold the current tree:
 
     row 0   v v v v v v | r a b c . .        v verified, r root, a b c nodes: length 6
     row 1   v v v | r a b c . . . . .        length 3
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-STEP = 64  # views grow by so many slots
+STEP = 64  # views grow by this many slots, so that few different shapes occur
 
 
 class Packed(NamedTuple):
-    """M nodes of a batch of trees that are read side by side, in one row: each sees its own row's slots alone."""
+    """M nodes of a batch of trees, read side by side in one row; each sees the slots of its own row only."""
 
     rows: Tensor  # (M,)
     nodes: Tensor  # (M,)
 
-    def lay(self, of_nodes: Tensor) -> Tensor:
+    def gather(self, by_node: Tensor) -> Tensor:
         """(B, n) -> (1, M)"""
-        return of_nodes[self.rows, self.nodes][None]
+        return by_node[self.rows, self.nodes][None]
 
     def mask(self, visible: Tensor) -> Tensor:
         """(B, 1, n, extent) -> (1, 1, M, B * extent)"""
         own = visible[self.rows, 0, self.nodes]  # (M, extent)
-        rows = torch.arange(len(visible), device=own.device) == self.rows[:, None]  # (M, B)
-        return (rows[..., None] & own[:, None]).flatten(1)[None, None]
+        same_row = torch.arange(len(visible), device=own.device) == self.rows[:, None]  # (M, B)
+        return (same_row[..., None] & own[:, None]).flatten(1)[None, None]
 
 
 class SlotStore:
@@ -37,6 +37,7 @@ class SlotStore:
 
     def __init__(
         self,
+        *,
         layers: int,
         batch: int,
         capacity: int,
@@ -65,12 +66,12 @@ class SlotStore:
         return keys[:, :extent].transpose(1, 2), values[:, :extent].transpose(1, 2)
 
     def clear(self) -> None:
-        """Zeros everywhere: what is hidden weighs nothing, but nothing times a NaN is one."""
+        """Write zeros everywhere: a hidden slot has weight 0, but 0 times NaN is NaN."""
         self.keys.zero_()
         self.values.zero_()
 
     def select(self, rows: list[int]) -> None:
-        """Forget every row of the batch but `rows`."""
+        """Keep only these rows of the batch."""
         self.keys = self._by_row(self.keys, 1)[:, rows].flatten(1, 2)
         self.values = self._by_row(self.values, 1)[:, rows].flatten(1, 2)
         self.batch = len(rows)
@@ -80,27 +81,30 @@ class SlotStore:
 
 
 class Slots:
-    """How long each row is, and which flat slots the next tokens take. Shared by all layers of a cache.
+    """The length of each row, and which flat slots the next tokens take. Shared by all layers of a cache.
 
-    The lengths are kept twice: on the device, where all work is done, and by the host, which sizes views by them. The
-    device's change in place and without asking (`advance`); the host's follow when it is told (`note`).
+    Lengths are kept twice: on the device, where all work is done, and on the host, which sizes views by them.
+    `advance_device` changes the first in place, without synchronising; `advance_host` lets the second follow.
 
     Attributes:
-        cover: views reach at least as many slots behind the longest row, so that steps of several sizes share a shape.
+        lengths: (B,) on the device.
+        host_lengths: the same on the host; `longest` is their maximum.
+        min_extent: views reach at least this many slots behind the longest row, so that steps of several sizes share a
+            shape.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
         self.capacity = capacity
-        self.lengths, self.longest = [0] * batch, 0  # the host's
-        self.length = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
-        self.cover, self.extent, self.packed = 0, 0, False
-        self.index = self.length
+        self.host_lengths, self.longest = [0] * batch, 0
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
+        self.min_extent, self.extent, self.packed = 0, 0, False
+        self.index = self.lengths
 
-    def reach(self, count: int) -> int:
-        """Slots of a row that a view needs for `count` more behind the longest row, in steps: few different shapes.
+    def extent_for(self, count: int) -> int:
+        """Slots of a row that a view needs for `count` more behind the longest row, rounded up to a multiple of `STEP`.
 
         Raises:
-            ValueError: they lie beyond the capacity.
+            ValueError: they do not fit the capacity.
         """
         needed = self.longest + count
         if needed > self.capacity:
@@ -110,45 +114,45 @@ class Slots:
         return min(-(-needed // STEP) * STEP, self.capacity)
 
     def clear(self) -> None:
-        """Begin anew."""
-        self.lengths, self.longest = [0] * len(self.lengths), 0
-        self.length.zero_()
+        """Set all lengths to 0."""
+        self.host_lengths, self.longest = [0] * len(self.host_lengths), 0
+        self.lengths.zero_()
 
     def fits(self, batch: int, capacity: int) -> bool:
-        """Whether it has so many rows, of at least such a capacity."""
-        return len(self.lengths) == batch and self.capacity >= capacity
+        """Whether it has this many rows, of at least this capacity."""
+        return len(self.host_lengths) == batch and self.capacity >= capacity
 
     def open(self, count: int, offset: int = 0) -> None:
         """Let the next writes go to the `count` slots that begin `offset` behind each row's length."""
-        self.extent, self.packed = self.reach(max(offset + count, self.cover)), False
-        self.index = self.flat(torch.arange(offset, offset + count, device=self.length.device)[None])
+        self.extent, self.packed = self.extent_for(max(offset + count, self.min_extent)), False
+        self.index = self.flat_index(torch.arange(offset, offset + count, device=self.lengths.device)[None])
 
     def pack(self, packed: Packed) -> None:
-        """Of the slots just opened, let only those of `packed` be written, and all rows be viewed as one."""
-        self.index = packed.lay(self.index.view(len(self.length), -1))[0]
+        """Of the slots just opened, write only those of `packed`, and view all rows as one."""
+        self.index = packed.gather(self.index.view(len(self.lengths), -1))[0]
         self.packed = True
 
-    def flat(self, behind: Tensor) -> Tensor:
+    def flat_index(self, behind: Tensor) -> Tensor:
         """Slots `behind` (B or 1, n) each row's length, as flat indices (B*n,)."""
-        rows = torch.arange(len(self.length), device=self.length.device) * self.capacity
-        return ((rows + self.length)[:, None] + behind).flatten()
+        rows = torch.arange(len(self.lengths), device=self.lengths.device) * self.capacity
+        return ((rows + self.lengths)[:, None] + behind).flatten()
 
-    def advance(self, counts: Tensor) -> None:
-        """Call the next counts[b] slots of row b verified; the host does not know it yet."""
-        self.length.add_(counts)
+    def advance_device(self, counts: Tensor) -> None:
+        """Count the next counts[b] slots of row b as verified; the host does not know it yet."""
+        self.lengths.add_(counts)
 
-    def note(self, counts: list[int]) -> None:
+    def advance_host(self, counts: list[int]) -> None:
         """Tell the host by how much each row has advanced."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.longest = max(self.lengths)
+        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
+        self.longest = max(self.host_lengths)
 
     def select(self, rows: list[int]) -> None:
-        """Forget every row of the batch but `rows`."""
-        self.lengths = [self.lengths[row] for row in rows]
-        self.longest = max(self.lengths)
-        self.length = self.length[rows]
+        """Keep only these rows of the batch."""
+        self.host_lengths = [self.host_lengths[row] for row in rows]
+        self.longest = max(self.host_lengths)
+        self.lengths = self.lengths[rows]
 
-    def visible(self, ancestors: Tensor) -> Tensor:
+    def tree_mask(self, ancestors: Tensor) -> Tensor:
         """Attention mask of nodes behind the verified slots.
 
         Args:
@@ -157,15 +161,15 @@ class Slots:
         Returns:
             (B, 1, n, extent), True where visible: every verified slot, and the ancestors.
         """
-        behind = torch.arange(self.extent, device=self.length.device) - self.length[:, None]  # (B, extent)
-        batch, (queries, nodes) = len(self.length), ancestors.shape[1:]
+        behind = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
+        batch, (queries, nodes) = len(self.lengths), ancestors.shape[1:]
         lookup = behind.clamp(0, nodes - 1)[:, None].expand(batch, queries, self.extent)
         tree = ancestors.expand(batch, queries, nodes).gather(2, lookup) & (behind < nodes)[:, None]
         return (tree | (behind < 0)[:, None])[:, None]
 
 
 class _Layer(CacheLayerMixin):
-    """What a transformers attention layer talks to: writes into the store, reads a view."""
+    """The cache that a transformers attention layer sees: writes into the store, returns a view."""
 
     def __init__(self, store: SlotStore, slots: Slots, layer: int):
         super().__init__()
@@ -193,34 +197,34 @@ class _Layer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The target's cache: B rows of `capacity` slots; `append` or `keep` says what of the last forward stays."""
+    """The target's cache: B rows of `capacity` slots. `append` or `keep_path` says what of the last forward stays."""
 
     def __init__(self, store: SlotStore):
         self.store, self.slots = store, Slots(store.batch, store.capacity, store.keys.device)
         super().__init__(layers=[_Layer(store, self.slots, layer) for layer in range(len(store.keys))])
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Empty it."""
         self.slots.clear()
         self.store.clear()
 
     def append(self, counts: list[int]) -> None:
         """Keep the first counts[b] tokens of the last forward."""
-        self.slots.advance(torch.tensor(counts, device=self.slots.length.device))
-        self.slots.note(counts)
+        self.slots.advance_device(torch.tensor(counts, device=self.slots.lengths.device))
+        self.slots.advance_host(counts)
 
-    def keep(self, path: Tensor, counts: Tensor) -> None:
-        """Keep a path of the last forward's nodes and forget the rest; the host is not told (`slots.note`).
+    def keep_path(self, path: Tensor, counts: Tensor) -> None:
+        """Keep a path of the last forward's nodes and drop the rest; the host follows by `slots.advance_host`.
 
         Args:
             path: (B, M) node numbers, ascending; entries from counts[b] on are ignored.
             counts: (B,) how many nodes of each row's path stay.
         """
         destination = torch.arange(path.shape[1], device=path.device)[None]
-        self.store.move(self.slots.flat(path), self.slots.flat(destination))
-        self.slots.advance(counts)
+        self.store.move(self.slots.flat_index(path), self.slots.flat_index(destination))
+        self.slots.advance_device(counts)
 
     def select(self, rows: list[int]) -> None:
-        """Forget every row of the batch but `rows`."""
+        """Keep only these rows of the batch."""
         self.store.select(rows)
         self.slots.select(rows)

@@ -1,17 +1,49 @@
-"""Plain autoregressive generation: one token a forward, a batch side by side."""
+"""Plain autoregressive generation: one token a forward, a batch side by side; and where texts end."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from poss_lightning.sampling import GREEDY, Chooser, Sampling
+from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from poss_lightning.target.cache import TreeCache
-from poss_lightning.target.model import Target, causal
+from poss_lightning.target.model import Target, causal_ancestors
 
 
-def pad(prompts: list[list[int]], device: torch.device) -> Tensor:
-    """Right-pad token lists with token 0: (B, T).
+class OutputTracker:
+    """Which of B texts go on, and how long: cuts what is emitted at the first stop token and at each text's limit.
+
+    The one place that knows the rule of stop tokens: a text ends with its first one, and nothing behind it counts.
+
+    Args:
+        limits: new tokens of each text, at most.
+        stops: tokens that end a text.
+    """
+
+    def __init__(self, limits: list[int], stops: frozenset[int]):
+        self.remaining, self.stops = list(limits), stops
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Numbers of the texts that go on."""
+        return [text for text, remaining in enumerate(self.remaining) if remaining]
+
+    def append(self, text: int, emitted: list[int]) -> tuple[list[int], int]:
+        """The tokens of `emitted` that count; and how many but the last of them there were before the limit cut them."""
+        until = until_stop(emitted, self.stops)
+        kept = until[: self.remaining[text]]
+        self.remaining[text] = 0 if until[-1] in self.stops else self.remaining[text] - len(kept)
+        return kept, len(until) - 1
+
+
+def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    """The tokens up to and with the first stop token."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+def pad_right(prompts: list[list[int]], device: torch.device) -> Tensor:
+    """Pad token lists on the right with token 0: (B, T).
 
     Raises:
         ValueError: no prompt, or an empty one.
@@ -32,24 +64,19 @@ def prefill(
     """Read the prompts into a cache with `room` more slots: the one given, where it fits, else a new one.
 
     Returns:
-        The cache, what a draft that reads `layers` reads (B, T, R), and of each row the last real feature (B, D).
+        The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).
     """
-    tokens = pad(prompts, target.device)
+    tokens = pad_right(prompts, target.device)
     capacity = tokens.shape[1] + room
     if cache is None or not cache.slots.fits(len(prompts), capacity):
-        cache = target.cache(len(prompts), capacity)
+        cache = target.new_cache(len(prompts), capacity)
     else:
         cache.clear()
-    features, read = target.seen(tokens, causal(tokens.shape[1], target.device), cache, layers=layers)
+    ancestors = causal_ancestors(tokens.shape[1], target.device)
+    features, draft_input = target.forward_tree(tokens, ancestors, cache, layers=layers)
     lengths = [len(prompt) for prompt in prompts]
     cache.append(lengths)
-    return cache, read, features[range(len(prompts)), [length - 1 for length in lengths]]
-
-
-def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """The tokens up to and with the first stop token."""
-    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
-    return tokens[:end]
+    return cache, draft_input, features[range(len(prompts)), [length - 1 for length in lengths]]
 
 
 @torch.inference_mode()
@@ -63,36 +90,39 @@ def generate(
 ) -> list[list[int]]:
     """Each prompt's new tokens, up to and with a stop token, `limit` at most."""
     texts: list[list[int]] = [[] for _ in prompts]
-    for tokens in steps(target, prompts, limit, stops, sampling, generator):
-        for text, token in zip(texts, tokens, strict=True):
-            text.append(token)
-    return [until_stop(text, stops) for text in texts]
+    for tokens in decode_steps(target, prompts, [limit] * len(prompts), stops, sampling, generator):
+        for prompt, token in tokens.items():
+            texts[prompt].append(token)
+    return texts
 
 
-def steps(
+def decode_steps(
     target: Target,
     prompts: list[list[int]],
-    limit: int,
+    limits: list[int],
     stops: frozenset[int],
     sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
-) -> Iterator[list[int]]:
-    """Yield the next token of every prompt, one forward at a time; a finished prompt repeats its stop token."""
-    cache, _, last = prefill(target, prompts, limit)
-    choose = Chooser(sampling, prompts, limit, target.device, generator)
-    alone = causal(1, target.device)
-    now, rows = [0] * len(prompts), list(range(len(prompts)))  # rows: the prompts still in the batch
-    for step in range(limit):
-        tokens = choose(target.ends.logits(last), cache.slots.length)  # (B,)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            now[row] = now[row] if step and now[row] in stops else token
-        yield list(now)
-        going = [i for i, row in enumerate(rows) if now[row] not in stops]
-        if not going or step == limit - 1:
+) -> Iterator[dict[int, int]]:
+    """The next token of every unfinished prompt, by its number; the first step reads the prompts."""
+    longest = max(limits)
+    cache, _, last = prefill(target, prompts, longest)
+    sampler = TokenSampler(sampling, prompts, longest, target.device, generator)
+    outputs, alone = OutputTracker(limits, stops), causal_ancestors(1, target.device)
+    rows = list(range(len(prompts)))  # the prompts still in the batch
+    while True:
+        tokens = sampler(target.embed_head.logits(last), cache.slots.lengths)  # (B,)
+        emitted = dict(zip(rows, tokens.tolist(), strict=True))
+        step = {prompt: emitted[prompt] for prompt in outputs.unfinished}
+        for prompt, token in step.items():
+            outputs.append(prompt, [token])
+        yield step
+        if not (unfinished := outputs.unfinished):
             return
-        if len(going) <= 0.75 * len(rows):  # finished rows cost time: forget them now and then
-            cache.select(going)
-            choose.select(going)
-            tokens, rows = tokens[going], [rows[i] for i in going]
-        last = target.features(tokens[:, None], alone, cache)[:, 0]
+        if len(unfinished) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
+            kept = [rows.index(prompt) for prompt in unfinished]
+            cache.select(kept)
+            sampler.select(kept)
+            tokens, rows = tokens[kept], unfinished
+        last = target.tree_features(tokens[:, None], alone, cache)[:, 0]
         cache.append([1] * len(rows))

@@ -1,6 +1,6 @@
-"""Attention masks of a tree, for every kind of layer: a full layer sees all, a sliding one a window of the last tokens.
+"""Attention masks of a tree, for every kind of layer: a full layer sees all, a sliding one the last few tokens.
 
-A node's depth counts, not its slot. With a window of 2, behind 3 verified tokens, the tree r(a(c) b(d(e))) is seen as
+A node's depth counts, not its slot. With a window of 2, behind 3 verified tokens, the tree r(a(c) b(d(e))) sees
 
     slot       0 1 2 | r a b c d e
     position   0 1 2 | 3 4 4 5 5 6
@@ -25,11 +25,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """Makes of what a tree's nodes may see what a model's layers are given.
+    """Turns what a tree's nodes may see into the masks that a model's layers take.
 
     Args:
         windows: tokens that each kind of layer sees, itself included; None for all. Kinds as in `config.layer_types`.
-        eager: whether attention adds the mask to its scores, as transformers' eager one does, where others take bools.
+        eager: whether attention adds the mask to its scores, as transformers' eager one does; others take bools.
     """
 
     windows: dict[str, int | None]
@@ -37,7 +37,7 @@ class LayerMasks:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, context: int) -> "LayerMasks":
-        """Those of a model that reads `context` tokens; a window at or above that is none.
+        """Those of a model that reads `context` tokens; a window of that size or larger is none.
 
         Raises:
             NotImplementedError: layers of another kind (chunked, linear, …).
@@ -46,22 +46,22 @@ class LayerMasks:
         kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
         if other := sorted(kinds - {FULL, SLIDING}):
             raise NotImplementedError(f"it has layers of {', '.join(other)}; only {FULL} and {SLIDING} can read a tree")
-        seen = window if window and window < context else None
-        return cls({kind: seen if kind == SLIDING else None for kind in kinds}, config._attn_implementation == "eager")
+        width = window if window and window < context else None
+        return cls({kind: width if kind == SLIDING else None for kind in kinds}, config._attn_implementation == "eager")
 
     def __call__(
-        self, visible: Tensor, positions: Tensor, length: Tensor, dtype: torch.dtype, packed: Packed | None = None
+        self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, packed: Packed | None = None
     ) -> Tensor | dict[str, Tensor]:
         """What `attention_mask` takes: one mask, or one for each kind of layer where there are several.
 
         Args:
-            visible: (B, 1, n, extent) bool, as `Slots.visible` gives it.
-            positions: (B, n) of the nodes, which stand in the slots from `length` (B,) on.
+            visible: (B, 1, n, extent) bool, from `Slots.tree_mask`.
+            positions: (B, n) of the nodes, which stand in the slots from `lengths` (B,) on.
             dtype: of the scores.
             packed: the nodes that are read side by side, where not all are.
         """
         masks = {
-            kind: visible if window is None else visible & within(window, positions, length, visible.shape[-1])
+            kind: visible if window is None else visible & in_window(window, positions, lengths, visible.shape[-1])
             for kind, window in self.windows.items()
         }
         if packed is not None:
@@ -71,13 +71,13 @@ class LayerMasks:
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def within(window: int, positions: Tensor, length: Tensor, extent: int) -> Tensor:
-    """Whether a slot's token is among the `window` that end with a node's own, whatever its branch: (B, 1, n, extent).
+def in_window(window: int, positions: Tensor, lengths: Tensor, extent: int) -> Tensor:
+    """Whether a slot's token is among the `window` tokens up to a node, whatever its branch: (B, 1, n, extent).
 
-    Slots below `length` (B,) hold the token of that position, those from it on the nodes at `positions` (B, n).
+    Slots below `lengths` (B,) hold the token of that position; those behind hold the nodes at `positions` (B, n).
     """
     slots = torch.arange(extent, device=positions.device)
-    behind = slots - length[:, None]  # (B, extent)
+    behind = slots - lengths[:, None]  # (B, extent)
     keys = torch.where(behind < 0, slots, positions.gather(1, behind.clamp(0, positions.shape[1] - 1)))  # (B, extent)
     return (keys[:, None] > (positions - window)[:, :, None])[:, None]
 

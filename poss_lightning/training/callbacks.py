@@ -13,7 +13,7 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.training.costs import step_flops
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.strategies import whole
+from poss_lightning.training.strategies import gather_draft
 
 
 class DraftFolders(lightning.Callback):
@@ -53,7 +53,7 @@ class DraftFolders(lightning.Callback):
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks, so all must ask
-        draft = whole(pl_module.draft)  # asks all ranks too
+        draft = gather_draft(pl_module.draft)  # asks all ranks too
         if trainer.is_global_zero:
             draft.save_pretrained(folder / name)
 
@@ -106,7 +106,7 @@ class Throughput(lightning.Callback):
         tokens = sum(map(sum, batch.lengths))
         seen = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
         slots = (batch.counts > 0).sum()
-        flops = step_flops(pl_module.draft.config, len(pl_module.ends.head), tokens, slots, seen / tokens)
+        flops = step_flops(pl_module.draft.config, len(pl_module.embed_head.head), tokens, slots, seen / tokens)
         self.done += torch.stack([slots, slots.new_tensor(tokens), flops]).to(self.done)  # no wait for the device
         self.left = time.monotonic()
         if trainer.global_step >= self.step + trainer.log_every_n_steps:

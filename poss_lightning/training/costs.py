@@ -54,7 +54,7 @@ def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, co
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     joins = 2 * len(config.layers) * width * width if config.layers else (2 * depth + inputs) * 2 * width * width
     layers = 3 * depth * (read * attended + width * (attended + 3 * inner))  # queries, output, and the gated MLP
-    pairs = 3 * len(config.projections(depth)) * read * 2 * shared
+    pairs = 3 * len(config.kv_pairs(depth)) * read * 2 * shared
     attention = 3 * depth * 2 * attended * context  # scores and values
     # the target's logits; a pass's, and its gradient by what is read; and by an own head
     head = (1 + (3 if config.layers else 2) * depth) * width * vocabulary

@@ -49,7 +49,7 @@ class Dashboard(lightning.Callback):
             return
         writer.add_custom_scalars(panels.LAYOUT)
         chosen = hyperparameters.hyperparameters(trainer, pl_module)
-        for summary in hyperparameters.begin(chosen, pl_module.looks):
+        for summary in hyperparameters.begin(chosen, pl_module.eval_depth):
             writer._get_file_writer().add_summary(summary)
 
     def on_validation_batch_end(
@@ -72,7 +72,7 @@ class Dashboard(lightning.Callback):
         if (writer := writer_of(trainer)) is None:
             return
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        figure = panels.acceptance(logged, pl_module.looks, trainer.global_step)
+        figure = panels.acceptance(logged, pl_module.eval_depth, trainer.global_step)
         writer.add_figure("val_pos_acc/by_position", figure, trainer.global_step)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:

@@ -34,7 +34,7 @@ def export(source: str, out: str, dtype: str = "float32") -> None:
 
 
 def _trained(checkpoint: Path) -> Specialists:
-    stored = read_checkpoint(checkpoint)
+    stored = load_checkpoint(checkpoint)
     weights = {
         name.removeprefix(PREFIX): value for name, value in stored["state_dict"].items() if name.startswith(PREFIX)
     }
@@ -47,7 +47,7 @@ def _trained(checkpoint: Path) -> Specialists:
     return draft
 
 
-def read_checkpoint(path: Path) -> dict:
+def load_checkpoint(path: Path) -> dict:
     """What a checkpoint holds; tensors and plain values only, nothing in the file is run.
 
     Raises:

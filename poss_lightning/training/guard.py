@@ -12,7 +12,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.schedule import Step
 from poss_lightning.features.stream import Batch
 from poss_lightning.files import atomic
-from poss_lightning.training.strategies import whole
+from poss_lightning.training.strategies import gather_draft
 
 BATCH, NOTE = "batch.safetensors", "note.json"
 TENSORS = ("tokens", "features", "inputs", "greedy", "counts", "positions")
@@ -33,7 +33,7 @@ def finite(losses: list[Tensor], draft: Specialists) -> bool:
     return bool(torch.stack([part.isfinite().all() for part in losses + local]).all())
 
 
-def accuse(trainer: Trainer, draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str:
+def report_nonfinite(trainer: Trainer, draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str:
     """Say whose fault it was, and leave behind what reproduces it. All processes come here.
 
     Args:
@@ -41,13 +41,13 @@ def accuse(trainer: Trainer, draft: Specialists, batches: list[Batch], losses: l
         batches: of this process in this optimizer step.
         losses: their weighted losses, (K,) each.
     """
-    blamed = blame_losses(draft, batches, losses)
+    blamed = locate_losses(draft, batches, losses)
     everyone = [blamed] * trainer.world_size
     if trainer.world_size > 1:
         torch.distributed.all_gather_object(everyone, blamed)
-    said = list(filter(None, everyone)) or [blame_gradients(draft, batches)]
+    said = list(filter(None, everyone)) or [locate_gradients(draft, batches)]
     folder = Path(trainer.log_dir or trainer.default_root_dir) / f"not-finite-{trainer.global_step}"
-    together = whole(draft)  # asks all processes
+    together = gather_draft(draft)  # asks all processes
     if trainer.is_global_zero:
         together.save_pretrained(folder)
     if blamed or not any(everyone):
@@ -55,7 +55,7 @@ def accuse(trainer: Trainer, draft: Specialists, batches: list[Batch], losses: l
     return f"step {trainer.global_step}: {'; '.join(said)}; {folder} reproduces it"
 
 
-def blame_losses(draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str | None:
+def locate_losses(draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str | None:
     """Pass, specialist and conversations of losses that are not finite; None where all are.
 
     Args:
@@ -65,21 +65,25 @@ def blame_losses(draft: Specialists, batches: list[Batch], losses: list[Tensor])
     said = []
     for batch, sums in zip(batches, losses, strict=True):
         if wrong := ((~sums.isfinite()).nonzero()[:, 0] + 1).tolist():
-            specialists = sorted({draft.config.serving(k) + 1 for k in wrong})
-            sick = [name for name, part in zip(batch.ids, batch.parts(), strict=True) if not _well(batch.inputs[part])]
-            where = f"the features of {_names(sick)} are not either" if sick else f"in {_names(batch.ids)}"
+            specialists = sorted({draft.config.specialist_at(k) + 1 for k in wrong})
+            bad_ids = [
+                name for name, part in zip(batch.ids, batch.parts(), strict=True) if not _is_finite(batch.inputs[part])
+            ]
+            where = f"the features of {_names(bad_ids)} are not either" if bad_ids else f"in {_names(batch.ids)}"
             said.append(f"the loss of pass {_names(wrong)} (specialist {_names(specialists)}) is not finite: {where}")
     return "; ".join(said) or None
 
 
-def blame_gradients(draft: Specialists, batches: list[Batch]) -> str:
+def locate_gradients(draft: Specialists, batches: list[Batch]) -> str:
     """Parameters whose gradients are not finite, though the losses are."""
-    wrong = [name for name, value in draft.named_parameters() if value.grad is not None and not _well(value.grad)]
+    wrong = [name for name, value in draft.named_parameters() if value.grad is not None and not _is_finite(value.grad)]
     passes = range(1, draft.config.depth + 1)
-    served = {f"layers.{i}.": [k for k in passes if draft.config.serving(k) == i] for i in range(len(draft.layers))}
+    specialist_of = {
+        f"layers.{i}.": [k for k in passes if draft.config.specialist_at(k) == i] for i in range(len(draft.layers))
+    }
     whose = [
-        f"specialist {i + 1} (pass {_names(served[layer])})"
-        for i, layer in enumerate(served)
+        f"specialist {i + 1} (pass {_names(specialist_of[layer])})"
+        for i, layer in enumerate(specialist_of)
         if any(name.startswith(layer) for name in wrong)
     ]
     ids = [name for batch in batches for name in batch.ids]
@@ -87,7 +91,7 @@ def blame_gradients(draft: Specialists, batches: list[Batch]) -> str:
     return f"the gradient of {of} is not finite, though the losses are: in {_names(ids)}"
 
 
-def _well(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 

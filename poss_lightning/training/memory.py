@@ -28,7 +28,7 @@ class Memory(NamedTuple):
     gradients: float
     optimizer: float  # its moments, and what its step needs
     copies: float  # weights in bfloat16, or gathered
-    ends: float  # the target's embedding and head
+    embed_head: float  # the target's embedding and head
     batch: float
     activations: float
     loss: float
@@ -71,11 +71,11 @@ def kept(setup: Setup) -> float:
     spec, item = setup.config.target, setup.item
     width, inner, attended, shared = widths(setup.config)
     total = 2 * 4 * spec.head_dim  # cosines and sines
-    projections = setup.config.projections(setup.config.depth)
-    total += len({maker for maker, m in projections if m == 0}) * 2 * shared * item  # of z^0, which the block reads
+    kv_pairs = setup.config.kv_pairs(setup.config.depth)
+    total += len({maker for maker, m in kv_pairs if m == 0}) * 2 * shared * item  # of z^0, which the block reads
     if setup.config.layers:
         total += len(setup.config.layers) * width * item  # what `fc` read, once
-        total += (len(projections) + setup.config.depth) * _halves(setup)  # keys and values, and queries
+        total += (len(kv_pairs) + setup.config.depth) * _halves(setup)  # keys and values, and queries
     for k in range(1, setup.config.depth + 1):
         total += (2 if setup.config.layers else 3) * width * item  # z, and what `fc` read
         total += 2 * attended * item + 4 * spec.heads  # queries, the block's output and norm
@@ -111,16 +111,20 @@ def _inputs(setup: Setup) -> int:
 def _forward(setup: Setup) -> Memory:
     """Inside the loss: the passes are over, and a chunk's matrices are there."""
     width, slots, counting = setup.config.target.hidden_size, setup.slots, setup.counting
-    inputs = 0 if setup.zero or setup.ends == 4 else 4 * slots * _inputs(setup)  # as the draft's own numbers
+    inputs = 0 if setup.zero or setup.embed_head == 4 else 4 * slots * _inputs(setup)  # as the draft's own numbers
     passes = setup.config.depth * width * setup.item
     loss = passes * (slots + 2 * counting)  # predictions; those that count, and their gradients
-    loss += counting * (width * setup.ends + 9 * setup.config.depth)  # the features wanted there, guesses, what is live
+    loss += counting * (
+        width * setup.embed_head + 9 * setup.config.depth
+    )  # the features wanted there, guesses, what is live
     rows = min(setup.chunk, counting)
-    loss += rows * setup.vocabulary * (16 + setup.ends * (setup.config.depth + 1))  # four in float32, and all logits
+    loss += (
+        rows * setup.vocabulary * (16 + setup.embed_head * (setup.config.depth + 1))
+    )  # four in float32, and all logits
     if setup.config.layers:
         loss += setup.config.depth * slots * _norm(setup)  # of the predictions, before their own head
-        loss += head_parameters(setup.config) * (4 + 2 * setup.ends)  # its gradient and a chunk's, and its copy
-    return _at("forward", setup, slots * (kept(setup) + width * setup.ends) + inputs, loss)
+        loss += head_parameters(setup.config) * (4 + 2 * setup.embed_head)  # its gradient and a chunk's, and its copy
+    return _at("forward", setup, slots * (kept(setup) + width * setup.embed_head) + inputs, loss)
 
 
 def _backward(setup: Setup) -> Memory:
@@ -165,9 +169,9 @@ def _at(moment: str, setup: Setup, activations: float = 0, loss: float = 0) -> M
         gradients=held.gradients * count + held.buckets,
         optimizer=held.optimizer * count,
         copies=held.copies,
-        ends=rows * width * setup.ends,
+        embed_head=rows * width * setup.embed_head,
         # tokens, greedy, counts and positions in 64 bits, features, and what is read, with noise
-        batch=setup.accumulate * setup.tokens * (4 * 8 + (width + _inputs(setup)) * setup.ends),
+        batch=setup.accumulate * setup.tokens * (4 * 8 + (width + _inputs(setup)) * setup.embed_head),
         activations=activations,
         loss=loss,
     )

@@ -14,9 +14,10 @@ from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.losses import PassLosses, pass_losses
-from poss_lightning.metrics import FeatureDrift, PassMeans, PositionAcceptance, unrolled
+from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
+from poss_lightning.training.resume import resume
 from poss_lightning.training.strategies import FSDP2, DeepSpeed
 
 Source = FeatureStore | OnlineFeatures
@@ -26,7 +27,8 @@ class SpecialistTraining(lightning.LightningModule):
     """Trains the specialists of one allocation on a feature store.
 
     Args:
-        store: gives the target's sizes and its frozen ends: what `FeatureData` reads from, or the address of a store.
+        store: gives the target's sizes and its frozen embedding and head: what `FeatureData` reads from, or the address
+            of a store.
         allocation: positions served by each specialist, e.g. [2, 2, 2].
         depth: passes of the unroll in training; None for the sum of the allocation.
         detach: whether features are detached between passes.
@@ -37,7 +39,7 @@ class SpecialistTraining(lightning.LightningModule):
             has a head of its own, which learns where the target's likeliest token is in the vocabulary.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all, or for
             those of a start of kind eagle3. One of this very size keeps its own.
-        start_from: draft folder, hub id or shipped head whose layers to start from; None starts from random weights.
+        start_from: draft folder, hub id or shipped draft whose layers to start from; None starts from random weights.
         normalise: whether a draft that starts from random weights reads embeddings and features scaled to a mean
             square of 1, dimension by dimension; one that starts from another reads what that one does.
         w_feature: weight of the smooth-L1 term.
@@ -54,6 +56,13 @@ class SpecialistTraining(lightning.LightningModule):
         not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way pass, specialist and
             conversations are named, and the batch is saved beside the log.
         chunk: slots whose (depth + 1, chunk, V) logits exist at once.
+
+    Attributes:
+        draft: the specialists.
+        layers: the target's layers that the draft reads; `FeatureData` puts these into its batches.
+
+    Raises:
+        ValueError: a value out of its range, or a depth that never reaches every specialist.
     """
 
     def __init__(
@@ -87,55 +96,52 @@ class SpecialistTraining(lightning.LightningModule):
             raise ValueError(f"warmup is {warmup}; it must be a fraction of the steps, between 0 and 1")
         if gamma <= 0 or learning_rate <= 0:
             raise ValueError(f"gamma is {gamma} and learning_rate {learning_rate}; both must be above 0")
-        if kind == "eagle3" and w_feature:
-            raise ValueError(f"w_feature is {w_feature}, but a draft of kind eagle3 predicts no feature: make it 0")
         self.save_hyperparameters(ignore="store")
         features = FeatureStore(store) if isinstance(store, str) else store
         start = Specialists.from_pretrained(start_from) if start_from else None
         vocabulary = _vocabulary(features, vocabulary_size, start)
         config = DraftConfig(
-            features.target,
-            tuple(allocation),
-            sum(allocation) if depth is None else depth,
-            detach,
-            intermediate_size,
-            None if vocabulary is None else len(vocabulary),
-            None if order is None else tuple(order),
-            kv,
-            kind,
+            target=features.target,
+            allocation=tuple(allocation),
+            depth=sum(allocation) if depth is None else depth,
+            detach=detach,
+            intermediate_size=intermediate_size,
+            vocabulary_size=None if vocabulary is None else len(vocabulary),
+            order=None if order is None else tuple(order),
+            kv=kv,
+            kind=kind,
         )
-        features = features.select(config.layers)
-        if config.unserved(config.depth):
-            least = next(depth for depth in count(1) if not config.unserved(depth))
-            raise ValueError(
-                f"depth is {config.depth}, which never reaches every specialist of {list(allocation)}: "
-                f"give at least {least}"
-            )
+        _check(config, w_feature)
+        self.layers = config.layers
         self.draft = Specialists(config, vocabulary)
-        ends = features.ends()
-        self.ends = ends.restrict(vocabulary)
-        self.draft.take_head(self.ends)
+        features = features.select(self.layers)
+        whole = features.embed_head()
+        self.embed_head = whole.restrict(vocabulary)
+        self.draft.init_head(self.embed_head)
         if start:
             self.draft.start_from(start)
         elif normalise:
-            embedded = ends.embedding.float().square().mean().sqrt()
-            read = features.root_mean_square()
-            self.draft.normalise(embedded.to(read.device).expand(config.target.hidden_size), read)
-        # The ends never change: DDP need not send them around before every forward.
-        self._ddp_params_and_buffers_to_ignore = [f"ends.{name}" for name, _ in self.ends.named_buffers()]
+            embedded = whole.embedding.float().square().mean().sqrt()
+            inputs = features.root_mean_square()
+            self.draft.normalise(embedded.to(inputs.device).expand(config.target.hidden_size), inputs)
+        # Embedding and head never change: DDP need not send them around before every forward.
+        self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
         self._step: list[tuple[Batch, Tensor]] = []  # batches since the last optimizer step, and their losses (K,)
         # Validation looks as deep as the draft will be used, whatever depth it is trained at.
-        self.looks = max(config.depth, sum(allocation))
-        self.parts = ("token", "topk") if self.draft.fuses else ("feature", "token", "topk")  # of the loss
-        self.val_losses = torch.nn.ModuleDict({name: PassMeans(self.looks) for name in ("weighted", *self.parts)})
-        self.val_acceptance = PositionAcceptance(self.looks)
-        self.val_drift = None if self.draft.fuses else FeatureDrift(self.looks)  # of what predicts a feature
+        self.eval_depth = max(config.depth, sum(allocation))
+        self.loss_terms = ("feature", "token", "topk") if config.predicts_feature else ("token", "topk")
+        means = {name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)}
+        self.val_losses = torch.nn.ModuleDict(means)
+        self.val_acceptance = UnrollAcceptance(self.eval_depth)
+        self.val_drift = FeatureDrift(self.eval_depth) if config.predicts_feature else None
+
+    # --- before it starts ---
 
     def setup(self, stage: str) -> None:
-        """Turn the ends to the dtype that is computed in, whichever the store has."""
+        """Turn embedding and head to the dtype that is computed in, whichever the store has."""
         precision = self.trainer.precision
         if precision in ("bf16-mixed", "32-true"):
-            self.ends.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+            self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
 
     def configure_model(self) -> None:
         """FSDP2 shards the draft before the optimizer is made."""
@@ -148,28 +154,48 @@ class SpecialistTraining(lightning.LightningModule):
         if self.hparams.optimizer == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
             raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
 
+    def configure_optimizers(self):
+        hp, parameters = self.hparams, self.draft.parameters()
+        adamw_args = {"lr": hp.learning_rate, "betas": tuple(hp.betas), "weight_decay": hp.weight_decay}
+        if hp.optimizer == "muon":
+            heads = [self.draft.lm_head.weight] if self.draft.config.own_head else []
+            optimizer = Muon(parameters, **adamw_args, heads=heads)
+        else:
+            optimizer = torch.optim.AdamW(parameters, **adamw_args)
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
+        rise = max(1, round(hp.warmup * total))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # --- a step of training ---
+
     def training_step(self, batch: Batch) -> Tensor:
-        # Finding guesses and reading values takes time, so not at every step.
+        # Finding the draft's top tokens and reading values takes time, so not at every step.
         logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
         depth = self.draft.config.depth
         # The mean is over the whole step; what strategies average over is undone.
         counted = batch.step.slots(depth) if self.hparams.mean_over == "slots" else batch.step.tokens
-        by = self._discounts(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        losses, _ = self._losses(batch, depth, by, guessing=logs)
-        own = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-        self.log("train/loss", self._over_passes(own), prog_bar=True)
+        pass_weights = self._discounts(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
+        losses, _ = self._losses(batch, depth, pass_weights, find_top=logs)
+        means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
+        self.log("train/loss", self._over_passes(means), prog_bar=True)
         self._step.append((batch, losses.weighted))
         if logs:
             self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
-            for name in self.parts:
+            for name in self.loss_terms:
                 self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
-            reached, passed = self._acceptance(batch, losses)
-            self.log_by_depth("train_pos_acc_unroll", passed / reached)
+            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)  # like the loss, of this process
+            acceptance.update(**self._unrolled(batch, losses))
+            self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure) -> None:
-        """Forward and backward, and the step if all is finite on every process."""
+        """Forward and backward, and the step if everything is finite on every process."""
         loss = optimizer_closure()
         (*batches,), (*losses,) = zip(*self._step, strict=True)
         self._step.clear()
@@ -182,17 +208,19 @@ class SpecialistTraining(lightning.LightningModule):
             optimizer.zero_grad()
 
     def _not_finite(self, batches: list[Batch], losses: list[Tensor]) -> None:
-        """Say whose fault it was, leave a reproducer, and stop or go on without the step. All processes come here."""
-        message = guard.accuse(self.trainer, self.draft, batches, losses)
+        """Say where it came from, leave a reproducer, and stop or go on without the step. All processes come here."""
+        message = guard.report_nonfinite(self.trainer, self.draft, batches, losses)
         if self.hparams.not_finite == "stop":
             raise guard.NotFinite(message)
         rank_zero_warn(f"{message}; the step is skipped")
 
+    # --- validation ---
+
     def validation_step(self, batch: Batch) -> dict[str, list[Tensor]]:
-        losses, predictions = self._losses(batch, self.looks)
+        losses, predictions = self._losses(batch, self.eval_depth)
         for name, mean in self.val_losses.items():
             mean.update(getattr(losses, name), losses.slots)
-        self.val_acceptance.update(*self._acceptance(batch, losses))
+        self.val_acceptance.update(**self._unrolled(batch, losses))
         if self.val_drift is not None:
             self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
         return {"predictions": predictions}  # for callbacks to look at
@@ -201,7 +229,7 @@ class SpecialistTraining(lightning.LightningModule):
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
         self.log("val/loss", self._over_passes(means[: self.draft.config.depth]), prog_bar=True)
         self.log_by_depth("val_loss", means)
-        for name in self.parts:
+        for name in self.loss_terms:
             self.log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
         self.log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
         for metric in (*self.val_losses.values(), self.val_acceptance):
@@ -214,30 +242,56 @@ class SpecialistTraining(lightning.LightningModule):
 
     test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
-    def configure_optimizers(self):
-        hp, given = self.hparams, self.draft.parameters()
-        law = {"lr": hp.learning_rate, "betas": tuple(hp.betas), "weight_decay": hp.weight_decay}
-        heads = [self.draft.lm_head.weight] if self.draft.fuses else []
-        optimizer = Muon(given, **law, heads=heads) if hp.optimizer == "muon" else torch.optim.AdamW(given, **law)
-        total = self.trainer.estimated_stepping_batches
-        if total == float("inf"):
-            raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
-        rise = max(1, round(self.hparams.warmup * total))
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
         checkpoint["draft"] = self.draft.config.to_json()
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        if self._trainer is not None and self.trainer.state.fn == "fit" and self.trainer.datamodule is not None:
-            pace = self.trainer.datamodule.go_on(checkpoint["loops"]["fit_loop"])
-            if self.trainer.max_steps == -1:  # the run ends with its epochs, which may have other numbers of steps now
-                schedule = checkpoint["lr_schedulers"][0]
-                schedule["last_epoch"] = round(schedule["last_epoch"] * pace)
+        if self._trainer is not None:
+            resume(self.trainer, checkpoint)
+
+    # --- shared by training and validation ---
+
+    def _losses(
+        self, batch: Batch, depth: int, pass_weights: Tensor | None = None, find_top: bool = True
+    ) -> tuple[PassLosses, list[Tensor]]:
+        """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
+        torch.set_autocast_cache_enabled(True)  # Lightning's would cast a weight anew at each use, and keep all copies
+        draft, hp = self.draft, self.hparams
+        embedded = self.embed_head.embed(batch.tokens[:, 1:])
+        inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
+        packing = Packing(batch.lengths, batch.positions[:, :-1])
+        predictions = draft(embedded, inputs, depth, packing)
+        counts = batch.counts[:, :-1]
+        if draft.config.own_head:  # as published: what the head cannot say it is not taught
+            counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
+        losses = pass_losses(
+            [draft.head_input(prediction) for prediction in predictions],
+            batch.features[:, 1:],
+            counts,
+            self.embed_head.head,
+            hp.w_feature,
+            hp.w_token,
+            hp.w_topk,
+            chunk=hp.chunk,
+            find_top=find_top,
+            scale=self.embed_head.scale,
+            cap=self.embed_head.cap,
+            draft_head=draft.lm_head.weight if draft.config.own_head else None,
+            pass_weights=pass_weights,
+        )
+        return losses, predictions
+
+    def _unrolled(self, batch: Batch, losses: PassLosses) -> dict[str, Tensor]:
+        """What `UnrollAcceptance` looks at: at slot t the draft's top token is a proposal for x_{t+2}."""
+        return {
+            "proposals": self.embed_head.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
+            "greedy": batch.greedy[:, 1:-1],
+            "text": batch.tokens[:, 2:],
+            "counts": batch.counts[:, :-2],
+        }
 
     def _over_passes(self, means: Tensor) -> Tensor:
         """L = Σ_k γ^{k-1} L_k of means (K,)."""
@@ -246,44 +300,23 @@ class SpecialistTraining(lightning.LightningModule):
     def _discounts(self, depth: int) -> Tensor:
         return self.hparams.gamma ** torch.arange(depth, device=self.device)  # (K,)
 
-    def _losses(
-        self, batch: Batch, depth: int, by: Tensor | None = None, guessing: bool = True
-    ) -> tuple[PassLosses, list[Tensor]]:
-        """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
-        torch.set_autocast_cache_enabled(True)  # Lightning's would cast a weight anew at each use, and keep all copies
-        embedded = self.ends.embed(batch.tokens[:, 1:])
-        inputs = batch.inputs[:, :-1].to(self.draft.fc.weight.dtype)
-        packing = Packing(batch.lengths, batch.positions[:, :-1])
-        predictions = self.draft(embedded, inputs, depth, packing)
-        read, own = self.draft.own_head(predictions)
-        counts, hp = batch.counts[:, :-1], self.hparams
-        if own is not None:  # as published: what the head cannot say it is not taught
-            counts = counts * self.ends.holds(batch.greedy[:, 1:])
-        losses = pass_losses(
-            read,
-            batch.features[:, 1:],
-            counts,
-            self.ends.head,
-            hp.w_feature,
-            hp.w_token,
-            hp.w_topk,
-            chunk=hp.chunk,
-            guessing=guessing,
-            scale=self.ends.scale,
-            cap=self.ends.cap,
-            own=own,
-            by=by,
-        )
-        return losses, predictions
-
-    def _acceptance(self, batch: Batch, losses: PassLosses) -> tuple[Tensor, Tensor]:
-        guesses = self.ends.token_ids(losses.guesses.clamp(min=0))[:, :, :-1]  # at slot t: a guess of x_{t+2}
-        return unrolled(guesses, batch.greedy[:, 1:-1], batch.tokens[:, 2:], batch.counts[:, :-2])
-
     def log_by_depth(self, name: str, values: Tensor) -> None:
         """`name/depth_k`, which TensorBoard groups under `name`; positions that nothing reached are left out."""
         self.log_dict(
             {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}
+        )
+
+
+def _check(config: DraftConfig, w_feature: float) -> None:
+    if w_feature and not config.predicts_feature:
+        raise ValueError(
+            f"w_feature is {w_feature}, but a draft of kind {config.kind} predicts no feature: make it 0"
+        )
+    if config.unreached(config.depth):
+        least = next(depth for depth in count(1) if not config.unreached(depth))
+        raise ValueError(
+            f"depth is {config.depth}, which never reaches every specialist of {list(config.allocation)}: "
+            f"give at least {least}"
         )
 
 
@@ -292,7 +325,7 @@ def _vocabulary(features: Source, size: int | None, start: Specialists | None) -
 
     Rows of an own head are worth their training (published: SPEED goes on with the maps of the EAGLE-3 it starts from).
     """
-    same = start and start.config.target.vocab_size == features.target.vocab_size
-    if same and start.fuses and size in (None, start.config.vocabulary_size):
+    same_target = start and start.config.target.vocab_size == features.target.vocab_size
+    if same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
         return start.vocabulary
     return None if size is None else features.common_tokens(size)

@@ -36,8 +36,8 @@ class Muon(torch.optim.AdamW):
         heads: Sequence[Tensor] = (),
     ):
         params, apart = list(params), {id(head) for head in heads}
-        turned = [p.ndim == 2 and id(p) not in apart for p in params]
-        groups = [[p for p, own in zip(params, turned, strict=True) if own == kind] for kind in (False, True)]
+        is_matrix = [p.ndim == 2 and id(p) not in apart for p in params]
+        groups = [[p for p, own in zip(params, is_matrix, strict=True) if own == kind] for kind in (False, True)]
         super().__init__([{"params": own} for own in groups], lr=lr, betas=betas, weight_decay=weight_decay)
         self.param_groups[1]["momentum"] = momentum
 
@@ -53,11 +53,11 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = [vectors, matrices]
-        self._turn(matrices)
+        self._step_matrices(matrices)
         return loss
 
     @torch.no_grad()
-    def _turn(self, group: dict) -> None:
+    def _step_matrices(self, group: dict) -> None:
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -65,12 +65,12 @@ class Muon(torch.optim.AdamW):
                 state |= {"step": torch.zeros(()), "momentum": torch.zeros_like(p.grad)}  # AdamW wants its step
             average = state["momentum"]
             average.lerp_(p.grad, 1 - group["momentum"])
-            step = orthogonal(p.grad.lerp(average, group["momentum"]))
+            step = orthogonalize(p.grad.lerp(average, group["momentum"]))
             p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(step.to(p.dtype), alpha=-group["lr"] * LENGTH * max(p.shape) ** 0.5)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """The nearest matrix with orthonormal rows or columns, nearly: five Newton-Schulz steps in bfloat16, (n, m)."""
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()

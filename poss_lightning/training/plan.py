@@ -196,7 +196,7 @@ def _hours(setup: Setup, corpus_tokens: float, rate: float) -> float:
 
 def _config(spec: TargetSpec, allocation: list[int], depth: int | None, **options) -> DraftConfig:
     config = DraftConfig(spec, tuple(allocation), depth or sum(allocation), **options)
-    if config.unserved(config.depth):
+    if config.unreached(config.depth):
         least = sum(allocation[:-1]) + 1
         raise ValueError(f"depth is {depth}, which never reaches the last of {list(allocation)}: give at least {least}")
     if config.vocabulary_size is not None and not 1 <= config.vocabulary_size <= spec.vocab_size:

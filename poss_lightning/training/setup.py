@@ -25,7 +25,7 @@ class Setup:
         precision: one of `PRECISIONS`.
         device: cpu or cuda.
         chunk: slots whose (chunk, V) matrices exist at once.
-        ends: bytes of a number of the target's: of features, embedding and head.
+        embed_head: bytes of a number of the target's: of features, embedding and head.
         accumulate: batches of a step, kept until it is known whether all of it is finite.
         optimizer: one of `OPTIMIZERS`.
 
@@ -44,7 +44,7 @@ class Setup:
     precision: str = "bf16-mixed"
     device: str = "cuda"
     chunk: int = 128
-    ends: int = 2
+    embed_head: int = 2
     accumulate: int = 1
     optimizer: str = "adamw"
 

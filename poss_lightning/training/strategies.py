@@ -23,24 +23,24 @@ from poss_lightning.draft.specialists import Specialists
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
 
-def whole(draft: Specialists) -> Specialists:
+def gather_draft(draft: Specialists) -> Specialists:
     """The draft in training as one that is not divided: float32, on the CPU, in every process. All processes must ask.
 
     What stands there already is shared, not copied.
     """
-    state = gathered(draft)
+    state = gather_state(draft)
     with torch.device("meta"):  # draws no random numbers
         undivided = Specialists(draft.config, state.get("vocabulary"))
     undivided.load_state_dict(state, assign=True)
     return undivided
 
 
-def gathered(module: nn.Module) -> dict[str, Tensor]:
+def gather_state(module: nn.Module) -> dict[str, Tensor]:
     """The whole state of a module in training, weights in float32, on the CPU. All processes must ask."""
-    return {name: _whole(value).detach().cpu() for name, value in module.state_dict(keep_vars=True).items()}
+    return {name: _gather(value).detach().cpu() for name, value in module.state_dict(keep_vars=True).items()}
 
 
-def _whole(value: Tensor) -> Tensor:
+def _gather(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         return value.full_tensor()
     if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO: what is computed with may be bfloat16
@@ -159,7 +159,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
     def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
         """DeepSpeed takes its float32 masters from weights that it has rounded to bfloat16; here they stay exact."""
-        exact = gathered(model)
+        exact = gather_state(model)
         wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         for name, parameter in model.named_parameters():
             _fill(parameter, exact[name])
@@ -189,7 +189,7 @@ class DeepSpeed(DeepSpeedStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        return gathered(self.lightning_module)
+        return gather_state(self.lightning_module)
 
     def optimizer_state(self, optimizer) -> dict[str, Any]:
         """AdamW's state as if it had never been divided; `optimizer` is ZeRO's around it."""
@@ -237,7 +237,7 @@ class DeepSpeed(DeepSpeedStrategy):
                 _fill(parameter, saved["state"][i][name], name)
 
 
-def _fill(parameter: nn.Parameter, whole: Tensor, state: str | None = None) -> None:
+def _fill(parameter: nn.Parameter, gather_draft: Tensor, state: str | None = None) -> None:
     """Write this process's part of a parameter's float32 master copy, or of AdamW's `state` of it."""
     if hasattr(parameter, "_z3_optimizer"):
         size, world, rank = (
@@ -245,7 +245,7 @@ def _fill(parameter: nn.Parameter, whole: Tensor, state: str | None = None) -> N
             torch.distributed.get_world_size(),
             torch.distributed.get_rank(),
         )
-        padded = nn.functional.pad(whole.flatten(), (0, size * world - whole.numel()))
+        padded = nn.functional.pad(gather_draft.flatten(), (0, size * world - gather_draft.numel()))
         parameter._z3_optimizer.set_local_hp_param(padded[rank * size : (rank + 1) * size], parameter, state)
     elif hasattr(parameter, "_hp_mapping"):
-        parameter.set_full_hp_param(whole, state)
+        parameter.set_full_hp_param(gather_draft, state)

@@ -1,0 +1,51 @@
+"""Writing a corpus that takes long: batch by batch, so that a killed run goes on where it stopped."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from poss_lightning.files import atomic, check_new
+from poss_lightning.work import Work
+
+Messages = list[dict[str, str]]
+
+
+class CorpusWriter:
+    """A file of conversations, and beside it `OUT.parts`, the batches that are done.
+
+    Args:
+        out: file to write in the end.
+
+    Raises:
+        ValueError: its name is not that of a file of conversations.
+        FileExistsError: it is there already.
+    """
+
+    def __init__(self, out: str):
+        if not out.endswith((".jsonl", ".jsonl.gz")):
+            raise ValueError(f"out is {out}; its name must end in .jsonl or .jsonl.gz, as `poss extract` reads it")
+        self.out, self.work = Path(out), Work(f"{out}.parts")
+        if not self.work.folder.exists():  # with both, an earlier run was killed at its very end
+            check_new(out)
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Note what the conversations depend on; errors as of `Work.claim`."""
+        self.work.claim(settings)
+
+    def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:
+        """The conversations of a batch: loaded where they are there, else written."""
+        part = f"{number:06d}"
+        if (conversations := self.work.receipt(part)) is None:
+            self.work.write_receipt(part, conversations := write())
+        return conversations
+
+    def finish(self, records: Iterable[dict]) -> None:
+        """Write the corpus, and remove the parts."""
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        text = "".join(lines).encode()
+        with atomic(self.out) as path:
+            path.write_bytes(gzip.compress(text, 9, mtime=0) if self.out.suffix == ".gz" else text)
+        self.work.clear()
+        print(f"{self.out}: {len(lines)} conversations")

@@ -1,0 +1,43 @@
+"""Which rows of a batch are still decoded, and whose they are."""
+
+import torch
+
+
+class ActiveRows:
+    """The prompt of each row of a batch, and which rows are active.
+
+    Attributes:
+        prompts: the number of each row's prompt.
+        rows: the active rows.
+        mask: (B,) 1 where a row is active; changed in place, so that captured graphs see it.
+    """
+
+    def __init__(self, batch: int, device: torch.device):
+        self.mask = torch.ones(batch, dtype=torch.long, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """All rows are active, each with the prompt of its number."""
+        self.prompts = list(range(len(self.mask)))
+        self.rows = list(self.prompts)
+        self.mask.fill_(1)
+
+    def update(self, unfinished: list[int]) -> list[int] | None:
+        """Only rows of unfinished prompts are active from now on.
+
+        Returns:
+            The rows to keep where half of them or fewer are active, as finished rows cost time; else None.
+        """
+        rows = [row for row, prompt in enumerate(self.prompts) if prompt in unfinished]
+        if 2 * len(rows) <= len(self.prompts):
+            return rows
+        if rows != self.rows:
+            self.mask.copy_(torch.tensor([int(row in rows) for row in range(len(self.prompts))]))
+            self.rows = rows
+        return None
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows, all of them active."""
+        self.mask = torch.ones_like(self.mask[: len(rows)])
+        self.prompts = [self.prompts[row] for row in rows]
+        self.rows = list(range(len(rows)))

@@ -1,0 +1,58 @@
+"""What a round costs on this machine: the time of a draft step, and of verifying trees of several sizes."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from poss_lightning.machine import best_seconds
+
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
+MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
+ENOUGH = 3.0  # seconds after which nothing is timed once more
+
+
+class Costs(NamedTuple):
+    """Seconds of the parts of a round, on this machine and for one size of batch."""
+
+    draft_step: float
+    verify: dict[int, float]  # n nodes a row, for every n that a tree may have; 1 is a step of plain decoding
+
+    @classmethod
+    def interpolate(cls, draft_step: float, timed: dict[int, float]) -> "Costs":
+        """From the times of some sizes; a size between two of them lies on the line between.
+
+        Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
+        """
+        knots = sorted(timed)
+        level = [min(timed[m] for m in knots if m >= n) for n in knots]
+        sizes = sorted({*knots, *(n for n in SIZES if n < knots[-1])})
+        return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes})
+
+    def verify_seconds(self, nodes: int) -> float:
+        """Of any number of nodes: as of the next larger one that a tree may have, or of the largest."""
+        return self.verify[min((n for n in self.verify if n >= nodes), default=max(self.verify))]
+
+    def break_even(self, steps: int, nodes: int) -> float:
+        """Tokens a round at which drafting `steps` and verifying `nodes` is as fast as plain decoding."""
+        return (steps * self.draft_step + self.verify_seconds(nodes)) / self.verify[1]
+
+
+def measure(
+    draft: Callable[[], object],
+    steps: int,
+    verify: Callable[[int], Callable[[], object]],
+    nodes: int,
+    device: torch.device,
+) -> Costs:
+    """Time draft steps and verification here and now.
+
+    Args:
+        draft: drafts a tree in `steps` steps.
+        verify: n -> what verifies n nodes a row.
+        nodes: the most that a tree may have.
+    """
+    works = {0: draft} | {n: verify(n) for n in (*(n for n in MEASURED if n < nodes), nodes)}
+    seconds = best_seconds(works, device=device, enough=ENOUGH)
+    return Costs.interpolate(seconds.pop(0) / steps, seconds)

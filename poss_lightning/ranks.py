@@ -1,0 +1,41 @@
+"""Several processes at one piece of work, as torchrun or SLURM start them; each takes a share of its parts."""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from poss_lightning.machine import choose_device
+
+
+class Rank(NamedTuple):
+    """Which of several processes this is; only the order of its work follows from it."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0  # on its machine
+
+
+def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
+    """From the variables of torchrun or SLURM; alone where neither set them."""
+    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+        if all(environment.get(name, "").isdecimal() for name in names):
+            return Rank(*(int(environment[name]) for name in names))
+    return Rank()
+
+
+def order(count: int, rank: Rank) -> list[int]:
+    """Parts in the order a rank takes them: every world-th, then what the others may have left, from the end.
+
+    So a dead rank's share is done by the others, and a rank that is alone does everything.
+    """
+    own = range(rank.rank, count, rank.world)
+    return [*own, *(number for number in reversed(range(count)) if number not in own)]
+
+
+def device_of(rank: Rank, device: str) -> str:
+    """The device of a rank: of several on one machine each takes a GPU of its own."""
+    if rank.world > 1 and (choose_device() if device == "auto" else device) == "cuda":
+        return f"cuda:{rank.local % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
+    return device

@@ -1,0 +1,72 @@
+"""The spec, and the embedding and head, of a transformers model."""
+
+import hashlib
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from poss_lightning.target.masks import FULL
+from poss_lightning.target.spec import EmbedHead, TargetSpec
+
+
+def embed_head_of(model: nn.Module, spec: TargetSpec) -> EmbedHead:
+    """The frozen embedding and head of a model with this spec; they share its memory."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight.data_ptr() == embedding.weight.data_ptr()
+    rows = embedding.weight if tied else head.weight
+    return EmbedHead(embedding.weight, rows, scale=spec.logit_scale, cap=spec.logit_cap)
+
+
+def spec_of(model: nn.Module, name: str, template: str) -> TargetSpec:
+    """The spec of a model; `name` and `template` are as in `TargetSpec`.
+
+    Raises:
+        NotImplementedError: its embedding is no table, or its head no matrix.
+        AttributeError: its config lacks a size.
+    """
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise NotImplementedError("it has no plain embedding and LM head")
+    rope = _rope_parameters(config)
+    short_lengths = [each["original_max_position_embeddings"] for each in rope if each.get("rope_type") == "longrope"]
+    return TargetSpec(
+        name=name,
+        fingerprint=_fingerprint(model),
+        template=template,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=head.weight.shape[0],
+        context=min([config.max_position_embeddings, *short_lengths]),
+        rope_theta=float(rope[0].get("rope_theta", 10000.0)),
+        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        logit_scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+        layers=config.num_hidden_layers,
+    )
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
+    """Rotary parameters of every kind of layer, full attention's first; one entry where all are alike.
+
+    An angle depends on its token's own position, with two exceptions: where the longest text of a forward passes some
+    length, the angles of "longrope" and "dynamic" change for all tokens. One node of a tree would change another's, and
+    keys in the cache would have the old ones. So a context ends at that length; with "dynamic" it does so by itself.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if FULL not in parameters:
+        return [parameters]
+    return [parameters[FULL], *(each for kind, each in parameters.items() if kind != FULL)]
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,35 @@
+"""Going on within the epoch that a checkpoint stopped in, on whatever number of processes there is now."""
+
+import lightning
+from lightning.pytorch.utilities import rank_zero_warn
+
+from poss_lightning.features.datamodule import FeatureData
+
+
+def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
+    """Set the schedule of a running fit to where `checkpoint` stopped, and its loops and learning rate accordingly.
+
+    Lightning itself would restore the loader only if its length had not been asked for, as the learning rate's schedule
+    does. It changes `checkpoint`, whose loops Lightning restores next.
+    """
+    if trainer.state.fn != "fit" or not isinstance(trainer.datamodule, FeatureData):
+        return
+    loop = checkpoint["loops"]["fit_loop"]
+    (state,) = loop["state_dict"].get("combined_loader") or [None]
+    if state is None:
+        return
+    schedule = trainer.datamodule.training_schedule()
+    schedule.load_state_dict(state)
+    if state["share"] != schedule.step_batches:
+        rank_zero_warn(
+            f"the run goes on with {schedule.step_batches} batches a step (processes x accumulated) where it had "
+            f"{state['share']}: each sample of the epoch is still shown once, but in other steps"
+        )
+    if 0 < state["done"] < state["total"]:
+        progress = loop["epoch_loop.batch_progress"]["current"]
+        taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
+        progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
+    if trainer.max_steps == -1:  # it ends with its epochs, which may have other numbers of steps now
+        steps = -(-state["total"] // schedule.step_batches) / -(-state["total"] // state["share"])
+        learning_rate = checkpoint["lr_schedulers"][0]
+        learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps)

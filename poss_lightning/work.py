@@ -1,0 +1,117 @@
+"""Long work in parts: a killed process leaves it so that the same command goes on, and several may share it.
+
+FOLDER/              beside what is being made; gone when it is finished
+  settings.json      what the result depends on; other settings are refused
+  PART.json          receipt of a finished part: its content, or what tells it from a torn one
+  PART.lock          held while a process works on the part; the system frees the lock of a dead one
+  work.lock          held while the settings, or the result, are written
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import AcquireReturnProxy, FileLock, Timeout
+
+from poss_lightning.files import atomic
+
+SETTINGS, LOCK = "settings.json", "work.lock"
+
+
+class Work:
+    """What stands in `folder` while work is unfinished."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """Write down what the result depends on, or hold it against what stands there.
+
+        Raises:
+            ValueError: the work was begun with other settings; the message names them.
+        """
+        with self.exclusive():
+            path = self.folder / SETTINGS
+            if path.exists():
+                if changed := differences(json.loads(path.read_text()), settings):
+                    raise ValueError(
+                        f"{self.folder} was begun with other settings ({'; '.join(changed)}): go on with those, choose "
+                        "another name, or remove it"
+                    )
+                return
+            with atomic(path) as temporary:
+                temporary.write_text(json.dumps(settings, indent=1))
+
+    def receipt(self, part: str) -> Any | None:
+        """What `write_receipt` wrote of a finished part; None for one that is not finished."""
+        try:
+            return json.loads((self.folder / f"{part}.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def write_receipt(self, part: str, receipt: Any) -> None:
+        """Call a part finished."""
+        with atomic(self.folder / f"{part}.json") as path:
+            path.write_text(json.dumps(receipt, ensure_ascii=False), encoding="utf-8")
+
+    @contextmanager
+    def part(self, part: str) -> Iterator[bool]:
+        """True while the part is this process's to make; False where another one is at it."""
+        try:
+            lock = self._acquire(f"{part}.lock", blocking=False)
+        except Timeout:
+            yield False
+            return
+        with lock:
+            yield True
+
+    @contextmanager
+    def exclusive(self, wait: bool = True) -> Iterator[None]:
+        """Only one process at a time is in here.
+
+        Raises:
+            ValueError: another one is, and this one should not wait.
+        """
+        try:
+            lock = self._acquire(LOCK, blocking=wait)
+        except Timeout:
+            raise ValueError(
+                f"{self.folder.parent}: another process writes there; wait for it, or choose another name"
+            ) from None
+        with lock:
+            yield
+
+    def clear(self) -> None:
+        """Remove it, as the result is there."""
+        if self.folder.exists():
+            with self.exclusive():
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _acquire(self, name: str, blocking: bool) -> AcquireReturnProxy:
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                return FileLock(self.folder / name).acquire(blocking=blocking)
+            except FileNotFoundError:  # another process has just finished, and the folder is gone
+                continue
+
+
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In which settings two pieces of work differ, in words; nested names have dots."""
+    earlier, now = (flat(json.loads(json.dumps(settings))) for settings in (earlier, now))
+    names = dict.fromkeys([*now, *earlier])
+    return [
+        f"{name} {earlier.get(name)!r}, now {now.get(name)!r}" for name in names if earlier.get(name) != now.get(name)
+    ]
+
+
+def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with dots between the names."""
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        inner = flat(value) if isinstance(value, Mapping) else {}
+        found |= {f"{name}.{below}": own for below, own in inner.items()} or {name: value}
+    return found
