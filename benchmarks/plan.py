@@ -57,11 +57,11 @@ class Case(NamedTuple):
     def setup(self) -> Setup:
         tied = self.target.name in TIED
         return Setup(
-            self.config(),
-            tied,
-            sum(self.lengths),
-            max(self.lengths),
-            self.answers,
+            config=self.config(),
+            tied=tied,
+            tokens=sum(self.lengths),
+            conversation=max(self.lengths),
+            answers=self.answers,
             precision=self.precision,
             device="cpu",
             optimizer=self.optimizer,

@@ -112,7 +112,9 @@ def main() -> None:
         name: resident[name] + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
         for name, (one, loss) in steps.items()
     }
-    flops = float(step_flops(problem.draft.config, sizes[-1], slots, slots, (slots + 1) / 2))
+    flops = step_flops(
+        problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2
+    )
     rate = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype)
     results = {
         "dtype": name,

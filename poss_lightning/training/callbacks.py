@@ -1,4 +1,4 @@
-"""What happens beside the steps: draft folders are written, and throughput is measured."""
+"""Callbacks that write draft folders and checkpoints, and measure throughput."""
 
 import math
 import time
@@ -22,7 +22,7 @@ class DraftFolders(lightning.Callback):
     Both stand in the run's own folder.
 
     Args:
-        monitor: logged value that tells the best draft; τ of trees on held-out answers by default (`Replay`).
+        monitor: logged value by which the best draft is chosen; by default τ of trees on held-out answers (`Replay`).
         mode: "max" or "min".
     """
 
@@ -52,8 +52,10 @@ class DraftFolders(lightning.Callback):
             rank_zero_warn("no validation ran, so there is no draft-best")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks all ranks, so all must ask
-        draft = gather_draft(pl_module.draft)  # asks all ranks too
+        folder = Path(
+            trainer.log_dir or trainer.default_root_dir
+        )  # `log_dir` is a broadcast, which all ranks must join
+        draft = gather_draft(pl_module.draft)  # all ranks must join it too
         if trainer.is_global_zero:
             draft.save_pretrained(folder / name)
 
@@ -65,18 +67,22 @@ class DraftFolders(lightning.Callback):
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """`checkpoints/last.ckpt`: the newest state, to go on from, every so many steps and at the end.
+    """Writes `checkpoints/last.ckpt`, from which a training can resume, every so many steps and at the end.
 
     Args:
-        every_n_train_steps: optimizer steps that a kill can cost.
+        every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many.
     """
 
     def __init__(self, every_n_train_steps: int = 200):
-        one = {"save_top_k": 0, "save_last": True, "enable_version_counter": False}  # whatever path leads to its folder
-        super().__init__(every_n_train_steps=every_n_train_steps, **one)
+        super().__init__(
+            every_n_train_steps=every_n_train_steps,
+            save_top_k=0,
+            save_last=True,
+            enable_version_counter=False,  # one file, whichever path leads to its folder
+        )
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
-        """Not behind the last step: a run that is killed in its last validation would have nothing left to do."""
+        """Write none after the last step: a run that is killed in its last validation would resume with nothing to do."""
         if trainer.global_step != trainer.max_steps:
             super().on_train_batch_end(trainer, *args)
 
@@ -89,41 +95,47 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 class Throughput(lightning.Callback):
-    """Logs every `log_every_n_steps` what all processes get done: slots/s, tokens/s, TFLOP/s, and the share of waiting.
+    """Logs slots/s, tokens/s and TFLOP/s of all processes, and the share of waiting, every `log_every_n_steps`.
 
-    A slot counts if pass 1 does. FLOPs are those of the method's matrix products (`step_flops`), so the rate is a
-    model's, not the hardware's. Waiting is all time between two steps: reading, transfer, noise, online features, and
-    Lightning's own; validation is left out. On a GPU, which works on meanwhile, it is an upper bound.
+    A slot counts if pass 1 counts there. FLOPs are those of the method's matrix products (`step_flops`), so the rate is
+    the model's, not the hardware's. Waiting is all time between two steps: reading, transfer, noise, online features,
+    and Lightning's own work, but not validation. A GPU works on in that time, so there it is an upper bound.
     """
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self._restart(trainer, pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        self.waited += time.monotonic() - self.left
+        self.waited += time.monotonic() - self.batch_ended
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
         tokens = sum(map(sum, batch.lengths))
-        seen = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
+        keys = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
         slots = (batch.counts > 0).sum()
-        flops = step_flops(pl_module.draft.config, len(pl_module.embed_head.head), tokens, slots, seen / tokens)
-        self.done += torch.stack([slots, slots.new_tensor(tokens), flops]).to(self.done)  # no wait for the device
-        self.left = time.monotonic()
+        flops = step_flops(
+            pl_module.draft.config,
+            vocabulary=len(pl_module.embed_head.head),
+            tokens=tokens,
+            slots=slots,
+            context=keys / tokens,
+        )
+        self.totals += torch.stack([slots, slots.new_tensor(tokens), flops]).to(self.totals)  # no wait for the device
+        self.batch_ended = time.monotonic()
         if trainer.global_step >= self.step + trainer.log_every_n_steps:
             self._log(trainer, pl_module)
             self._restart(trainer, pl_module)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.paused = time.monotonic()
+        self.validation_started = time.monotonic()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.begun += time.monotonic() - self.paused
-            self.left = time.monotonic()
+            self.started += time.monotonic() - self.validation_started
+            self.batch_ended = time.monotonic()
 
     def _log(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        slots, tokens, flops = trainer.strategy.reduce(self.done, reduce_op="sum").tolist()  # waits for the device
-        elapsed = time.monotonic() - self.begun
+        slots, tokens, flops = trainer.strategy.reduce(self.totals, reduce_op="sum").tolist()  # waits for the device
+        elapsed = time.monotonic() - self.started
         pl_module.log("slots/s", slots / elapsed, prog_bar=True, logger=False)  # a short name, for the bar
         pl_module.log("throughput/slots_per_second", slots / elapsed)
         pl_module.log("throughput/tokens_per_second", tokens / elapsed)
@@ -132,5 +144,5 @@ class Throughput(lightning.Callback):
 
     def _restart(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self.step, self.waited = trainer.global_step, 0.0
-        self.done = torch.zeros(3, dtype=SUMS, device=pl_module.device)  # slots, tokens, FLOPs
-        self.begun = self.left = time.monotonic()
+        self.totals = torch.zeros(3, dtype=SUMS, device=pl_module.device)  # slots, tokens, FLOPs
+        self.started = self.batch_ended = time.monotonic()

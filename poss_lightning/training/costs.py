@@ -1,73 +1,72 @@
 """What a draft costs from its sizes alone: trained parameters, and the matmul FLOPs of a training step."""
 
-from collections.abc import Iterator
-from math import prod
+from functools import cache
+from typing import TypeVar
 
-from poss_lightning.draft.specialists import DraftConfig
+import torch
+from torch import Tensor
 
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 
-def shapes(config: DraftConfig) -> Iterator[tuple[int, ...]]:
-    """Of every parameter of the draft."""
-    width, inner, attended, shared = widths(config)
-    read = read_width(config)
-    if config.layers:
-        yield (width, len(config.layers) * width)
-    else:
-        yield from ((width, 2 * width), (width,))
-    for _ in config.allocation:
-        yield from ((attended, read), (shared, read), (shared, read), (width, attended))
-        yield from ((width,), (inner, width), (inner, width), (width, inner))
-        yield from ((width,), (width,)) if config.layers else ()
-    if config.layers:
-        yield from ((width,), (head_parameters(config) // width, width))
+Slots = TypeVar("Slots", int, Tensor)
 
 
-def head_parameters(config: DraftConfig) -> int:
-    """Trained numbers of the draft's own head; 0 where the target's is asked."""
-    rows = config.vocabulary_size or config.target.vocab_size
-    return rows * config.target.hidden_size if config.layers else 0
+@cache
+def empty_draft(config: DraftConfig) -> Specialists:
+    """A draft without numbers: its parameters have their shapes, and take no memory."""
+    size = config.vocabulary_size
+    with torch.device("meta"):
+        return Specialists(config, None if size is None else torch.arange(size, device="cpu"))
 
 
-def parameters(config: DraftConfig) -> int:
-    """Trained numbers of the draft: `fc`, a layer a specialist, and an own head."""
-    return sum(map(prod, shapes(config)))
+def shapes(config: DraftConfig) -> list[torch.Size]:
+    """The shape of every parameter of the draft."""
+    return [parameter.shape for parameter in empty_draft(config).parameters()]
 
 
-def specialist_parameters(config: DraftConfig) -> int:
+def count_parameters(config: DraftConfig) -> int:
+    """Trained numbers of the draft: `fc`, one layer for each specialist, and an own head."""
+    return sum(map(torch.Size.numel, shapes(config)))
+
+
+def count_specialist_parameters(config: DraftConfig) -> int:
     """Trained numbers of one specialist."""
-    width, inner, attended, shared = widths(config)
-    norms = 3 if config.layers else 1
-    return read_width(config) * (attended + 2 * shared) + width * (attended + 3 * inner + norms)
+    return sum(parameter.numel() for parameter in empty_draft(config).layers[0].parameters())
 
 
-def step_flops(config: DraftConfig, vocabulary: int, tokens: int, slots: int, context: float) -> float:
-    """FLOPs of the matrix products of one training step, forward and backward; what is made twice counts once.
+def count_head_parameters(config: DraftConfig) -> int:
+    """Trained numbers of the draft's own head; 0 where the draft takes the target's."""
+    return empty_draft(config).lm_head.weight.numel() if config.own_head else 0
+
+
+def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Slots, context: float) -> Slots | float:
+    """FLOPs of the matrix products of one training step, forward and backward; what is recomputed counts once.
 
     Args:
         vocabulary: rows of the head.
-        tokens: slots of the batch, counting or not.
-        slots: those where a loss is taken; a tensor will do.
+        tokens: slots of the batch, whether a loss is taken there or not.
+        slots: slots where a loss is taken; a tensor gives a tensor.
         context: keys that a query sees, on average.
     """
     width, inner, attended, shared = widths(config)
-    depth, read = config.depth, read_width(config)
+    depth, joined, layers = config.depth, joined_width(config), len(config.layers)
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
-    joins = 2 * len(config.layers) * width * width if config.layers else (2 * depth + inputs) * 2 * width * width
-    layers = 3 * depth * (read * attended + width * (attended + 3 * inner))  # queries, output, and the gated MLP
-    pairs = 3 * len(config.kv_pairs(depth)) * read * 2 * shared
+    fc = 2 * layers * width * width if config.reads_inner_layers else (2 * depth + inputs) * 2 * width * width
+    specialists = 3 * depth * (joined * attended + width * (attended + 3 * inner))  # queries, output, gated MLP
+    keys_values = 3 * len(config.kv_pairs(depth)) * joined * 2 * shared
     attention = 3 * depth * 2 * attended * context  # scores and values
-    # the target's logits; a pass's, and its gradient by what is read; and by an own head
-    head = (1 + (3 if config.layers else 2) * depth) * width * vocabulary
-    return 2 * tokens * (joins + layers + pairs + attention) + 2 * slots * head
+    # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
+    head = (1 + (3 if config.own_head else 2) * depth) * width * vocabulary
+    return 2 * tokens * (fc + specialists + keys_values + attention) + 2 * slots * head
 
 
-def read_width(config: DraftConfig) -> int:
-    """Width of what queries, keys and values are projected from."""
-    return config.target.hidden_size * (2 if config.layers else 1)
+def joined_width(config: DraftConfig) -> int:
+    """Z, the width of a slot's z, from which queries, keys and values are projected."""
+    return config.target.hidden_size * (2 if config.reads_inner_layers else 1)
 
 
 def widths(config: DraftConfig) -> tuple[int, int, int, int]:
-    """Widths: of the model, the MLP, all queries of a slot, all keys of a slot."""
+    """The width of the model, of the MLP, of all queries of a slot, and of all keys of a slot."""
     spec = config.target
     inner = config.intermediate_size or spec.intermediate_size
     return spec.hidden_size, inner, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

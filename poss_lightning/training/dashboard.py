@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside scalars: charts of all depths, histograms, figures, hyper-parameters, the projector."""
+"""What TensorBoard shows beside scalars: charts by depth, histograms, figures, hyper-parameters, the projector."""
 
 from typing import NamedTuple
 
@@ -13,58 +13,58 @@ from poss_lightning.training import hyperparameters, panels
 from poss_lightning.training.module import SpecialistTraining
 
 
-class Slots(NamedTuple):
+class DeepSlots(NamedTuple):
     """Slots of one validation batch at which all K passes count."""
 
     target: Tensor  # (S, D) the target's features
     draft: Tensor  # (K, S, D) the passes' predictions of them
-    read: list[int]  # (S,) the token a feature stands behind
-    following: list[int]  # (S,) the text's next, of which it speaks
+    tokens: list[int]  # (S,) the last token that each feature has read
+    following: list[int]  # (S,) the next token of the text, which the feature predicts
 
 
 class Dashboard(lightning.Callback):
     """Fills TensorBoard's other tabs; with another logger, or none, it does nothing.
 
-    A step of training is not touched. A validation costs a figure and a histogram a depth; the projector, written once
-    when training ends, about 20 bytes x D x slots x (K + 1).
+    It does no work in training steps. Each validation writes a figure and a histogram for each depth. The projector is
+    written once, when training ends, with about 20 bytes x D x slots x (K + 1).
 
     Args:
-        slots: of the last validation whose features the projector shows.
+        slots: how many slots of the last validation the projector shows.
     """
 
     def __init__(self, slots: int = 40):
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
         self.slots = slots
-        self.kept: Slots | None = None
+        self.deep_slots: DeepSlots | None = None
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                # It would note the hyper-parameters first, with a placeholder as their metric, and the first count.
+                # Else it writes hyper-parameters with a placeholder metric first, and TensorBoard takes the first.
                 logger._default_hp_metric = False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (writer := writer_of(trainer)) is None:
             return
         writer.add_custom_scalars(panels.LAYOUT)
-        chosen = hyperparameters.hyperparameters(trainer, pl_module)
-        for summary in hyperparameters.begin(chosen, pl_module.eval_depth):
+        values = hyperparameters.collect(trainer, pl_module)
+        for summary in hyperparameters.start_summaries(values, pl_module.eval_depth):
             writer._get_file_writer().add_summary(summary)
 
     def on_validation_batch_end(
         self, trainer, pl_module: SpecialistTraining, outputs: dict, batch: Batch, batch_idx: int, dataloader_idx=0
     ) -> None:
         if batch_idx == 0 and writer_of(trainer) is not None and pl_module.val_drift is not None:
-            self.kept = pick(outputs["predictions"], batch, self.slots)
+            self.deep_slots = pick_slots(outputs["predictions"], batch, self.slots)
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if pl_module.val_drift is None:  # the draft predicts no feature
             return
-        counts = pl_module.val_drift.compute()["histogram"]  # asks all processes; the module asks, and resets, later
+        counts = pl_module.val_drift.compute()["histogram"]  # all processes must join it; the module resets it later
         if (writer := writer_of(trainer)) is None:
             return
-        for depth, values in panels.histograms(counts).items():
+        for depth, values in panels.count_histograms(counts).items():
             tag = f"val_drift_cosine_by_slot/depth_{depth}"
             writer.add_histogram_raw(tag, **values, global_step=trainer.global_step)
 
@@ -72,32 +72,34 @@ class Dashboard(lightning.Callback):
         if (writer := writer_of(trainer)) is None:
             return
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        figure = panels.acceptance(logged, pl_module.eval_depth, trainer.global_step)
+        figure = panels.draw_acceptance(logged, pl_module.eval_depth, trainer.global_step)
         writer.add_figure("val_pos_acc/by_position", figure, trainer.global_step)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (writer := writer_of(trainer)) is None:
             return
-        writer._get_file_writer().add_summary(hyperparameters.end())
-        if self.kept is not None:
-            features, labels = panels.points(*self.kept, panels.speller(pl_module.draft.config.target.name))
+        writer._get_file_writer().add_summary(hyperparameters.end_summary())
+        if self.deep_slots is not None:
+            features, labels = panels.make_points(
+                *self.deep_slots, panels.load_speller(pl_module.draft.config.target.name)
+            )
             writer.add_embedding(features, labels, None, trainer.global_step, "features", list(panels.LABELS))
 
 
 def writer_of(trainer: lightning.Trainer) -> SummaryWriter | None:
-    """The process's TensorBoard, where it is the one that writes and training goes on."""
+    """The TensorBoard writer of a running training, in the process that writes; else None."""
     if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
         return None
     return next((logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
 
 
-def pick(predictions: list[Tensor], batch: Batch, most: int) -> Slots | None:
-    """Slots all over a batch, `most` at the most; None where no slot is deep enough in its answer."""
+def pick_slots(predictions: list[Tensor], batch: Batch, most: int) -> DeepSlots | None:
+    """At most `most` slots, spread over a batch; None where no slot is deep enough in its answer."""
     deep = (batch.counts[:, :-1] >= len(predictions)).nonzero()  # (slots, 2)
     if not len(deep):
         return None
     rows, slots = deep[torch.linspace(0, len(deep) - 1, min(most, len(deep)), device=deep.device).long()].unbind(1)
-    return Slots(
+    return DeepSlots(
         batch.features[rows, slots + 1].float().cpu(),
         torch.stack([prediction[rows, slots] for prediction in predictions]).float().cpu(),
         batch.tokens[rows, slots + 1].tolist(),

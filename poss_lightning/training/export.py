@@ -1,39 +1,41 @@
-"""A draft's folder, from a checkpoint of training, whatever strategy wrote it: without a GPU or a process group."""
+"""Write a draft's folder from a training checkpoint of any strategy, without a GPU or a process group."""
 
 import pickle
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from poss_lightning.draft.specialists import CONFIG, DraftConfig, Specialists
+from poss_lightning.files import atomic_folder, check_new
 
 PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
 
 
-def export(source: str, out: str, dtype: str = "float32") -> None:
-    """Write a draft as a folder, config.json and model.safetensors: of a training checkpoint, or of another folder.
+def export(source: str, out: str, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> None:
+    """Write the draft of a training checkpoint, or of another draft folder, as config.json and model.safetensors.
 
     Args:
         source: a .ckpt file that `poss fit` wrote, with any strategy; or a draft folder.
         out: folder to write.
-        dtype: of what is written: float32, bfloat16 or float16. Half of float32's bytes lose nothing where decoding is
+        dtype: of the weights in the file: float32, bfloat16 or float16. A 16-bit dtype loses nothing where decoding is
             in that dtype anyway.
 
     Raises:
-        FileExistsError: `out` is there already.
+        FileExistsError: there is something at `out`.
         FileNotFoundError: there is no such file.
-        ValueError: it is no checkpoint of ours, or its weights contradict its config.
+        ValueError: the file is not a checkpoint of `poss fit`, or its weights contradict its config.
     """
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16")
-    if Path(out).exists():
-        raise FileExistsError(f"{out} is there already: choose another folder or remove it")
-    draft = Specialists.from_pretrained(source) if (Path(source) / CONFIG).is_file() else _trained(Path(source))
-    draft.to(getattr(torch, dtype)).save_pretrained(out)
+    check_new(out)
+    draft = Specialists.from_pretrained(source) if (Path(source) / CONFIG).is_file() else _load_draft(Path(source))
+    with atomic_folder(out) as folder:
+        draft.to(getattr(torch, dtype)).save_pretrained(folder)
     print(f"{out}: allocation {list(draft.config.allocation)}, for {draft.config.target.name}, in {dtype}")
 
 
-def _trained(checkpoint: Path) -> Specialists:
+def _load_draft(checkpoint: Path) -> Specialists:
     stored = load_checkpoint(checkpoint)
     weights = {
         name.removeprefix(PREFIX): value for name, value in stored["state_dict"].items() if name.startswith(PREFIX)
@@ -48,11 +50,11 @@ def _trained(checkpoint: Path) -> Specialists:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """What a checkpoint holds; tensors and plain values only, nothing in the file is run.
+    """The content of a training checkpoint: tensors and plain values alone, so no code in the file is run.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no checkpoint of ours.
+        ValueError: it is not a checkpoint of `poss fit`.
     """
     if (path / CONFIG).is_file():
         raise ValueError(

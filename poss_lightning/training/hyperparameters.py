@@ -1,6 +1,6 @@
-"""A run as one row of TensorBoard's HPARAMS tab: what it was told, and what its draft is worth.
+"""A run as one row of TensorBoard's HPARAMS tab: its hyper-parameters, and the acceptance of its draft.
 
-The notes are made here, and not by a writer's `add_hparams`, which would make a run of its own of every row.
+The summaries are made here and not by a writer's `add_hparams`, which starts another run for every row.
 """
 
 import os
@@ -12,19 +12,29 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.costs import parameters
+from poss_lightning.training.costs import count_parameters
 from poss_lightning.training.module import SpecialistTraining
 
-GIVEN = ("optimizer", "learning_rate", "warmup", "weight_decay", "gamma", "w_feature", "w_token", "w_topk", "mean_over")
-FIRST = ("allocation", "depth", "optimizer", "learning_rate", "seed")  # in which runs mostly differ
+ARGUMENTS = (
+    "optimizer",
+    "learning_rate",
+    "warmup",
+    "weight_decay",
+    "gamma",
+    "w_feature",
+    "w_token",
+    "w_topk",
+    "mean_over",
+)
+FIRST = ("allocation", "depth", "optimizer", "learning_rate", "seed")  # runs mostly differ in these
 
-Chosen = dict[str, str | float]
+Hyperparameters = dict[str, str | float]
 
 
-def hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) -> Chosen:
-    """What a run is told apart by. None is left out: TensorBoard takes the columns from any one run."""
+def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperparameters:
+    """All hyper-parameters of a run, also those at their defaults: TensorBoard takes its columns from any one run."""
     config, data = training.draft.config, trainer.datamodule
-    chosen = {
+    values = {
         "allocation": str(list(config.allocation)),
         "order": "runs" if config.order is None else str(list(config.order)),
         "depth": config.depth,
@@ -33,26 +43,26 @@ def hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) ->
         "kind": config.kind,
         "intermediate_size": config.intermediate_size or config.target.intermediate_size,
         "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
-        "parameters": parameters(config),
-        "start_from": training.hparams.start_from or "random weights",
+        "parameters": count_parameters(config),
+        "start_from": training.hparams["start_from"] or "random weights",
         "steps": trainer.estimated_stepping_batches,
-        "normalise": str(training.hparams.normalise),
-        "seed": int(os.environ.get("PL_GLOBAL_SEED", -1)),  # where Lightning keeps it
+        "normalise": str(training.hparams["normalise"]),
+        "seed": int(os.environ.get("PL_GLOBAL_SEED", -1)),  # Lightning sets it
     }
     if isinstance(data, FeatureData):
         tokens = data.batch_tokens * trainer.world_size * trainer.accumulate_grad_batches
-        chosen |= {"conversations": len(data.train), "step_tokens": tokens, "noise": data.noise}
-    return chosen | {name: training.hparams[name] for name in GIVEN}
+        values |= {"conversations": len(data.train), "step_tokens": tokens, "noise": data.noise}
+    return values | {name: training.hparams[name] for name in ARGUMENTS}
 
 
-def begin(chosen: Chosen, depth: int) -> list[Summary]:
-    """Notes for the start of a run: the table's columns, and the run's values.
+def start_summaries(values: Hyperparameters, depth: int) -> list[Summary]:
+    """Summaries for the start of a run: the table's columns, and the run's values.
 
-    Beside every hyper-parameter stand τ and pos-acc; TensorBoard takes them from the newest scalars.
+    The table also has τ and pos-acc, which TensorBoard takes from the newest scalars.
     """
-    columns = [api_pb2.HParamInfo(name=name, type=_kind(value)) for name, value in chosen.items()]
+    columns = [api_pb2.HParamInfo(name=name, type=_kind(value)) for name, value in values.items()]
     for column in columns:
-        column.differs = column.name in FIRST  # then it stands first; only five are shown until one asks for more
+        column.differs = column.name in FIRST  # such columns stand first; TensorBoard shows five at first
     scalars = {"val/tau_tree": "τ, trees"}
     scalars |= {f"val_pos_acc_tree/depth_{k}": f"pos-acc {k}, trees" for k in range(1, depth + 1)}
     scalars |= {"val/tau_chain": "τ, chains", "val/loss": "loss"}
@@ -61,25 +71,25 @@ def begin(chosen: Chosen, depth: int) -> list[Summary]:
     ]
     experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
     session = SessionStartInfo(start_time_secs=time.time())
-    for name, value in chosen.items():
+    for name, value in values.items():
         field = "string_value" if isinstance(value, str) else "number_value"
         setattr(session.hparams[name], field, value)
     return [
-        _note(metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment)),
-        _note(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=session)),
+        _summary(metadata.EXPERIMENT_TAG, HParamsPluginData(experiment=experiment)),
+        _summary(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=session)),
     ]
 
 
-def end() -> Summary:
-    """The note that a run came to its end."""
+def end_summary() -> Summary:
+    """Says that a run has ended."""
     done = SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
-    return _note(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=done))
+    return _summary(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=done))
 
 
 def _kind(value: str | float) -> int:
     return api_pb2.DATA_TYPE_STRING if isinstance(value, str) else api_pb2.DATA_TYPE_FLOAT64
 
 
-def _note(tag: str, content: HParamsPluginData) -> Summary:
+def _summary(tag: str, content: HParamsPluginData) -> Summary:
     data = metadata.create_summary_metadata(content)
     return Summary(value=[Summary.Value(tag=tag, metadata=data, tensor=metadata.NULL_TENSOR)])

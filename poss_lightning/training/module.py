@@ -1,4 +1,4 @@
-"""The LightningModule: a shell around unroll, loss and metrics."""
+"""The LightningModule around the unroll, the loss and the metrics."""
 
 from itertools import count
 from typing import Literal
@@ -26,35 +26,40 @@ Source = FeatureStore | OnlineFeatures
 class SpecialistTraining(lightning.LightningModule):
     """Trains the specialists of one allocation on a feature store.
 
+    Example:
+        >>> module = SpecialistTraining("store", allocation=[2, 2, 2])
+        >>> lightning.Trainer(max_epochs=1).fit(module, FeatureData("store"))
+        >>> module.draft.save_pretrained("draft")
+
     Args:
-        store: gives the target's sizes and its frozen embedding and head: what `FeatureData` reads from, or the address
-            of a store.
+        store: gives the target's sizes and its frozen embedding and head: the address of a store, or the `source` of a
+            `FeatureData`.
         allocation: positions served by each specialist, e.g. [2, 2, 2].
         depth: passes of the unroll in training; None for the sum of the allocation.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
-        order: the specialist, from 0, of each position, where they do not serve runs.
+        order: the specialist, from 0, of each position, where specialists do not serve runs of positions.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
-        kind: "eagle2"; or "eagle3", of a store with inner layers: it predicts no feature, so w_feature must be 0, and
-            has a head of its own, which learns where the target's likeliest token is in the vocabulary.
-        vocabulary_size: propose only that many tokens, the commonest in the store's answers; None for all, or for
-            those of a start of kind eagle3. One of this very size keeps its own.
+        kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, so w_feature must be 0. It
+            has a head of its own, which learns at slots where the vocabulary holds the target's likeliest token.
+        vocabulary_size: propose only that many tokens, the commonest in the store's answers. None is for all tokens. A
+            draft of kind eagle3 keeps the vocabulary of the draft it starts from, where the size is the same or None.
         start_from: draft folder, hub id or shipped draft whose layers to start from; None starts from random weights.
-        normalise: whether a draft that starts from random weights reads embeddings and features scaled to a mean
-            square of 1, dimension by dimension; one that starts from another reads what that one does.
+        normalise: whether a draft that starts from random weights scales its input, dimension by dimension, to a mean
+            square of 1. A draft that starts from another takes over its scale.
         w_feature: weight of the smooth-L1 term.
         w_token: weight of the cross-entropy.
         w_topk: weight of the cross-entropy over the target's ten likeliest tokens.
         gamma: weight of a pass relative to the one before.
-        optimizer: "adamw", or "muon" for all matrices but a head (and AdamW for the rest): fewer steps to the same
-            loss, where each process has whole matrices.
-        learning_rate: of either, at the end of warm-up.
+        optimizer: "adamw"; or "muon" for all matrices but a head, and AdamW for the rest. Muon needs fewer steps to the
+            same loss, and undivided matrices in each process.
+        learning_rate: of both optimizers, at the end of warm-up.
         betas: of AdamW.
-        weight_decay: of either.
+        weight_decay: of both optimizers.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
-        mean_over: "slots" that count in the whole optimizer step, or all its "tokens".
-        not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way pass, specialist and
-            conversations are named, and the batch is saved beside the log.
+        mean_over: the loss is a mean over the "slots" that count in an optimizer step, or over all its "tokens".
+        not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way the message names
+            pass, specialist and conversations, and the batch is saved beside the log.
         chunk: slots whose (depth + 1, chunk, V) logits exist at once.
 
     Attributes:
@@ -99,7 +104,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.save_hyperparameters(ignore="store")
         features = FeatureStore(store) if isinstance(store, str) else store
         start = Specialists.from_pretrained(start_from) if start_from else None
-        vocabulary = _vocabulary(features, vocabulary_size, start)
+        vocabulary = _choose_vocabulary(features, vocabulary_size, start)
         config = DraftConfig(
             target=features.target,
             allocation=tuple(allocation),
@@ -111,23 +116,24 @@ class SpecialistTraining(lightning.LightningModule):
             kv=kv,
             kind=kind,
         )
-        _check(config, w_feature)
+        _check_config(config, w_feature)
         self.layers = config.layers
         self.draft = Specialists(config, vocabulary)
         features = features.select(self.layers)
-        whole = features.embed_head()
-        self.embed_head = whole.restrict(vocabulary)
+        embed_head = features.embed_head()
+        self.embed_head = embed_head.restrict(vocabulary)
         self.draft.init_head(self.embed_head)
         if start:
             self.draft.start_from(start)
         elif normalise:
-            embedded = whole.embedding.float().square().mean().sqrt()
+            embedded = embed_head.embedding.float().square().mean().sqrt()
             inputs = features.root_mean_square()
             self.draft.normalise(embedded.to(inputs.device).expand(config.target.hidden_size), inputs)
-        # Embedding and head never change: DDP need not send them around before every forward.
+        # Embedding and head never change, so DDP need not broadcast them before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
-        self._step: list[tuple[Batch, Tensor]] = []  # batches since the last optimizer step, and their losses (K,)
-        # Validation looks as deep as the draft will be used, whatever depth it is trained at.
+        # Batches since the last optimizer step, and their losses (K,).
+        self._since_step: list[tuple[Batch, Tensor]] = []
+        # Validation goes as deep as decoding will, at whatever depth the draft is trained.
         self.eval_depth = max(config.depth, sum(allocation))
         self.loss_terms = ("feature", "token", "topk") if config.predicts_feature else ("token", "topk")
         means = {name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)}
@@ -138,7 +144,7 @@ class SpecialistTraining(lightning.LightningModule):
     # --- before it starts ---
 
     def setup(self, stage: str) -> None:
-        """Turn embedding and head to the dtype that is computed in, whichever the store has."""
+        """Cast embedding and head to the dtype of the computation, whichever the store has."""
         precision = self.trainer.precision
         if precision in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
@@ -149,15 +155,15 @@ class SpecialistTraining(lightning.LightningModule):
             self.trainer.strategy.shard(self.draft)
 
     def on_fit_start(self) -> None:
-        if self.hparams.not_finite == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
+        if self.hparams["not_finite"] == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
             raise ValueError("not_finite is skip, but DeepSpeed cannot undo the backward of a loss: make it stop")
-        if self.hparams.optimizer == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
+        if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
             raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
 
     def configure_optimizers(self):
         hp, parameters = self.hparams, self.draft.parameters()
-        adamw_args = {"lr": hp.learning_rate, "betas": tuple(hp.betas), "weight_decay": hp.weight_decay}
-        if hp.optimizer == "muon":
+        adamw_args = {"lr": hp["learning_rate"], "betas": tuple(hp["betas"]), "weight_decay": hp["weight_decay"]}
+        if hp["optimizer"] == "muon":
             heads = [self.draft.lm_head.weight] if self.draft.config.own_head else []
             optimizer = Muon(parameters, **adamw_args, heads=heads)
         else:
@@ -165,7 +171,7 @@ class SpecialistTraining(lightning.LightningModule):
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
-        rise = max(1, round(hp.warmup * total))
+        rise = max(1, round(hp["warmup"] * total))
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))
         )
@@ -174,22 +180,24 @@ class SpecialistTraining(lightning.LightningModule):
     # --- a step of training ---
 
     def training_step(self, batch: Batch) -> Tensor:
-        # Finding the draft's top tokens and reading values takes time, so not at every step.
+        # Finding the draft's top tokens and reading values takes time, so it is not done at every step.
         logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
         depth = self.draft.config.depth
-        # The mean is over the whole step; what strategies average over is undone.
-        counted = batch.step.slots(depth) if self.hparams.mean_over == "slots" else batch.step.tokens
-        pass_weights = self._discounts(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
+        # The mean is over the whole step. Strategies average over its batches, so this is undone here.
+        counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
+        pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
         losses, _ = self._losses(batch, depth, pass_weights, find_top=logs)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-        self.log("train/loss", self._over_passes(means), prog_bar=True)
-        self._step.append((batch, losses.weighted))
+        self.log("train/loss", self._sum_passes(means), prog_bar=True)
+        self._since_step.append((batch, losses.weighted))
         if logs:
             self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
             for name in self.loss_terms:
                 self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
-            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)  # like the loss, of this process
+            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(
+                self.device
+            )  # of this process, as the loss is
             acceptance.update(**self._unrolled(batch, losses))
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
@@ -197,20 +205,20 @@ class SpecialistTraining(lightning.LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure) -> None:
         """Forward and backward, and the step if everything is finite on every process."""
         loss = optimizer_closure()
-        (*batches,), (*losses,) = zip(*self._step, strict=True)
-        self._step.clear()
-        if self.trainer.strategy.reduce_boolean_decision(guard.finite(losses, self.draft)):
+        (*batches,), (*losses,) = zip(*self._since_step, strict=True)
+        self._since_step.clear()
+        if self.trainer.strategy.reduce_boolean_decision(guard.is_finite(losses, self.draft)):
             optimizer.step(closure=lambda: loss)
             if isinstance(self.trainer.strategy, DeepSpeed) and self.trainer.strategy.overflowed:
-                self._not_finite(batches, losses)
+                self._handle_nonfinite(batches, losses)
         else:
-            self._not_finite(batches, losses)
+            self._handle_nonfinite(batches, losses)
             optimizer.zero_grad()
 
-    def _not_finite(self, batches: list[Batch], losses: list[Tensor]) -> None:
-        """Say where it came from, leave a reproducer, and stop or go on without the step. All processes come here."""
+    def _handle_nonfinite(self, batches: list[Batch], losses: list[Tensor]) -> None:
+        """Report the cause, save a reproducer, and stop or skip the step. All processes must call it."""
         message = guard.report_nonfinite(self.trainer, self.draft, batches, losses)
-        if self.hparams.not_finite == "stop":
+        if self.hparams["not_finite"] == "stop":
             raise guard.NotFinite(message)
         rank_zero_warn(f"{message}; the step is skipped")
 
@@ -223,11 +231,11 @@ class SpecialistTraining(lightning.LightningModule):
         self.val_acceptance.update(**self._unrolled(batch, losses))
         if self.val_drift is not None:
             self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
-        return {"predictions": predictions}  # for callbacks to look at
+        return {"predictions": predictions}  # for callbacks
 
     def on_validation_epoch_end(self) -> None:
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
-        self.log("val/loss", self._over_passes(means[: self.draft.config.depth]), prog_bar=True)
+        self.log("val/loss", self._sum_passes(means[: self.draft.config.depth]), prog_bar=True)
         self.log_by_depth("val_loss", means)
         for name in self.loss_terms:
             self.log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
@@ -257,25 +265,30 @@ class SpecialistTraining(lightning.LightningModule):
     def _losses(
         self, batch: Batch, depth: int, pass_weights: Tensor | None = None, find_top: bool = True
     ) -> tuple[PassLosses, list[Tensor]]:
-        """Slots are one fewer than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}."""
-        torch.set_autocast_cache_enabled(True)  # Lightning's would cast a weight anew at each use, and keep all copies
+        """Unroll `depth` passes: their losses, and K predictions (B, T-1, D).
+
+        There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}.
+        """
+        torch.set_autocast_cache_enabled(
+            True
+        )  # without it Lightning casts a weight anew at each use, and keeps all copies
         draft, hp = self.draft, self.hparams
         embedded = self.embed_head.embed(batch.tokens[:, 1:])
         inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
         predictions = draft(embedded, inputs, depth, packing)
         counts = batch.counts[:, :-1]
-        if draft.config.own_head:  # as published: what the head cannot say it is not taught
+        if draft.config.own_head:  # as published: no loss where the head has no row for the target's token
             counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
         losses = pass_losses(
             [draft.head_input(prediction) for prediction in predictions],
             batch.features[:, 1:],
             counts,
             self.embed_head.head,
-            hp.w_feature,
-            hp.w_token,
-            hp.w_topk,
-            chunk=hp.chunk,
+            w_feature=hp["w_feature"],
+            w_token=hp["w_token"],
+            w_topk=hp["w_topk"],
+            chunk=hp["chunk"],
             find_top=find_top,
             scale=self.embed_head.scale,
             cap=self.embed_head.cap,
@@ -285,7 +298,7 @@ class SpecialistTraining(lightning.LightningModule):
         return losses, predictions
 
     def _unrolled(self, batch: Batch, losses: PassLosses) -> dict[str, Tensor]:
-        """What `UnrollAcceptance` looks at: at slot t the draft's top token is a proposal for x_{t+2}."""
+        """The arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
         return {
             "proposals": self.embed_head.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
             "greedy": batch.greedy[:, 1:-1],
@@ -293,25 +306,23 @@ class SpecialistTraining(lightning.LightningModule):
             "counts": batch.counts[:, :-2],
         }
 
-    def _over_passes(self, means: Tensor) -> Tensor:
+    def _sum_passes(self, means: Tensor) -> Tensor:
         """L = Σ_k γ^{k-1} L_k of means (K,)."""
-        return (means * self._discounts(len(means))).sum()
+        return (means * self._discount_passes(len(means))).sum()
 
-    def _discounts(self, depth: int) -> Tensor:
-        return self.hparams.gamma ** torch.arange(depth, device=self.device)  # (K,)
+    def _discount_passes(self, depth: int) -> Tensor:
+        return self.hparams["gamma"] ** torch.arange(depth, device=self.device)  # (K,)
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
-        """`name/depth_k`, which TensorBoard groups under `name`; positions that nothing reached are left out."""
+        """Log `name/depth_k` for values (K,), which TensorBoard groups under `name`; a value that is nan is left out."""
         self.log_dict(
             {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}
         )
 
 
-def _check(config: DraftConfig, w_feature: float) -> None:
+def _check_config(config: DraftConfig, w_feature: float) -> None:
     if w_feature and not config.predicts_feature:
-        raise ValueError(
-            f"w_feature is {w_feature}, but a draft of kind {config.kind} predicts no feature: make it 0"
-        )
+        raise ValueError(f"w_feature is {w_feature}, but a draft of kind {config.kind} predicts no feature: make it 0")
     if config.unreached(config.depth):
         least = next(depth for depth in count(1) if not config.unreached(depth))
         raise ValueError(
@@ -320,12 +331,12 @@ def _check(config: DraftConfig, w_feature: float) -> None:
         )
 
 
-def _vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
+def _choose_vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
     """(V,) token ids to propose; None for all.
 
-    Rows of an own head are worth their training (published: SPEED goes on with the maps of the EAGLE-3 it starts from).
+    Trained rows of an own head are kept (published: SPEED keeps the vocabulary of the EAGLE-3 draft it starts from).
     """
-    same_target = start and start.config.target.vocab_size == features.target.vocab_size
-    if same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
-        return start.vocabulary
+    if start and start.config.own_head and start.config.target.vocab_size == features.target.vocab_size:
+        if size in (None, start.config.vocabulary_size):
+            return start.vocabulary
     return None if size is None else features.common_tokens(size)

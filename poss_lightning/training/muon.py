@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum whose steps are orthogonal matrices.
 
-A gradient of a draft's matrix has a few large singular values, those of the features' few large dimensions; a step that
-follows them learns the other directions slowly. Muon gives all directions the same length. Steps are as long as
-AdamW's usual ones (2502.16982), so one learning rate does for matrices and for vectors, which AdamW takes. So it does a
-head, as is the custom: its rows are tokens, many of them hardly ever seen, and need no steps of one length.
+The gradient of a draft's matrix has a few large singular values, from the few large dimensions of the features. A step
+along this gradient learns the other directions slowly. Muon's step has the same length in all directions. It is as long
+as a usual step of AdamW (2502.16982), so one learning rate serves matrices and vectors. Vectors are left to AdamW. So is
+a head, as is usual: its rows are tokens, many of them rare, and their steps need not have the same length.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +17,13 @@ LENGTH = 0.2  # root mean square of an AdamW step, in learning rates
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW for vectors and heads; for other matrices (n, m), Nesterov momentum made orthogonal.
+    """AdamW for vectors and heads; for other matrices (n, m), orthogonalized Nesterov momentum.
 
     Args:
-        params: of one process, whole.
-        lr, betas, weight_decay: of AdamW; weight decay of matrices too.
+        params: undivided, of one process.
+        lr, betas, weight_decay: as in AdamW; learning rate and weight decay hold for matrices too.
         momentum: of matrices.
-        heads: those of `params` that are matrices and that AdamW takes all the same.
+        heads: matrices among `params` that are left to AdamW.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Muon(torch.optim.AdamW):
         momentum: float = 0.95,
         heads: Sequence[Tensor] = (),
     ):
-        params, apart = list(params), {id(head) for head in heads}
-        is_matrix = [p.ndim == 2 and id(p) not in apart for p in params]
-        groups = [[p for p, own in zip(params, is_matrix, strict=True) if own == kind] for kind in (False, True)]
-        super().__init__([{"params": own} for own in groups], lr=lr, betas=betas, weight_decay=weight_decay)
+        params, head_ids = list(params), {id(head) for head in heads}
+        matrices = [p for p in params if p.ndim == 2 and id(p) not in head_ids]
+        others = [p for p in params if p.ndim != 2 or id(p) in head_ids]
+        super().__init__([{"params": others}, {"params": matrices}], lr=lr, betas=betas, weight_decay=weight_decay)
         self.param_groups[1]["momentum"] = momentum
 
     def step(self, closure: Callable | None = None) -> Tensor | None:
         """One step; see `torch.optim.Optimizer`."""
         loss = None
-        if closure is not None:  # clips gradients, of all groups
+        if closure is not None:  # it clips the gradients of all groups
             with torch.enable_grad():
                 loss = closure()
         vectors, matrices = self.param_groups
@@ -62,7 +62,10 @@ class Muon(torch.optim.AdamW):
             if p.grad is None:
                 continue
             if not (state := self.state[p]):
-                state |= {"step": torch.zeros(()), "momentum": torch.zeros_like(p.grad)}  # AdamW wants its step
+                state |= {
+                    "step": torch.zeros(()),
+                    "momentum": torch.zeros_like(p.grad),
+                }  # AdamW's state_dict needs a step
             average = state["momentum"]
             average.lerp_(p.grad, 1 - group["momentum"])
             step = orthogonalize(p.grad.lerp(average, group["momentum"]))

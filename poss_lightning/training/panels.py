@@ -1,4 +1,4 @@
-"""The contents of the dashboard, as plain values: no writer and no training is needed to make them."""
+"""The contents of the dashboard as plain values, made without a writer or a training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,10 +47,10 @@ LAYOUT = {
 }
 
 
-def histograms(counts: Tensor) -> dict[int, dict]:
-    """Arguments of `add_histogram_raw` by depth, of slots by cosine (K, BINS); a depth that has none is left out.
+def count_histograms(counts: Tensor) -> dict[int, dict]:
+    """Arguments of `add_histogram_raw` for each depth, from the slots by cosine (K, BINS); empty depths are left out.
 
-    All have one range, so that they can be held against each other: that of all depths together.
+    All depths have the same range, so that they can be compared.
     """
     edges = np.linspace(-1, 1, BINS + 1)
     filled = counts.sum(0).nonzero()[:, 0].tolist()
@@ -60,27 +60,27 @@ def histograms(counts: Tensor) -> dict[int, dict]:
         depth: {
             "min": edges[shown.start],
             "max": edges[shown.stop],
-            "num": sum(own),
-            "sum": np.dot(own, middles),
-            "sum_squares": np.dot(own, np.square(middles)),
+            "num": sum(slots),
+            "sum": np.dot(slots, middles),
+            "sum_squares": np.dot(slots, np.square(middles)),
             "bucket_limits": edges[1:][shown].tolist(),
-            "bucket_counts": own,
+            "bucket_counts": slots,
         }
-        for depth, own in enumerate(counts[:, shown].tolist(), 1)
-        if sum(own)
+        for depth, slots in enumerate(counts[:, shown].tolist(), 1)
+        if sum(slots)
     }
 
 
-def acceptance(logged: dict[str, float], depth: int, step: int) -> Figure:
-    """pos-acc by position, a curve a kind, of scalars by name."""
-    figure = Figure(figsize=(4.4, 3.4), layout="constrained")  # small, as TensorBoard makes it smaller still
+def draw_acceptance(logged: dict[str, float], depth: int, step: int) -> Figure:
+    """Plot pos-acc by position, one curve for each kind, from logged scalars by name."""
+    figure = Figure(figsize=(4.4, 3.4), layout="constrained")  # small, because TensorBoard shrinks it further
     axes = figure.add_subplot()
     for kind, marker in zip(KINDS, "o^s", strict=True):
         curve = {k: logged.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
         shown = {k: 100 * value for k, value in curve.items() if value is not None}
         tau = logged.get(f"val/tau_{kind}")
         if shown:
-            axes.plot(shown.keys(), shown.values(), marker=marker, label=kind + (f", τ {tau:.2f}" if tau else ""))
+            axes.plot([*shown], [*shown.values()], marker=marker, label=kind + (f", τ {tau:.2f}" if tau else ""))
     axes.set(xlabel="draft position", ylabel="accepted, if reached (%)", title=f"Acceptance after {step} steps")
     axes.set(xlim=(0.8, depth + 0.2), ylim=(0, 100), xticks=range(1, depth + 1))  # the same at every step
     axes.grid(alpha=0.3)
@@ -89,8 +89,8 @@ def acceptance(logged: dict[str, float], depth: int, step: int) -> Figure:
     return figure
 
 
-def points(
-    target: Tensor, draft: Tensor, read: list[int], following: list[int], spell: Callable[[int], str]
+def make_points(
+    target: Tensor, draft: Tensor, tokens: list[int], following: list[int], spell: Callable[[int], str]
 ) -> tuple[np.ndarray, list[tuple]]:
     """Points of the projector, (S * (K + 1), D), and the `LABELS` of each: the target's features, then each depth's.
 
@@ -99,11 +99,11 @@ def points(
     Args:
         target: (S, D)
         draft: (K, S, D)
-        read: tokens the features stand behind, (S,).
-        following: the text's next tokens, (S,).
-        spell: how a token reads.
+        tokens: the last token that each feature has read, (S,).
+        following: the next token of the text, (S,).
+        spell: gives a token's text.
     """
-    words = [(spell(token), spell(later)) for token, later in zip(read, following, strict=True)]
+    words = [(spell(token), spell(later)) for token, later in zip(tokens, following, strict=True)]
     labels = []
     for depth in range(len(draft) + 1):
         kind = f"depth {depth}" if depth else "target"
@@ -114,8 +114,8 @@ def points(
     return every.double().numpy().round(DECIMALS), labels
 
 
-def speller(target: str) -> Callable[[int], str]:
-    """How a token reads, by the target's tokenizer; its number where this machine has none. Nothing is downloaded."""
+def load_speller(target: str) -> Callable[[int], str]:
+    """A function that gives a token's text; its number where the tokenizer is not on this machine. Never downloads."""
     file = _tokenizer_file(target)
     if file is None:
         return str

@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.target.spec import TargetSpec
-from poss_lightning.training.costs import parameters, specialist_parameters, step_flops
+from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
 from poss_lightning.training.memory import memory, most_tokens
 from poss_lightning.training.setup import Setup
 
@@ -17,32 +17,27 @@ GIB, GB = 2**30, 10**9
 POSS = ([1] * 6, [2] * 3, [3] * 2)  # PosS-1, PosS-2, PosS-3 at depth 6
 
 
-def _published(
-    name: str,
-    hidden_size: int,
-    intermediate_size: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocab_size: int,
-    context: int,
-    rope_theta: float,
-    norm_eps: float,
-    layers: int,
-) -> TargetSpec:
-    sizes = (hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size, context, rope_theta, norm_eps)
-    return TargetSpec(name, "", "", *sizes, layers=layers)  # no weights, so no fingerprint, and no template
-
-
-# Of their config.json files. Only the embedded one's head is its embedding.
+# Of their config.json files. Only the embedded target's head is its embedding.
+SIZES = [
+    "hidden_size",
+    "intermediate_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab_size",
+    "context",
+    "rope_theta",
+    "norm_eps",
+    "layers",
+]
 TARGETS = {
-    spec.name: spec
-    for spec in (
-        _published("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, 8192, 500000.0, 1e-5, 32),
-        _published("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, 1e-5, 32),
-        _published("llama-2-13b", 5120, 13824, 40, 40, 128, 32000, 4096, 10000.0, 1e-5, 40),
-        _published("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, 1e-6, 36),
-        _published("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, 1e-5, 30),
+    name: TargetSpec(name=name, **dict[str, Any](zip(SIZES, sizes, strict=True)))
+    for name, *sizes in (
+        ("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, 8192, 500000.0, 1e-5, 32),
+        ("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, 1e-5, 32),
+        ("llama-2-13b", 5120, 13824, 40, 40, 128, 32000, 4096, 10000.0, 1e-5, 40),
+        ("qwen3-8b", 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, 1e-6, 36),
+        ("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, 1e-5, 30),
     )
 }
 TIED = {"smollm2-135m"}
@@ -110,41 +105,41 @@ def plan(
     for name, value in (("gpu", gpu), ("corpus_tokens", corpus_tokens), ("rate", rate)):
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
-    options = {
+    options: dict[str, Any] = {
         "detach": detach,
         "intermediate_size": intermediate_size,
         "vocabulary_size": vocabulary_size,
         "kv": kv,
         "kind": kind,
     }
-    specs = [find(target)] if target else [(spec, spec.name in TIED) for spec in TARGETS.values()]
+    specs = [find_target(target)] if target else [(spec, spec.name in TIED) for spec in TARGETS.values()]
     setups = [
         Setup(
-            _config(spec, own, depth, **options),
-            tied,
-            tokens,
-            conversation,
-            answers,
-            strategy,
-            processes,
-            offload,
-            precision,
-            device,
-            chunk,
+            config=_draft_config(spec, runs, depth, **options),
+            tied=tied,
+            tokens=tokens,
+            conversation=conversation,
+            answers=answers,
+            strategy=strategy,
+            processes=processes,
+            offload=offload,
+            precision=precision,
+            device=device,
+            chunk=chunk,
             accumulate=accumulate,
             optimizer=optimizer,
         )
         for spec, tied in specs
-        for own in ([allocation] if allocation else POSS)
+        for runs in ([allocation] if allocation else POSS)
     ]
-    print(_sharing(setups[0]))
+    print(_describe_processes(setups[0]))
     if len(setups) == 1:
-        print("\n".join(_report(setups[0], gpu, stored, corpus_tokens, rate)))
+        print("\n".join(_describe(setups[0], gpu, stored, corpus_tokens, rate)))
     else:
-        print("\n".join(_overview(setups, gpu, stored, corpus_tokens, rate)))
+        print("\n".join(_compare(setups, gpu, stored, corpus_tokens, rate)))
 
 
-def find(target: str) -> tuple[TargetSpec, bool]:
+def find_target(target: str) -> tuple[TargetSpec, bool]:
     """Sizes of a target, and whether its head is its embedding; from `TARGETS` or a folder's config.json.
 
     Raises:
@@ -159,18 +154,18 @@ def find(target: str) -> tuple[TargetSpec, bool]:
         stored = json.loads(path.read_text())
         config = stored.get("text_config", stored)
         width, heads = config["hidden_size"], config["num_attention_heads"]
-        spec = _published(
-            target,
-            width,
-            config.get("intermediate_size") or 4 * width,
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or width // heads,
-            config["vocab_size"],
-            config["max_position_embeddings"],
-            (config.get("rope_parameters") or config).get("rope_theta", 10000.0),
-            config.get("rms_norm_eps", 1e-6),
-            config["num_hidden_layers"],
+        spec = TargetSpec(
+            name=target,
+            hidden_size=width,
+            intermediate_size=config.get("intermediate_size") or 4 * width,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or width // heads,
+            vocab_size=config["vocab_size"],
+            context=config["max_position_embeddings"],
+            rope_theta=(config.get("rope_parameters") or config).get("rope_theta", 10000.0),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            layers=config["num_hidden_layers"],
         )
         return spec, bool(stored.get("tie_word_embeddings", False))
     except (ValueError, KeyError, AttributeError) as error:
@@ -178,24 +173,28 @@ def find(target: str) -> tuple[TargetSpec, bool]:
 
 
 def token_bytes(config: DraftConfig, stored: str) -> int:
-    """Bytes of a token in a feature store: its vectors, itself and the greedy token; conversations add some 60 each."""
+    """Bytes of a token in a feature store: its vectors, its id and the greedy id. A conversation adds some 60."""
     return (1 + len(config.layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4
 
 
 def epoch_flops(setup: Setup, corpus_tokens: float) -> float:
     """FLOPs of one epoch, as `step_flops` counts them, with all conversations as long as the longest."""
-    context = (min(setup.conversation or setup.tokens, setup.tokens) + 1) / 2
-    step = step_flops(setup.config, setup.vocabulary, setup.slots, setup.counting, context)
+    step = step_flops(
+        setup.config,
+        vocabulary=setup.vocabulary,
+        tokens=setup.slots,
+        slots=setup.counting,
+        context=(min(setup.conversation or setup.tokens, setup.tokens) + 1) / 2,
+    )
     return step * corpus_tokens / setup.tokens
 
 
-def _hours(setup: Setup, corpus_tokens: float, rate: float) -> float:
-    """Of one epoch."""
+def _epoch_hours(setup: Setup, corpus_tokens: float, rate: float) -> float:
     return epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
 
 
-def _config(spec: TargetSpec, allocation: list[int], depth: int | None, **options) -> DraftConfig:
-    config = DraftConfig(spec, tuple(allocation), depth or sum(allocation), **options)
+def _draft_config(spec: TargetSpec, allocation: list[int], depth: int | None, **options: Any) -> DraftConfig:
+    config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth or sum(allocation), **options)
     if config.unreached(config.depth):
         least = sum(allocation[:-1]) + 1
         raise ValueError(f"depth is {depth}, which never reaches the last of {list(allocation)}: give at least {least}")
@@ -206,20 +205,22 @@ def _config(spec: TargetSpec, allocation: list[int], depth: int | None, **option
     return config
 
 
-def _sharing(setup: Setup) -> str:
-    away = ", offloaded" if setup.offload else ""
-    who = "one process" if setup.strategy == "one" else f"{setup.strategy}{away}, each of {setup.processes} processes"
+def _describe_processes(setup: Setup) -> str:
+    offload = ", offloaded" if setup.offload else ""
+    sharing = f"{setup.strategy}{offload}, each of {setup.processes} processes"
+    who = "one process" if setup.strategy == "one" else sharing
     return f"{who}: a batch of {setup.tokens} tokens, {setup.precision} on {setup.device}"
 
 
-def _report(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
+def _describe(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
     config, spec, peak = setup.config, setup.config.target, memory(setup)
-    hours, size = _hours(setup, corpus_tokens, rate), token_bytes(config, stored)
+    hours, size = _epoch_hours(setup, corpus_tokens, rate), token_bytes(config, stored)
     parts = {name: value for name, value in peak._asdict().items() if name != "moment"}
     fits = "fits" if peak.total <= gpu * GIB else "does not fit"
     return [
         f"{spec.name}, allocation {list(config.allocation)}, depth {config.depth}, vocabulary {setup.vocabulary}: "
-        f"{parameters(config) / 1e6:.1f} M parameters, {specialist_parameters(config) / 1e6:.1f} M a specialist",
+        f"{count_parameters(config) / 1e6:.1f} M parameters, "
+        f"{count_specialist_parameters(config) / 1e6:.1f} M a specialist",
         "",
         *(f"  {name:<14}{value / GIB:9.2f} GiB" for name, value in parts.items()),
         f"  {'peak':<14}{peak.total / GIB:9.2f} GiB  in the {peak.moment}; {fits} in {gpu:g} GiB",
@@ -230,19 +231,19 @@ def _report(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: f
     ]
 
 
-def _overview(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
+def _compare(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
     head = ("target", "allocation", "depth", "M parameters", "peak GiB", f"T in {gpu:g} GiB", "B/token", "store GB")
     lines = [f"{head[0]:<14}{head[1]:<20}" + "".join(f"{name:>14}" for name in (*head[2:], "epoch hours"))]
     for setup in setups:
         config, size = setup.config, token_bytes(setup.config, stored)
         numbers = (
             f"{config.depth}",
-            f"{parameters(config) / 1e6:.1f}",
+            f"{count_parameters(config) / 1e6:.1f}",
             f"{memory(setup).total / GIB:.2f}",
             f"{most_tokens(setup, gpu * GIB)}",
             f"{size}",
             f"{size * corpus_tokens / GB:.1f}",
-            f"{_hours(setup, corpus_tokens, rate):.2f}",
+            f"{_epoch_hours(setup, corpus_tokens, rate):.2f}",
         )
         lines.append(
             f"{config.target.name:<14}{list(config.allocation)!s:<20}" + "".join(f"{text:>14}" for text in numbers)

@@ -1,4 +1,4 @@
-"""Going on within the epoch that a checkpoint stopped in, on whatever number of processes there is now."""
+"""Resume a training within the epoch in which its checkpoint stopped, on any number of processes."""
 
 import lightning
 from lightning.pytorch.utilities import rank_zero_warn
@@ -9,8 +9,8 @@ from poss_lightning.features.datamodule import FeatureData
 def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
     """Set the schedule of a running fit to where `checkpoint` stopped, and its loops and learning rate accordingly.
 
-    Lightning itself would restore the loader only if its length had not been asked for, as the learning rate's schedule
-    does. It changes `checkpoint`, whose loops Lightning restores next.
+    It changes `checkpoint`, from which Lightning restores the loops next. Lightning does not restore the loader itself
+    once its length has been read, and the schedule of the learning rate reads it.
     """
     if trainer.state.fn != "fit" or not isinstance(trainer.datamodule, FeatureData):
         return

@@ -1,4 +1,4 @@
-"""A training as one of its processes sees it: what its memory and its time are counted from."""
+"""A training as one of its processes sees it: the numbers from which its memory and its time follow."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ PRECISIONS = ("bf16-mixed", "32-true")
 OPTIMIZERS = ("adamw", "muon")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """A training as one of its processes sees it.
 
@@ -17,16 +17,16 @@ class Setup:
         config: of the draft.
         tied: whether the target's head is its embedding.
         tokens: of a batch of one process.
-        conversation: tokens of the longest conversation; None for all of the batch. Only a CPU's attention asks.
+        conversation: tokens of the longest conversation; None for all of the batch. It matters on a CPU alone.
         answers: share of the slots that count.
-        strategy: one of `STRATEGIES`; "one" is a process alone.
+        strategy: one of `STRATEGIES`; "one" is a single process.
         processes: how many share the work.
         offload: ZeRO keeps the optimizer's part on the CPU, stage 3 its weights too.
         precision: one of `PRECISIONS`.
         device: cpu or cuda.
         chunk: slots whose (chunk, V) matrices exist at once.
-        embed_head: bytes of a number of the target's: of features, embedding and head.
-        accumulate: batches of a step, kept until it is known whether all of it is finite.
+        embed_head: bytes of a number of the target's features, embedding and head.
+        accumulate: batches of a step; they are kept until it is known whether the whole step is finite.
         optimizer: one of `OPTIMIZERS`.
 
     Raises:
@@ -52,14 +52,16 @@ class Setup:
         for name, least in (("tokens", 2), ("processes", 1), ("chunk", 1), ("accumulate", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        of = {"strategy": STRATEGIES, "precision": PRECISIONS, "device": ("cpu", "cuda"), "optimizer": OPTIMIZERS}
-        for name, known in of.items():
+        choices = {"strategy": STRATEGIES, "precision": PRECISIONS, "device": ("cpu", "cuda"), "optimizer": OPTIMIZERS}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(known)}")
         if not 0 < self.answers <= 1:
             raise ValueError(f"answers is {self.answers}; it must be a share above 0, 1 at most")
         if self.strategy == "one" and self.processes > 1:
-            raise ValueError(f"processes is {self.processes} with strategy one: name the strategy that they share by")
+            raise ValueError(
+                f"processes is {self.processes} with strategy one: name the strategy by which they share the work"
+            )
         if self.offload and not self.zero:
             raise ValueError(f"offload is true with strategy {self.strategy}; only zero1, zero2 and zero3 can")
         if self.optimizer == "muon" and self.strategy not in ("one", "ddp"):

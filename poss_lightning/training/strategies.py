@@ -1,8 +1,8 @@
 """Sharded training: DeepSpeed's ZeRO and FSDP2, on GPUs and on CPU ranks over gloo, with one kind of checkpoint.
 
-Whatever the strategy, a step's gradient is reduced once, after its last accumulated batch, and a checkpoint is one
-plain Lightning file with whole float32 weights and whole AdamW moments. So any strategy goes on from any other's
-checkpoint, on any number of processes, and the draft comes out of it without a process group (`poss export`).
+With every strategy, a step's gradient is reduced once, after its last accumulated batch. A checkpoint is one plain
+Lightning file with undivided float32 weights and AdamW moments. So every strategy resumes from the checkpoint of any
+other, on any number of processes, and `poss export` needs no process group.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
 
 def gather_draft(draft: Specialists) -> Specialists:
-    """The draft in training as one that is not divided: float32, on the CPU, in every process. All processes must ask.
+    """An undivided copy of the draft in training: float32, on the CPU, in every process. All processes must call it.
 
-    What stands there already is shared, not copied.
+    Tensors that are so already are shared, not copied.
     """
     state = gather_state(draft)
     with torch.device("meta"):  # draws no random numbers
@@ -36,14 +36,14 @@ def gather_draft(draft: Specialists) -> Specialists:
 
 
 def gather_state(module: nn.Module) -> dict[str, Tensor]:
-    """The whole state of a module in training, weights in float32, on the CPU. All processes must ask."""
+    """The undivided state of a module in training, weights in float32, on the CPU. All processes must call it."""
     return {name: _gather(value).detach().cpu() for name, value in module.state_dict(keep_vars=True).items()}
 
 
 def _gather(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         return value.full_tensor()
-    if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO: what is computed with may be bfloat16
+    if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO, whose weights may be bfloat16
         from deepspeed.utils import safe_get_full_fp32_param
 
         return safe_get_full_fp32_param(value)
@@ -53,9 +53,9 @@ def _gather(value: Tensor) -> Tensor:
 class FSDP2(ModelParallelStrategy):
     """Weights, gradients and optimizer sharded over all processes by torch's fully_shard.
 
-    The draft is one group: gathered once a batch, and its gradients scattered once a step. With precision bf16-mixed
-    what is gathered is bfloat16; the shards and the reduction stay float32. `SpecialistTraining.configure_model` calls
-    `shard`.
+    The draft is one group: its weights are gathered once for each batch, its gradients are scattered once for each
+    step. With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
+    `SpecialistTraining.configure_model` calls `shard`.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class FSDP2(ModelParallelStrategy):
         super().setup_environment()
 
     def shard(self, draft: Specialists) -> None:
-        """Shard the draft's parameters in place; once is enough."""
+        """Shard the draft's parameters in place; a sharded draft stays as it is."""
         if isinstance(draft, FSDPModule):
             return
         mixed = self.precision_plugin.precision == "bf16-mixed"
@@ -75,7 +75,7 @@ class FSDP2(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward of a batch that is accumulated: gradients stay here."""
+        """The backward of a batch that is accumulated: gradients stay in this process."""
         sharded = [module for module in self.lightning_module.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
             module.set_requires_gradient_sync(False)
@@ -89,7 +89,7 @@ class FSDP2(ModelParallelStrategy):
 class DeepSpeed(DeepSpeedStrategy):
     """ZeRO: optimizer state (1), gradients too (2), weights too (3) divided among all processes.
 
-    The optimizer is the module's own, torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
+    The optimizer is that of the module, torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
 
     Args:
         stage: 1, 2 or 3.
@@ -109,10 +109,13 @@ class DeepSpeed(DeepSpeedStrategy):
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
-            logging_batch_size_per_gpu=1,  # else it asks the batch sampler for a size that ours does not have
+            logging_batch_size_per_gpu=1,  # else Lightning looks for a size that our sampler does not have
         )
-        self.config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and is not torch's AdamW
-        self.held, self.holds = ExitStack(), False  # the reduction of accumulated gradients
+        self.config["zero_force_ds_cpu_optimizer"] = (
+            False  # DeepSpeed's optimizer is compiled, and is not torch's AdamW
+        )
+        self.reduction = ExitStack()  # postpones the reduction of accumulated gradients
+        self.accumulates = False
 
     # --- on CPU ranks ---
 
@@ -127,7 +130,7 @@ class DeepSpeed(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         if not self.on_cpu:
             return super().setup_environment()
-        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's own only refuses the CPU
+        super(DeepSpeedStrategy, self).setup_environment()  # that of DeepSpeedStrategy only refuses the CPU
 
     def setup_distributed(self) -> None:
         if not self.on_cpu:
@@ -136,7 +139,7 @@ class DeepSpeed(DeepSpeedStrategy):
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())  # also on a machine that has a GPU
-        # It would compile an all-reduce in shared memory; gloo's will do.
+        # Else it compiles an all-reduce in shared memory; that of gloo is enough.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -150,7 +153,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """Lightning accumulates: with both at it the loss would be divided twice."""
+        """False, as Lightning accumulates: if both did, the loss would be divided twice."""
         return False
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -158,7 +161,7 @@ class DeepSpeed(DeepSpeedStrategy):
         self.config["gradient_accumulation_steps"] = 1
 
     def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
-        """DeepSpeed takes its float32 masters from weights that it has rounded to bfloat16; here they stay exact."""
+        """DeepSpeed copies its float32 weights from ones it has rounded to bfloat16; here they are made exact again."""
         exact = gather_state(model)
         wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         for name, parameter in model.named_parameters():
@@ -167,19 +170,19 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Backward of a batch that is accumulated: gradients stay here until the step's last backward."""
+        """The backward of a batch that is accumulated: gradients stay here until the step's last backward."""
         if not self.model.inside_no_sync_ctxt:
-            self.held.enter_context(self.model.coalesce_grad_reduction())
-        self.holds = True
+            self.reduction.enter_context(self.model.coalesce_grad_reduction())
+        self.accumulates = True
         try:
             yield
         finally:
-            self.holds = False
+            self.accumulates = False
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if not self.holds:
-            self.held.close()  # reduces what was held
+        if not self.accumulates:
+            self.reduction.close()  # reduces the accumulated gradients
         return loss
 
     # --- checkpoints: as Lightning writes them for one process ---
@@ -192,7 +195,7 @@ class DeepSpeed(DeepSpeedStrategy):
         return gather_state(self.lightning_module)
 
     def optimizer_state(self, optimizer) -> dict[str, Any]:
-        """AdamW's state as if it had never been divided; `optimizer` is ZeRO's around it."""
+        """AdamW's undivided state; `optimizer` is ZeRO's wrapper around it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
@@ -211,7 +214,7 @@ class DeepSpeed(DeepSpeedStrategy):
         return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Fill what is computed with, and the float32 shards it is a copy of."""
+        """Fill the weights of the forward pass, and the float32 shards that they are copied from."""
         import deepspeed
 
         state, parameters = checkpoint["state_dict"], dict(self.lightning_module.named_parameters())
@@ -237,15 +240,17 @@ class DeepSpeed(DeepSpeedStrategy):
                 _fill(parameter, saved["state"][i][name], name)
 
 
-def _fill(parameter: nn.Parameter, gather_draft: Tensor, state: str | None = None) -> None:
-    """Write this process's part of a parameter's float32 master copy, or of AdamW's `state` of it."""
+def _fill(parameter: Any, value: Tensor, state: str | None = None) -> None:
+    """Write this process's part of a parameter's float32 copy, or of AdamW's `state` of it.
+
+    Args:
+        parameter: one that ZeRO has given its own attributes.
+        value: undivided, in float32.
+    """
     if hasattr(parameter, "_z3_optimizer"):
-        size, world, rank = (
-            parameter.ds_tensor.numel(),
-            torch.distributed.get_world_size(),
-            torch.distributed.get_rank(),
-        )
-        padded = nn.functional.pad(gather_draft.flatten(), (0, size * world - gather_draft.numel()))
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        size = parameter.ds_tensor.numel()
+        padded = nn.functional.pad(value.flatten(), (0, size * world - value.numel()))
         parameter._z3_optimizer.set_local_hp_param(padded[rank * size : (rank + 1) * size], parameter, state)
     elif hasattr(parameter, "_hp_mapping"):
-        parameter.set_full_hp_param(gather_draft, state)
+        parameter.set_full_hp_param(value, state)
