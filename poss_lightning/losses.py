@@ -94,7 +94,9 @@ class _Losses(torch.autograd.Function):
     """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
 
     @staticmethod
-    def forward(ctx, predicted, draft_head, pass_weights, features, counted, head, weights, topk, chunk, find_top, shape):
+    def forward(
+        ctx, predicted, draft_head, pass_weights, features, counted, head, weights, topk, chunk, find_top, shape
+    ):
         passes, slots, _ = predicted.shape
         sums = predicted.new_zeros(3, passes, dtype=torch.float32)  # feature, token, top-K
         top_rows = torch.full((passes, slots), -1, device=predicted.device)
@@ -170,9 +172,7 @@ class _Chunk(NamedTuple):
     top_rows: Tensor | None  # (K, s), filled in
     gradient: Tensor | None  # (K, s, D), filled in
 
-    def compute(
-        self, weights: tuple[float, float, float], topk: int, scale: float, cap: float | None
-    ) -> None:
+    def compute(self, weights: tuple[float, float, float], topk: int, scale: float, cap: float | None) -> None:
         """Add the sums, and fill in top rows and gradients."""
         w_feature, w_token, w_topk = weights
         logits, p, c, q, product = self.workspace

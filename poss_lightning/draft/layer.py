@@ -49,9 +49,7 @@ class Specialist(nn.Module):
 
     parts = 1  # of z, each D wide
 
-    def __init__(
-        self, *, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float
-    ):
+    def __init__(self, *, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = nn.Linear(self.parts * width, heads * head_dim, bias=False)

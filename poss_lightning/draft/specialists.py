@@ -222,7 +222,5 @@ def _check_vocabulary(vocabulary: Tensor | None, config: DraftConfig) -> None:
     if (None if vocabulary is None else len(vocabulary)) != config.vocabulary_size:
         raise ValueError(f"vocabulary_size is {config.vocabulary_size}, which the vocabulary given does not have")
     total = config.target.vocab_size
-    if vocabulary is not None and not (
-        (vocabulary.diff() > 0).all() and vocabulary[0] >= 0 and vocabulary[-1] < total
-    ):
+    if vocabulary is not None and not ((vocabulary.diff() > 0).all() and vocabulary[0] >= 0 and vocabulary[-1] < total):
         raise ValueError(f"vocabulary must be ascending token ids below {total}")

@@ -1,15 +1,13 @@
 """A smaller vocabulary for a trained draft: `poss vocabulary`.
 
-The head is the target's and no part of the draft, so nothing is trained: only which of its rows are asked changes. The
-idea is FR-Spec's (arXiv 2502.14856). What is left out is never drafted, and the target still says it: decoding stays
-lossless.
+The head is the target's and no part of the draft, so nothing is trained: the draft only uses fewer of the head's rows.
+The idea is FR-Spec's (arXiv 2502.14856). Tokens left out are never drafted, but the target still emits them: decoding
+stays lossless.
 """
 
 import copy
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 from tqdm import tqdm
@@ -17,6 +15,7 @@ from tqdm import tqdm
 from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.model import Target
 
@@ -32,36 +31,37 @@ def vocabulary(
 ) -> None:
     """Write a copy of a draft that proposes only the most frequent tokens of a corpus' answers.
 
-    The target's stop tokens are always among them. Then says which share of the answers' tokens they cover.
+    The target's stop tokens are always among them. Prints which share of the answers' tokens they cover.
 
     Args:
-        draft: draft folder, hub id or shipped head, whatever vocabulary it has.
+        draft: draft folder, hub id or shipped draft, whatever vocabulary it has.
         corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
         out: folder to write.
-        size: tokens the copy may propose; null for all of the target's.
+        size: number of tokens the copy may propose; null for all of the target's.
         target: "embedded", a local folder or a hub id; the one the draft was trained for.
         split: of a hub data set.
-        limit: read that many conversations only.
+        limit: read only that many conversations.
 
     Raises:
-        FileExistsError: `out` is there already.
+        FileExistsError: there is something at `out`.
         FileNotFoundError: no such draft or target.
         CorpusError: no such corpus, a malformed one, or one without an answer.
         ValueError: the draft has another target or a head of its own, or size does not fit the target's vocabulary.
     """
-    if Path(out).exists():
-        raise FileExistsError(f"{out} is there already: choose another name or remove it")
-    given, conversations = Specialists.from_pretrained(draft), read_conversations(corpus, split, limit)
+    check_new(out)
+    trained, conversations = Specialists.from_pretrained(draft), read_conversations(corpus, split, limit)
     loaded = Target.load(target, dtype=None, device="cpu")  # for its template: nothing is computed
-    if given.fuses:
+    if trained.config.own_head:
         raise ValueError(f"{draft} has a head of its own, whose vocabulary is chosen when it is trained")
-    if difference := given.config.target.difference(loaded.spec):
+    if difference := trained.config.target.difference(loaded.spec):
         raise ValueError(f"{draft} was trained for another target: {difference}")
     total, stops = loaded.spec.vocab_size, loaded.chat.stops
-    _check(size, total, stops)
-    counts = count_tokens(answers(loaded.chat, conversations), total)  # (total,), and never all 0: see `Conversation`
+    _check_size(size, total, stops)
+    answers = render_answers(loaded.chat, conversations)
+    counts = count_tokens(answers, total)  # (total,), and never all 0: see `Conversation`
     chosen = None if size is None else most_frequent(counts, size, stops)
-    _save(restrict_vocabulary(given, chosen), Path(out))
+    with atomic_folder(out) as folder:
+        restrict_vocabulary(trained, chosen).save_pretrained(folder)
     covered = counts.sum() if chosen is None else counts[chosen.numpy()].sum()
     share = f"{100 * covered / counts.sum():.1f} %"
     print(f"{size or total} of {total} tokens cover {share} of {counts.sum()} answer tokens")
@@ -69,20 +69,20 @@ def vocabulary(
 
 def restrict_vocabulary(draft: Specialists, vocabulary: Tensor | None) -> Specialists:
     """A copy with the same weights that proposes only `vocabulary`: (V,) token ids, ascending; None for all."""
-    other = copy.deepcopy(draft)
-    other.config = replace(draft.config, vocabulary_size=None if vocabulary is None else len(vocabulary))
-    other.vocabulary = vocabulary
-    return other
+    restricted = copy.deepcopy(draft)
+    restricted.config = replace(draft.config, vocabulary_size=None if vocabulary is None else len(vocabulary))
+    restricted.vocabulary = vocabulary
+    return restricted
 
 
-def _check(size: int | None, total: int, stops: frozenset[int]) -> None:
+def _check_size(size: int | None, total: int, stops: frozenset[int]) -> None:
     least = max(1, len(stops))
     if size is not None and not least <= size <= total:
         why = f"{least}, as it holds the target's stop tokens {sorted(stops)}," if least > 1 else "1"
         raise ValueError(f"size is {size}; it must lie between {why} and the target's {total}, or be null for all")
 
 
-def answers(chat: Chat, conversations: list[Conversation]) -> Iterator[list[int]]:
+def render_answers(chat: Chat, conversations: list[Conversation]) -> Iterator[list[int]]:
     """Token ids of every answer, its stop token included."""
     for conversation in tqdm(conversations, desc="count", unit="conversation", leave=False):
         try:
@@ -90,13 +90,3 @@ def answers(chat: Chat, conversations: list[Conversation]) -> Iterator[list[int]
         except ValueError as error:
             raise CorpusError(f"conversation {conversation.id}: {error}") from error
         yield from (rendered.tokens[start:stop] for start, stop in rendered.spans)
-
-
-def _save(draft: Specialists, folder: Path) -> None:
-    """Write a folder that appears only when it is whole."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    try:
-        draft.save_pretrained(temporary)
-        temporary.replace(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -16,7 +16,15 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
 from poss_lightning.features.encoding import vector_bytes
-from poss_lightning.features.manifest import EMBED_HEAD, FileEntry, Manifest, StoreError, check, is_finished, verify_files
+from poss_lightning.features.manifest import (
+    EMBED_HEAD,
+    FileEntry,
+    Manifest,
+    StoreError,
+    check,
+    is_finished,
+    verify_files,
+)
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import TokenizedText, write_shard
 from poss_lightning.files import atomic
@@ -128,7 +136,9 @@ def write_store(
     _write_shards(folder, work, target, shards, stored, layers, rank)
     entries = [_entry(folder, work, number) for number in range(len(shards))]
     if None in entries and not is_finished(folder):
-        others = f"{entries.count(None)} of {len(shards)} shards are with other processes, the last of which finishes it"
+        others = (
+            f"{entries.count(None)} of {len(shards)} shards are with other processes, the last of which finishes it"
+        )
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):

@@ -123,4 +123,6 @@ def verify_files(folder: Path) -> None:
     """
     for entry in check(folder).files:
         if sha256(folder / entry.name) != entry.sha256:
-            raise StoreError(f"{folder / entry.name} was changed since it was written: its digest is not the manifest's")
+            raise StoreError(
+                f"{folder / entry.name} was changed since it was written: its digest is not the manifest's"
+            )

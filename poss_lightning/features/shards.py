@@ -45,9 +45,7 @@ def write_shard(
 
 
 @torch.inference_mode()
-def read_batch(
-    target: Target, batch: list[TokenizedText], stored: str, layers: tuple[int, ...]
-) -> pa.RecordBatch:
+def read_batch(target: Target, batch: list[TokenizedText], stored: str, layers: tuple[int, ...]) -> pa.RecordBatch:
     """Rows of the store. On a GPU everything but the bytes to keep stays there."""
     tokens = pad_right([text.tokens for text in batch], target.device)
     features, outputs = target.text_layers(tokens, layers) if layers else (target.text_features(tokens), None)

@@ -1,8 +1,7 @@
-"""Files of published drafts: read from a folder or the hub, written whole. Nothing in them is ever run."""
+"""Files of published drafts: loaded without running any code in them, and written completely or not at all."""
 
 import json
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic_folder
 
 PICKLED = "pytorch_model.bin"
 FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """What a folder's config.json says.
+def load_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no JSON object, or of vLLM's speculators format, whose sizes and switches stand elsewhere.
+        ValueError: it is no JSON object; or it is of vLLM's speculators format, whose sizes and switches have other
+            names.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -42,8 +42,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, of one file or of shards with an index; .safetensors before .bin.
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, from one file or from shards with an index; .safetensors is preferred to .bin.
 
     Raises:
         FileNotFoundError: no such file, or a shard is missing.
@@ -51,9 +51,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     for name in (WEIGHTS, PICKLED):
         if (folder / name).is_file():
-            return _load(folder / name)
+            return _load_file(folder / name)
         if (index := folder / f"{name}.index.json").is_file():
-            return {name: tensor for shard in _shards(index) for name, tensor in _load(shard).items()}
+            return {name: tensor for shard in _shards(index) for name, tensor in _load_file(shard).items()}
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {PICKLED}, nor the index of their shards")
 
 
@@ -67,7 +67,7 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def _load_file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -83,26 +83,27 @@ def _load(path: Path) -> dict[str, Tensor]:
     return stored
 
 
-def write(folder: Path, tensors: dict[str, Tensor], config: str, pickled: bool, token_map: list[int] | None) -> None:
-    """Write a folder that appears only when it is whole.
+def write_folder(
+    folder: Path, tensors: dict[str, Tensor], config: str, *, pickled: bool = False, token_map: list[int] | None = None
+) -> None:
+    """Write a draft's folder, completely or not at all.
 
     Args:
-        folder: must not be there yet.
-        tensors: go into one file, as the published readers know no shards.
+        folder: must not exist.
+        tensors: go into one file, as the published code reads no shards.
         config: text of config.json.
-        pickled: whether as pytorch_model.bin, which is all that EAGLE's first release reads.
-        token_map: ids of a smaller vocabulary, for token_map.pt; None for none.
+        pickled: write pytorch_model.bin, the only file that EAGLE's first release reads.
+        token_map: ids of a smaller vocabulary, for token_map.pt.
+
+    Raises:
+        FileExistsError: there is something at `folder`.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed one
-    try:
-        with atomic(temporary / (PICKLED if pickled else WEIGHTS)) as path:
-            torch.save(tensors, path) if pickled else save_file(tensors, path, {"format": "pt"})
-        with atomic(temporary / CONFIG) as path:
-            path.write_text(config)
+    with atomic_folder(folder) as temporary:
+        if pickled:
+            torch.save(tensors, temporary / PICKLED)
+        else:
+            save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
+        (temporary / CONFIG).write_text(config)
         if token_map is not None:
             torch.save(token_map, temporary / "token_map.pt")
-        temporary.replace(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

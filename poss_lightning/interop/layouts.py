@@ -1,10 +1,10 @@
-"""Published layouts as data: what their files call our tensors, and what such a file can and cannot hold.
+"""Published layouts as data: what their files call our tensors, and which drafts such a file can express.
 
 EAGLE, HASS and PosS, as ours, join [embed(x_{t+1}); f_t] along fc's inputs in this order and have no norm before
 attention (SafeAILab/EAGLE, eagle/model/cnets1.py; shrango/PosS, HASS/model/cnets_agent_layer_gen.py). EAGLE-3, as ours,
 joins [norm(embed(x_{t+1})); norm(h_t)] for attention in this order, and fuses outputs of inner layers from low to high
 (SafeAILab/EAGLE, eagle/model/cnets.py). SPEED is EAGLE-3 with a layer for each run of positions, all reading one cache
-(shrango/PosS, specforge/specforge/modeling/draft/llama3_poss_eagle.py). All turn queries and keys by halves.
+(shrango/PosS, specforge/specforge/modeling/draft/llama3_poss_eagle.py). All of them rotate queries and keys by halves.
 """
 
 import re
@@ -25,34 +25,34 @@ LAYER = {  # ours -> theirs, within a layer
 }
 NORMS = {"input_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
 
-PARTS = {  # by kind of draft: named as ours are, and within a layer
+NAMES = {  # by kind of draft: tensors with the same name as ours, and the names within a layer
     "eagle2": (("fc.weight", "fc.bias"), LAYER),
     "eagle3": (("fc.weight", "norm.weight", "lm_head.weight"), LAYER | NORMS),
 }
-ABSENT = ("fc.bias",)  # may be missing: zeros
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; may be there
+OPTIONAL = ("fc.bias",)  # zeros where it is missing
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
-SPEED_ONLY = "layers.0.hidden_norm.weight"  # tells its files from those of all other layouts
+SPEED_ONLY = "layers.0.hidden_norm.weight"  # its files have this tensor, and no others have
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How one kind of file holds a draft.
 
     Args:
         kind: of the drafts.
-        layer: what a layer's tensors are under.
-        several: whether it holds several layers, each of which serves so many positions; else one layer.
-        kv: of several, as in `DraftConfig`.
-        runs: of several, positions of all but the last that its readers' code has written in; () where readers are told
-            one number for all.
-        positions: that a single layer is said to serve, as files do not say.
+        layer: prefix of the names of a layer's tensors.
+        several: whether it has several layers, each of which serves some positions; else one layer.
+        kv: as in `DraftConfig`, where it has several layers.
+        runs: where it has several layers, the positions of all but the last that the loading code is written for; ()
+            where that code takes one number for all.
+        positions: that a single layer serves in our config, as files do not state it.
         depth: passes that its drafts are trained for; None for the sum of the allocation.
-        architecture: what its config.json names.
-        embedding: whether its readers want the target's embedding in the file.
-        bias: where fc's bias stands: in "fc" if it is not all zeros, in "fc" "always", or in the biases of "attention".
-        even: whether its readers take it that a head is as wide as hidden_size / heads.
-        vocabulary: where a smaller one has its place: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
+        architecture: the name in its config.json.
+        embedding: whether the loading code needs the target's embedding in the file.
+        bias: where fc's bias is: in "fc" if it is not all zeros, in "fc" "always", or in the biases of "attention".
+        even: whether the loading code assumes that a head is hidden_size / heads wide.
+        vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
     """
 
     kind: str = "eagle2"
@@ -71,30 +71,30 @@ class Layout:
     @property
     def names(self) -> dict[str, str]:
         """Ours -> theirs, with {} for a layer's number."""
-        whole, within = PARTS[self.kind]
+        same, within = NAMES[self.kind]
         layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
-        return {name: name for name in whole} | layer
+        return {name: name for name in same} | layer
 
-    def named(self, layers: int) -> dict[str, str]:
-        """Ours -> theirs, for a draft of so many layers."""
+    def number_names(self, layers: int) -> dict[str, str]:
+        """Ours -> theirs, for a draft with that many layers."""
         return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in self.names.items()}
 
-    def layers(self, tensors: Iterable[str]) -> int:
-        """How many layers a file has, by its tensors' names: up to the last of which there is anything."""
+    def count_layers(self, tensors: Iterable[str]) -> int:
+        """How many layers a file has, from its tensors' names: up to the last layer with a tensor."""
         numbered = [theirs for theirs in self.names.values() if "{}" in theirs]
         if not numbered:
             return 1
         pattern = "|".join(re.escape(theirs).replace(r"\{\}", r"(\d+)") for theirs in numbered)
-        found = [re.fullmatch(pattern, name) for name in tensors]
-        return max((int(match[match.lastindex]) + 1 for match in found if match), default=0)
+        matches = [re.fullmatch(pattern, name) for name in tensors]
+        return max((int(match[match.lastindex or 0]) + 1 for match in matches if match), default=0)
 
 
 EAGLE3 = Layout(
-    "eagle3",
-    "midlayer",
+    kind="eagle3",
+    layer="midlayer",
     positions=7,
     depth=7,
-    architecture="LlamaForCausalLMEagle3",  # EAGLE's own code does not ask, vLLM and SGLang both know it
+    architecture="LlamaForCausalLMEagle3",  # ignored by EAGLE's own code, known to vLLM and SGLang
     embedding=False,
     even=False,
     vocabulary="d2t",
@@ -113,48 +113,54 @@ LAYOUTS = {
 }
 
 
-def layout_of(name: str, kind: str) -> Layout:
-    """What --to names, for a draft of this kind: both engines read EAGLE-3's as they are published."""
-    return EAGLE3 if kind == "eagle3" and name in ("vllm", "sglang") else LAYOUTS[name]
+def find_layout(output_format: str, config: DraftConfig) -> Layout:
+    """The layout that an output format names for a draft: both engines load EAGLE-3 drafts as they are published."""
+    return EAGLE3 if config.kind == "eagle3" and output_format in ("vllm", "sglang") else LAYOUTS[output_format]
 
 
-def check_holds(config: DraftConfig, layout: Layout) -> None:
-    """Raise ValueError where a draft of ours computes what a layout cannot say."""
+def check_expressible(config: DraftConfig, layout: Layout) -> None:
+    """Raise ValueError where a layout cannot express what a draft of ours computes."""
     spec, layers = config.target, len(config.allocation)
     several = "speed" if config.kind == "eagle3" else "poss"
     if config.kind != layout.kind:
         takes = "eagle3 or speed" if config.kind == "eagle3" else "eagle, hass and poss"
-        raise ValueError(f"its kind is {config.kind} and this layout's {layout.kind}; --to {takes} can hold it")
+        raise ValueError(
+            f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} can express it"
+        )
     if layers > 1 and not layout.several:
-        raise ValueError(f"it has {layers} specialists and this layout one layer; --to {several} takes several")
+        raise ValueError(
+            f"it has {layers} specialists and this layout one layer; --output_format {several} takes several"
+        )
     _check_runs(config, layout)
     if layers > 1 and config.kv != layout.kv:
-        own = {"shared": "share keys and values", "separate": "have keys and values of their own"}
+        verbs = {"shared": "share keys and values", "separate": "have keys and values of their own"}
         raise ValueError(
-            f"its specialists {own[config.kv]} (kv: {config.kv}), and in this layout they {own[layout.kv]}"
+            f"its specialists {verbs[config.kv]} (kv: {config.kv}), and in this layout they {verbs[layout.kv]}"
         )
     if config.vocabulary_size is not None and layout.vocabulary is None:
         raise ValueError(
-            "it proposes a smaller vocabulary, and this layout asks the whole head; `poss vocabulary DRAFT CORPUS OUT "
+            "it proposes a smaller vocabulary, and this layout uses the whole head; `poss vocabulary DRAFT CORPUS OUT "
             "--size null` gives it back"
         )
-    if config.kind == "eagle2" and (spec.logit_scale, spec.logit_cap) != (1.0, None):
+    if not config.own_head and (spec.logit_scale, spec.logit_cap) != (1.0, None):
         raise ValueError("its target scales or caps logits, and this layout's head does not")
     if layout.even and spec.heads * spec.head_dim != spec.hidden_size:
         raise ValueError(
-            f"its target's heads are {spec.head_dim} wide; this layout's readers take hidden_size / heads, "
+            f"its target's heads are {spec.head_dim} wide; this layout's code takes hidden_size / heads, "
             f"{spec.hidden_size // spec.heads}"
         )
     check_layers(config)
 
 
 def _check_runs(config: DraftConfig, layout: Layout) -> None:
-    """Raise ValueError where a layout's readers would give a position to another specialist."""
+    """Raise ValueError where a layout's code would give a position to another specialist."""
     firsts = config.allocation[:-1]
     if layout.runs and not firsts:
-        raise ValueError("it has one layer, and this layout's readers know two or three; --to eagle3 takes one")
+        raise ValueError(
+            "it has one layer, and this layout's code knows two or three; --output_format eagle3 takes one"
+        )
     fits = firsts in layout.runs if layout.runs else len(set(firsts)) < 2
-    if fits and list(config.specialist_of) == sorted(config.specialist_of):
+    if fits and list(config.specialists) == sorted(config.specialists):
         return
     known = " or ".join(str(list(runs)) for runs in layout.runs)
     serve = (
@@ -169,9 +175,9 @@ def _check_runs(config: DraftConfig, layout: Layout) -> None:
 
 
 def check_layers(config: DraftConfig) -> None:
-    """Raise ValueError where readers of an EAGLE-3 file, who keep outputs as the target runs, would keep others."""
+    """Raise ValueError where code that loads EAGLE-3 files would take the outputs of other layers."""
     if list(config.layers) != sorted(set(config.layers)):
         raise ValueError(
-            f"it fuses layers {list(config.layers)} of {config.target.layers}; its readers know three, one above "
-            "another, and so targets of 7 layers or more"
+            f"it fuses layers {list(config.layers)} of {config.target.layers}; EAGLE-3's code takes three ascending "
+            "layers, which needs a target of 7 layers or more"
         )

@@ -1,4 +1,4 @@
-"""Tensors of a published draft as ours, and ours as theirs: renamed, in the dtype they have."""
+"""Rename the tensors of a published draft to ours, and ours to theirs; dtypes stay."""
 
 from typing import NamedTuple
 
@@ -6,67 +6,68 @@ import torch
 from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.interop.layouts import ABSENT, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout
+from poss_lightning.interop.layouts import EMBEDDING, HEAD, OPTIONAL, TO_DRAFT, TO_TARGET, Layout
 from poss_lightning.target.spec import EmbedHead
 
 
 class Draft(NamedTuple):
-    """What a folder of ours holds, every tensor in the dtype it was stored in."""
+    """The content of a folder of ours, each tensor in its stored dtype."""
 
     config: DraftConfig
     state: dict[str, Tensor]
 
 
 def check_names(tensors: dict[str, Tensor], layout: Layout, layers: int) -> None:
-    """Raise ValueError where a file of so many layers lacks a tensor, or has one that is not of this layout."""
-    names = layout.named(layers)
+    """Raise ValueError where a file with that many layers lacks a tensor, or has one that the layout does not have."""
+    names = layout.number_names(layers)
     elsewhere = {EMBEDDING, HEAD, *((TO_TARGET, TO_DRAFT) if layout.vocabulary == "d2t" else ())}
-    if missing := [theirs for ours, theirs in names.items() if theirs not in tensors and ours not in ABSENT]:
-        raise ValueError(f"{missing[0]} is missing" + _more(missing))
+    if missing := [theirs for ours, theirs in names.items() if theirs not in tensors and ours not in OPTIONAL]:
+        raise ValueError(f"{missing[0]} is missing" + _count_others(missing))
     if unknown := sorted(tensors.keys() - names.values() - elsewhere):
-        raise ValueError(f"{unknown[0]} has no place in this layout" + _more(unknown))
+        raise ValueError(f"{unknown[0]} has no place in this layout" + _count_others(unknown))
 
 
 def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
-    """Raise ValueError where a file brings an embedding or a head that is not the target's, but for rounding."""
+    """Raise ValueError where a file has an embedding or a head that differs from the target's by more than rounding."""
     frozen = {EMBEDDING: embed_head.embedding} | ({HEAD: embed_head.head} if layout.kind == "eagle2" else {})
-    for name, own in frozen.items():
+    for name, ours in frozen.items():
         if name not in tensors:
             continue
         theirs = tensors[name]
-        if theirs.shape != own.shape or not theirs.is_floating_point():
-            raise ValueError(f"{name} is {theirs.dtype} {list(theirs.shape)}; the target's is {list(own.shape)}")
-        if differing := _differing(theirs, own):
+        if theirs.shape != ours.shape or not theirs.is_floating_point():
+            raise ValueError(f"{name} is {theirs.dtype} {list(theirs.shape)}; the target's is {list(ours.shape)}")
+        if differing := _count_differing_rows(theirs, ours):
             raise ValueError(
-                f"{name} is not the target's: {differing} of {len(own)} rows differ by more than the rounding of "
-                f"{theirs.dtype} and {own.dtype}; is it another target?"
+                f"{name} is not the target's: {differing} of {len(ours)} rows differ by more than the rounding of "
+                f"{theirs.dtype} and {ours.dtype}; is it another target?"
             )
 
 
-def _differing(theirs: Tensor, own: Tensor) -> int:
-    """Rows of (V, D) that differ by more than the coarser of both dtypes may round.
+def _count_differing_rows(theirs: Tensor, ours: Tensor) -> int:
+    """How many rows of (V, D) differ by more than the rounding of the coarser dtype.
 
-    Two files of one model may have come by different dtypes; what is the target's is not kept, so it need not be exact.
+    Two files of one model may have been converted through different dtypes. The target's tensors are not copied from
+    the file, so they need not be exact.
     """
-    limits = [torch.finfo(tensor.dtype) for tensor in (theirs, own)]
+    limits = [torch.finfo(tensor.dtype) for tensor in (theirs, ours)]
     relative, absolute = max(limit.eps for limit in limits), max(limit.smallest_normal * limit.eps for limit in limits)
     return sum(
-        (~a.float().isclose(b.float(), rtol=relative, atol=absolute)).any(1).sum().item()
-        for a, b in zip(theirs.split(4096), own.split(4096), strict=True)  # never all of it in float32
+        int((~a.float().isclose(b.float(), rtol=relative, atol=absolute)).any(1).sum())
+        for a, b in zip(theirs.split(4096), ours.split(4096), strict=True)  # chunks, to save memory in float32
     )
 
 
-def vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
+def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
     """The target's token ids that a published draft proposes, ascending: (V,).
 
-    EAGLE-3's files mostly give them twice: draft id i is the target's i + d2t[i], and t2d marks those among the
-    target's. Engines skip t2d, so it may be missing.
+    Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
+    ids. Engines ignore t2d, so it may be missing.
 
     Args:
-        total: the target's tokens.
+        total: number of the target's tokens.
 
     Raises:
-        ValueError: d2t is missing, or one of both is misshapen, not of its kind, or contradicts the other or the head.
+        ValueError: d2t is missing, or d2t or t2d has a wrong shape or dtype, or contradicts the other or the head.
     """
     if layout.vocabulary != "d2t":
         return torch.arange(total)
@@ -83,25 +84,25 @@ def vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor
     ids = offsets + torch.arange(len(offsets))
     if not ((ids >= 0) & (ids < total)).all() or not (ids.diff() > 0).all():
         raise ValueError(f"{TO_TARGET} does not lead to ascending ids of the target's {total}")
-    own = torch.zeros(total, dtype=torch.bool).index_fill(0, ids, True)
-    marks = tensors.get(TO_DRAFT, own)
-    if marks.shape != own.shape or marks.dtype != own.dtype:
+    expected = torch.zeros(total, dtype=torch.bool).index_fill(0, ids, True)
+    marks = tensors.get(TO_DRAFT, expected)
+    if marks.shape != expected.shape or marks.dtype != expected.dtype:
         raise ValueError(f"{TO_DRAFT} is {marks.dtype} {list(marks.shape)}; it must be torch.bool [{total}]")
-    if differing := (own != marks).sum().item():
+    if differing := (expected != marks).sum().item():
         raise ValueError(f"{TO_TARGET} and {TO_DRAFT} contradict each other in {differing} of {total} ids")
     return ids
 
 
 def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids: Tensor) -> Draft:
-    """Rename a published file's tensors, all of which are there; what is the target's is left out.
+    """Rename a published file's tensors, none of which is missing; the target's own are left out.
 
     Args:
-        ids: that it proposes, of `vocabulary`.
+        ids: the token ids that it proposes, from `find_vocabulary`.
 
     Raises:
-        ValueError: a tensor is misshapen or not of floats; the message names it.
+        ValueError: a tensor has a wrong shape, or no floats; the message names it.
     """
-    names = layout.named(len(config.allocation))
+    names = layout.number_names(len(config.allocation))
     kept = ids if config.vocabulary_size else None
     with torch.device("meta"):
         empty = Specialists(config, kept)
@@ -112,50 +113,54 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
             raise ValueError(
                 f"{names[ours]} is {tensor.dtype} {list(tensor.shape)}; it must be floats {list(expected[ours].shape)}"
             )
-    made = {"scale": torch.ones(empty.scale.shape)} | ({} if kept is None else {"vocabulary": kept})
+    defaults = {"scale": torch.ones(empty.scale.shape)} | ({} if kept is None else {"vocabulary": kept})
     if empty.fc.bias is not None:
-        made["fc.bias"] = torch.zeros(empty.fc.bias.shape, dtype=state["fc.weight"].dtype)
-    return Draft(config, made | state)
+        defaults["fc.bias"] = torch.zeros(empty.fc.bias.shape, dtype=state["fc.weight"].dtype)
+    return Draft(config, defaults | state)
 
 
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
-    """A published file's tensors.
+    """The tensors of a published file.
 
-    The scale of fc's inputs goes into its weights, each product rounded once to their dtype: exact where the scale is a
-    power of two, and so where it is 1; else drafts differ by that rounding.
+    The scale of fc's input is multiplied into its weights, and each product is rounded once to their dtype. This is
+    exact where the scale is a power of two, such as 1; else the drafts differ by that rounding.
     """
     config, state = draft
     weight = state["fc.weight"]
     state = state | {"fc.weight": (weight.float() * state["scale"].float()).to(weight.dtype)}
     biased = "fc.bias" in state and (layout.bias == "always" or bool(state["fc.bias"].any()))
-    moved = biased and layout.bias == "attention"
-    names = layout.named(len(config.allocation))
-    tensors = {theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not moved)}
-    if moved:
-        tensors |= attention_biases(state)
+    in_attention = biased and layout.bias == "attention"
+    names = layout.number_names(len(config.allocation))
+    tensors = {
+        theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not in_attention)
+    }
+    if in_attention:
+        tensors |= to_attention_biases(state)
     if layout.embedding:
         tensors[EMBEDDING] = embed_head.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
-        tensors |= _maps(state["vocabulary"], config.target.vocab_size)
+        tensors |= _make_maps(state["vocabulary"], config.target.vocab_size)
     return tensors
 
 
-def _maps(ids: Tensor, total: int) -> dict[str, Tensor]:
+def _make_maps(ids: Tensor, total: int) -> dict[str, Tensor]:
     marks = torch.zeros(total, dtype=torch.bool)
     return {TO_TARGET: ids - torch.arange(len(ids)), TO_DRAFT: marks.index_fill(0, ids, True)}
 
 
-def attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """fc's bias b as biases of the first layer's attention, for readers whose fc has none.
+def to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """fc's bias b as biases of the first layer's attention, for code whose fc has none.
 
-    No norm stands between: for queries, keys, values W (z + b) = W z + W b; for the residual (z + b) + o = z + (o + b).
+    There is no norm between them: for queries, keys, values W (z + b) = W z + W b; for the residual (z + b) + o = z + (o + b).
     """
     bias = state["fc.bias"]
-    made = {name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")}
+    biases = {
+        name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")
+    }
     return {
-        f"layers.0.self_attn.{name}.bias": value.to(bias.dtype) for name, value in (made | {"o_proj": bias}).items()
+        f"layers.0.self_attn.{name}.bias": value.to(bias.dtype) for name, value in (biases | {"o_proj": bias}).items()
     }
 
 
-def _more(names: list[str]) -> str:
+def _count_others(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

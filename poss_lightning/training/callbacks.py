@@ -82,7 +82,7 @@ class LastCheckpoint(ModelCheckpoint):
         )
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
-        """Write none after the last step: a run that is killed in its last validation would resume with nothing to do."""
+        """Write none after the last step: a run killed in its last validation would resume with nothing to do."""
         if trainer.global_step != trainer.max_steps:
             super().on_train_batch_end(trainer, *args)
 

@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -12,7 +11,7 @@ from poss_lightning.files import atomic_folder, check_new
 PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
 
 
-def export(source: str, out: str, dtype: Literal["float32", "bfloat16", "float16"] = "float32") -> None:
+def export(source: str, out: str, dtype: str = "float32") -> None:
     """Write the draft of a training checkpoint, or of another draft folder, as config.json and model.safetensors.
 
     Args:

@@ -314,7 +314,7 @@ class SpecialistTraining(lightning.LightningModule):
         return self.hparams["gamma"] ** torch.arange(depth, device=self.device)  # (K,)
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
-        """Log `name/depth_k` for values (K,), which TensorBoard groups under `name`; a value that is nan is left out."""
+        """Log values (K,) as `name/depth_k`, which TensorBoard groups under `name`; nan is left out."""
         self.log_dict(
             {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}
         )
@@ -336,7 +336,7 @@ def _choose_vocabulary(features: Source, size: int | None, start: Specialists | 
 
     Trained rows of an own head are kept (published: SPEED keeps the vocabulary of the EAGLE-3 draft it starts from).
     """
-    if start and start.config.own_head and start.config.target.vocab_size == features.target.vocab_size:
-        if size in (None, start.config.vocabulary_size):
-            return start.vocabulary
+    same_target = start is not None and start.config.target.vocab_size == features.target.vocab_size
+    if start and same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
+        return start.vocabulary
     return None if size is None else features.common_tokens(size)

@@ -2,8 +2,8 @@
 
 The gradient of a draft's matrix has a few large singular values, from the few large dimensions of the features. A step
 along this gradient learns the other directions slowly. Muon's step has the same length in all directions. It is as long
-as a usual step of AdamW (2502.16982), so one learning rate serves matrices and vectors. Vectors are left to AdamW. So is
-a head, as is usual: its rows are tokens, many of them rare, and their steps need not have the same length.
+as a usual step of AdamW (2502.16982), so one learning rate serves matrices and vectors. Vectors are left to AdamW.
+So is a head, as is usual: its rows are tokens, many of them rare, and their steps need not have the same length.
 """
 
 from collections.abc import Callable, Iterable, Sequence

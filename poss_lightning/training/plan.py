@@ -16,20 +16,9 @@ from poss_lightning.training.setup import Setup
 GIB, GB = 2**30, 10**9
 POSS = ([1] * 6, [2] * 3, [3] * 2)  # PosS-1, PosS-2, PosS-3 at depth 6
 
-
 # Of their config.json files. Only the embedded target's head is its embedding.
-SIZES = [
-    "hidden_size",
-    "intermediate_size",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "vocab_size",
-    "context",
-    "rope_theta",
-    "norm_eps",
-    "layers",
-]
+SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")
+SIZES += ("context", "rope_theta", "norm_eps", "layers")
 TARGETS = {
     name: TargetSpec(name=name, **dict[str, Any](zip(SIZES, sizes, strict=True)))
     for name, *sizes in (

@@ -89,7 +89,7 @@ class FSDP2(ModelParallelStrategy):
 class DeepSpeed(DeepSpeedStrategy):
     """ZeRO: optimizer state (1), gradients too (2), weights too (3) divided among all processes.
 
-    The optimizer is that of the module, torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
+    The optimizer is the module's, torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
 
     Args:
         stage: 1, 2 or 3.

@@ -1,0 +1,357 @@
+"""A training as a function of its options: `poss fit`, the demo, sweeps and a user's Python all call it.
+
+    fit(FitOptions.compose(["trainer/gpu.yaml", "draft/poss2.yaml"], {"data": {"store": "runs/features"}}))
+
+A training's folder, which is that of its logger:
+
+  config.yaml, hparams.yaml, events.out.tfevents.*   options and TensorBoard file
+  checkpoints/last.ckpt, checkpoints/best-*.ckpt     to go on from
+  draft-best/, draft-last/                           the draft, as decoding loads it
+  fit.yaml, finished                                 of `fit_once`: the options, and a mark that it is done
+"""
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from argparse import ArgumentError
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning import Trainer
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import OmegaConf
+
+from poss_lightning.configs import config_files, explain, merge_options, read_config
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.files import atomic, conf, find_config, sha256
+from poss_lightning.machine import choose_precision
+from poss_lightning.training.export import load_checkpoint
+from poss_lightning.training.module import SpecialistTraining
+
+BASE = "trainer/base.yaml"  # what every training reads first
+OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
+COMMANDS = ("fit", "validate", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """What a training is made of. Classes stand as `class_path` and `init_args`, as in YAML.
+
+    Args:
+        model: arguments of `SpecialistTraining`, but its store.
+        data: arguments of `FeatureData`.
+        trainer: arguments of `lightning.Trainer`.
+        seed_everything: of weights, order and noise.
+        ckpt_path: a checkpoint to go on from, or to measure.
+        weights_only: whether a checkpoint is read without unpickling.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    seed_everything: int | bool = 0
+    ckpt_path: str | None = None
+    weights_only: bool | None = True
+
+    @classmethod
+    def compose(cls, configs: Sequence[str] = (), options: dict[str, Any] | None = None) -> "FitOptions":
+        """conf/trainer/base.yaml, then each of the YAML files, by path or by name in conf/, then `options`.
+
+        `${trainer.max_steps}` stands for another option, and `callbacks+` appends to a list.
+
+        Raises:
+            FileNotFoundError: no such config.
+            ValueError: a config is no YAML, or an option is none of these.
+        """
+        layers = [read_config(find_config(name)) for name in (BASE, *configs)] + [options or {}]
+        merged: Any = OmegaConf.to_container(OmegaConf.create(reduce(merge_options, layers)), resolve=True)
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in merged if name not in known]:
+            raise ValueError(f"a training has no option {unknown[0]!r}; it has {', '.join(known)}")
+        return cls(**merged)
+
+
+def fit(options: FitOptions) -> None:
+    """Train.
+
+    Raises:
+        ArgumentError: an option that a part does not have, or a value that it does not take.
+        FileExistsError: the logger's folder holds another training.
+        OSError, ValueError: as the parts say.
+    """
+    _Cli("fit", options)
+
+
+def validate(options: FitOptions) -> None:
+    """Losses, pos-acc and drift of a checkpoint on the held-out conversations, by depth. Raises as `fit` does."""
+    _Cli("validate", options)
+
+
+def test(options: FitOptions) -> None:
+    """The same as `validate`, logged as `test/`. Raises as `fit` does."""
+    _Cli("test", options)
+
+
+def run_command(command: str, arguments: list[str]) -> None:
+    """`poss fit`, `validate` or `test`, with the arguments of the terminal. Raises as `fit` does."""
+    _Cli(command, arguments)
+
+
+# --- once ---
+
+
+def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
+    """Train, go on after a kill, or do nothing where it is done; return the folder of the draft.
+
+    `poss fit --config CONFIGS --config fit.yaml` does the same, with the `fit.yaml` that is left in the folder.
+    Checkpoints, which serve to go on, are removed at the end. On several devices it is a process of its own.
+
+    Args:
+        folder: of this training.
+        configs: YAML files, by path or by name in conf/.
+        options: on top of them, nested.
+
+    Raises:
+        ValueError: the folder holds a draft or a checkpoint of other settings, or one on several devices failed.
+    """
+    after, digests = f"# after {' '.join(configs)}\n", [sha256(find_config(name))[:12] for name in configs]
+    settings = f"{after}# whose digests begin with {' '.join(digests)}\n" + yaml.safe_dump(options, sort_keys=True)
+    note, finished, last = folder / OPTIONS, folder / FINISHED, folder / "checkpoints" / "last.ckpt"
+    draft = folder / "draft-last"
+    if note.exists() and note.read_text() != settings:
+        if has_outputs(folder):
+            raise ValueError(
+                f"{folder} was trained with other settings, or with configs that have changed since: see what {note} "
+                "has; choose another folder or remove it"
+            )
+        for events in folder.glob(EVENTS):  # else what those settings logged counts as this training's
+            events.unlink()
+    if not finished.exists():
+        with atomic(note) as path:
+            path.write_text(settings)
+        place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
+        logger = {"class_path": "TensorBoardLogger", "init_args": place}
+        own = {"trainer": {"logger": logger}, "ckpt_path": str(last) if last.exists() else None}
+        composed = FitOptions.compose(configs, merge_options(options, own))
+        if composed.trainer.get("devices") == 1:
+            _Cli("fit", composed, anew=True)
+        else:
+            _fit_apart(composed, folder)
+        if not draft.is_dir():
+            raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
+        finished.touch()
+        shutil.rmtree(last.parent, ignore_errors=True)
+    return draft
+
+
+def has_outputs(folder: Path) -> bool:
+    """Whether a training left anything to go on with, or to keep: a draft, a checkpoint."""
+    return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
+
+
+def dry_run(configs: list[str], options: dict[str, Any]) -> DraftConfig | None:
+    """The draft that `fit_once` would train, once its options are parsed, its data opened and its model made.
+
+    None where the target makes features online: only the options are parsed, as the target would have to be loaded.
+
+    Raises:
+        ArgumentError, OSError, ValueError: as `fit` does before its first step.
+    """
+    composed = FitOptions.compose(configs, options)
+    parser = LightningArgumentParser(parser_mode="omegaconf+", exit_on_error=False)
+    _add_parts(parser)
+    parts = {"model": composed.model, "data": composed.data, "trainer": composed.trainer}
+    try:
+        parsed = parser.parse_object(parts)
+    except ArgumentError as error:
+        raise explain(error, map(find_config, configs), _names(parser)) from error
+    model, data = parsed["model"].as_dict(), parsed["data"].as_dict()
+    if model["allocation"] is None:
+        raise ValueError("model has no allocation, e.g. [2, 2, 2]")
+    if data["corpus"] and not data["store"]:
+        return None
+    return SpecialistTraining(FeatureData(**data).source, **model).draft.config
+
+
+def _fit_apart(options: FitOptions, folder: Path) -> None:
+    """`poss fit` as a process of its own.
+
+    Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
+    of them would go on to measure. On Linux it is told to end, after its batch, when this process does, however that
+    ends: else it would train on, while the same command, given again, begins to write into its folder.
+    """
+    own, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def end_with_parent() -> None:
+        if libc:
+            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
+        if os.getppid() != own:  # it ended before that
+            os._exit(1)
+
+    composed = folder / f".{OPTIONS}"
+    with atomic(composed) as path:
+        path.write_text(yaml.safe_dump(asdict(options)))
+    command = [sys.executable, "-m", "poss_lightning.cli", "fit", "--config", str(composed)]
+    done = subprocess.run(command, preexec_fn=end_with_parent if libc else None)
+    if done.returncode:
+        raise ValueError(f"the training ended with exit code {done.returncode}; it says above why")
+    composed.unlink()
+
+
+# --- how Lightning runs it ---
+
+
+def _add_parts(parser: LightningArgumentParser) -> None:
+    """Arguments of model, data and trainer, in the order of the help: what is ours goes first."""
+    parser.add_lightning_class_args(SpecialistTraining, "model")
+    parser.add_lightning_class_args(FeatureData, "data")
+    parser.add_class_arguments(
+        Trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
+    )
+    known = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
+    parser.add_argument("--trainer.precision", type=str, default="auto", help=known)
+    parser.set_defaults({"trainer.use_distributed_sampler": False})  # FeatureData shares its batches out itself
+    parser.link_arguments("data.source", "model.store", apply_on="instantiate")
+
+
+def _names(parser: LightningArgumentParser) -> list[str]:
+    return [each.dest for each in parser._actions]
+
+
+class _Cli(LightningCLI):
+    """Runs `fit`, `validate` or `test`: from options, or from arguments of the terminal.
+
+    Args:
+        command: one of `COMMANDS`.
+        options: the training's.
+        anew: whether it may begin in a folder that holds outputs which nobody can go on with.
+    """
+
+    def __init__(self, command: str, options: FitOptions | list[str], anew: bool = False):
+        self.configs = config_files(options) if isinstance(options, list) else []
+        self.anew = anew
+        parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False}
+        begins = parser | {"default_config_files": [str(conf(BASE))]}
+        _quieten()
+        args = [command, *options] if isinstance(options, list) else {"subcommand": command, command: asdict(options)}
+        try:
+            super().__init__(
+                SpecialistTraining,
+                FeatureData,
+                args=args,
+                parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
+                save_config_callback=_SaveConfig,
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=0,
+            )
+        except MisconfigurationException as error:
+            raise ValueError(str(error)) from error
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in COMMANDS}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        _add_parts(parser)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            if isinstance(args, list):
+                raise explain(error, self.configs, _names(self._parser(args[0])), args) from error
+            raise
+        checkpoint = self.config[self.config.subcommand].ckpt_path
+        if checkpoint and Path(checkpoint).exists():
+            load_checkpoint(Path(checkpoint))  # Lightning reads it next, and would not name a torn one
+
+    def instantiate_trainer(self, **more: Any) -> Trainer:
+        for config in (self.config, self.config_init):  # of which the first goes into config.yaml
+            trainer = self._get(config, "trainer")
+            if trainer.precision == "auto":
+                trainer.precision = choose_precision(str(trainer.accelerator))
+        return super().instantiate_trainer(**more)
+
+    def before_fit(self) -> None:
+        left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
+        by_itself = left and SLURMEnvironment.detect()  # Lightning goes on with it
+        if not self._has_checkpoint() and not self.trainer.fast_dev_run and not by_itself:
+            self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
+
+    def after_fit(self) -> None:
+        if any(isinstance(each, _SaveConfig) and not each.began for each in self.trainer.callbacks):
+            reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
+            rank_zero_warn(f"nothing was left to train at {reached}")
+
+    def before_validate(self) -> None:
+        if not self._has_checkpoint():
+            start = self._get(self.config, "model").start_from
+            if start is None:
+                raise ValueError(
+                    "no --ckpt_path: this is the draft before training, of random weights; give a training's "
+                    "checkpoints/last.ckpt"
+                )
+            rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
+
+    before_test = before_validate
+
+    def _has_checkpoint(self) -> bool:
+        """Whether it begins with a checkpoint; one that is there was looked at when the command was read."""
+        path = self._get(self.config, "ckpt_path")
+        if path and path not in ("best", "last", "hpc") and "://" not in path and not Path(path).exists():
+            raise FileNotFoundError(f"{path}: no such file")  # "best" and addresses are Lightning's to find
+        return bool(path)
+
+    def _check_unused(self, folder: Path) -> None:
+        """Raise where a training has left something.
+
+        Where there is nothing to go on with, `fit_once`, whose options are among the configs, may begin anew, and so
+        may a job that SLURM begins once more.
+        """
+        last, known = folder / "checkpoints" / "last.ckpt", {folder / OPTIONS, folder / f".{OPTIONS}"}
+        anew = self.anew or {path.resolve() for path in known} & {Path(file).resolve() for file in self.configs}
+        if (anew or "SLURM_RESTART_COUNT" in os.environ) and not last.is_file():
+            return
+        if has_outputs(folder):
+            how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
+            raise FileExistsError(f"{folder} holds a training already: {how}")
+
+
+class _SaveConfig(SaveConfigCallback):
+    """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it.
+
+    It does not say where that one went on: another training of these settings begins at its own beginning.
+    """
+
+    began = False
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        pass
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.began, self.config.ckpt_path = True, None
+        super().setup(trainer, pl_module, "fit")
+
+
+def _quieten() -> None:
+    """Warnings and lines of Lightning that say what config.yaml tells, or advertise."""
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
+    warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
+    warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
+    warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
+    rooms = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
+    for room in rooms:
+        logging.getLogger(f"lightning.{room}").setLevel(logging.WARNING)
