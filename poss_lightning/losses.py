@@ -7,8 +7,8 @@ logits l, with gradient softmax(l)·Σc - c. So forward can leave behind the gra
 tensor of (slots, V) outlives its chunk. Where the target caps its logits, l = cap tanh(scale u / cap) of the head's
 product u, and the gradient by u is that by l times scale (1 - (l / cap)²).
 
-A head of the draft's own (EAGLE-3) learns too. Its gradient sums over slots and passes, so forward must know what each
-pass weighs in the loss: hence one `total`, of weights that are given, and not K losses to be weighed later.
+An own head of the draft (EAGLE-3) learns too. Its gradient sums over slots and passes, so forward must know the weight
+of each pass in the loss. So forward takes these weights and returns one `total`, not K losses to be weighed later.
 """
 
 from typing import NamedTuple
@@ -21,12 +21,12 @@ class PassLosses(NamedTuple):
     """Sums over the slots that count, one number a pass (K,), and the draft's top tokens there."""
 
     total: Tensor  # () Σ_k pass_weights_k weighted_k, the only one with a gradient
-    feature: Tensor  # (K,) unweighted sums; 0 with an own head, which reads no prediction of a feature
+    feature: Tensor  # (K,) unweighted sums; 0 with an own head, where no feature is predicted
     token: Tensor  # (K,) of -Σ p log q
     topk: Tensor  # (K,)
     weighted: Tensor  # (K,)
     slots: Tensor  # (K,) how many slots count
-    top_rows: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts, or nobody asked
+    top_rows: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts, or without find_top
 
 
 def pass_losses(
@@ -34,6 +34,7 @@ def pass_losses(
     features: Tensor,
     counts: Tensor,
     head: Tensor,
+    *,
     w_feature: float = 1.0,
     w_token: float = 0.1,
     w_topk: float = 1.0,
@@ -48,14 +49,14 @@ def pass_losses(
     """Losses of K passes against the target's features.
 
     Args:
-        predictions: K tensors (B, T, D), F̂ of f_{t+1} at slot t; or what an own head reads there.
+        predictions: K tensors (B, T, D), F̂ of f_{t+1} at slot t; or the input of an own head there.
         features: (B, T, D), the target's f_{t+1} at slot t.
         counts: (B, T), pass k counts at a slot where k <= counts.
         head: (V, D), the target's, frozen.
         topk: tokens in the top-K part.
         chunk: slots whose (K+1, chunk, V) logits exist at once.
         find_top: whether to find the draft's top tokens, which takes a little time.
-        scale, cap: of the target's logits, between head and softmax; the draft's are made likewise by the same head.
+        scale, cap: of the target's logits, between head and softmax; the draft's too, where it takes the target's head.
         draft_head: (V, D), the draft's own head; None where it takes the target's.
         pass_weights: (K,) each pass's weight in the total, above 0; 1 by default.
 
@@ -72,22 +73,24 @@ def pass_losses(
     counted = counts[anywhere] >= passes[:, None]  # (K, S)
     if pass_weights is None:
         pass_weights = predicted.new_ones(len(predictions), dtype=torch.float32)
+    terms = _Terms(w_feature, w_token, w_topk, topk, scale, cap)
     total, weighted, (feature, token, top), rows = _Losses.apply(
-        predicted,
-        draft_head,
-        pass_weights,
-        features[anywhere],
-        counted,
-        head,
-        (w_feature, w_token, w_topk),
-        topk,
-        chunk,
-        find_top,
-        (scale, cap),
+        predicted, draft_head, pass_weights, features[anywhere], counted, head, terms, chunk, find_top
     )
     top_rows = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
     top_rows[:, anywhere] = rows
     return PassLosses(total, feature, token, top, weighted, counted.sum(-1), top_rows)
+
+
+class _Terms(NamedTuple):
+    """The weights of the loss's terms, and how the target's logits are made; see `pass_losses`."""
+
+    w_feature: float
+    w_token: float
+    w_topk: float
+    topk: int
+    scale: float
+    cap: float | None
 
 
 class _Losses(torch.autograd.Function):
@@ -118,29 +121,29 @@ class _Losses(torch.autograd.Function):
                 top_rows=top_rows[:, here] if find_top else None,
                 gradient=None if gradient is None else gradient[:, here],
             )
-            part.compute(weights, topk, *shape)
+            part.compute(terms)
             if head_gradient is not None:
                 inputs = part.predicted * (part.counted * (pass_weights / largest)[:, None])[..., None]  # (K, s, D)
-                slopes = part.workspace.logits[1:]  # by now
+                slopes = part.workspace.logits[1:]  # `compute` has put them in place of the logits
                 head_gradient += slopes.flatten(0, 1).T @ inputs.flatten(0, 1).to(head.dtype)
         if gradient is not None:
             kept = None if head_gradient is None else head_gradient.mul_(largest).to(draft_head.dtype)
             ctx.save_for_backward(gradient, kept, pass_weights)
-        weighted = (sums * sums.new_tensor(weights)[:, None]).sum(0)
+        weighted = (sums * sums.new_tensor(terms[:3])[:, None]).sum(0)
         ctx.mark_non_differentiable(weighted, sums, top_rows)
         return (pass_weights * weighted).sum(), weighted, sums, top_rows
 
     @staticmethod
     def backward(ctx, grad_total, *_):
         gradient, head_gradient, pass_weights = ctx.saved_tensors
-        # by one number at a time: it stays in float32, and the product in the gradient's dtype
+        # Scaled pass by pass, so that the scale stays in float32 and the product has the gradient's dtype.
         scales = grad_total * pass_weights
-        predicted = torch.stack([scale * one for scale, one in zip(scales, gradient, strict=True)])
-        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 9
+        predicted = torch.stack([scale * slope for scale, slope in zip(scales, gradient, strict=True)])
+        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 7
 
 
 class _Workspace(NamedTuple):
-    """Where a chunk's matrices are made, again and again: new memory would cost more time than the work in it."""
+    """Memory for a chunk's matrices, used by all chunks: to allocate it anew would take longer than the work."""
 
     logits: Tensor  # (K+1, s, V), the target's first; of the head's dtype; a pass's become its slope
     p: Tensor  # (s, V), float32
@@ -154,13 +157,13 @@ class _Workspace(NamedTuple):
         return cls(head.new_empty(passes + 1, rows, len(head)), *wide)
 
     def first(self, rows: int) -> "_Workspace":
-        """That of a chunk with so many rows."""
+        """The part for a chunk with so many rows."""
         logits = self.logits.flatten()[: len(self.logits) * rows * self.p.shape[-1]]
         return _Workspace(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
 
 
 class _Chunk(NamedTuple):
-    """Some slots: what is computed from, and what is filled in."""
+    """Some slots: the inputs, and the results to fill in."""
 
     predicted: Tensor  # (K, s, D)
     features: Tensor  # (s, D)
@@ -172,9 +175,9 @@ class _Chunk(NamedTuple):
     top_rows: Tensor | None  # (K, s), filled in
     gradient: Tensor | None  # (K, s, D), filled in
 
-    def compute(self, weights: tuple[float, float, float], topk: int, scale: float, cap: float | None) -> None:
+    def compute(self, terms: _Terms) -> None:
         """Add the sums, and fill in top rows and gradients."""
-        w_feature, w_token, w_topk = weights
+        w_feature, w_token, w_topk, topk, scale, cap = terms
         logits, p, c, q, product = self.workspace
         f, shared = self.features.float(), self.pass_head is self.head  # (s, D)
         self._write_logits(scale, cap)
@@ -183,17 +186,17 @@ class _Chunk(NamedTuple):
         torch.mul(p, w_token, out=c).scatter_add_(-1, rows, w_topk * p_top)
         total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
         if not shared:
-            scale, cap = 1.0, None  # they are the target's
-        for k, (prediction, own, mask) in enumerate(zip(self.predicted, logits[1:], self.counted, strict=True)):
+            scale, cap = 1.0, None  # only of the target's logits
+        for k, (prediction, drafted, mask) in enumerate(zip(self.predicted, logits[1:], self.counted, strict=True)):
             if self.top_rows is None:
-                highest = own.amax(-1)  # (s,)
+                highest = drafted.amax(-1)  # (s,)
             else:
-                highest, self.top_rows[k] = own.max(-1)
-            q.copy_(own).sub_(highest[:, None])
-            along, along_top = torch.mul(p, q, out=product).sum(-1), q.gather(-1, rows)
+                highest, self.top_rows[k] = drafted.max(-1)
+            q.copy_(drafted).sub_(highest[:, None])
+            mean, q_top = torch.mul(p, q, out=product).sum(-1), q.gather(-1, rows)
             norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
             lse = norm.log()
-            entropies = lse[:, 0] - along, (p_top * (lse - along_top)).sum(-1)
+            entropies = lse[:, 0] - mean, (p_top * (lse - q_top)).sum(-1)
             self.sums[1:, k] += (torch.stack(entropies) * mask).sum(-1)
             if shared:
                 distance = prediction.float() - f  # (s, D)
@@ -201,8 +204,8 @@ class _Chunk(NamedTuple):
             if self.gradient is not None:
                 q.mul_(total / norm).sub_(c)
                 if cap is not None:
-                    q.mul_(product.copy_(own).div_(cap).square_().neg_().add_(1))
-                slope = (own.copy_(q) @ self.pass_head).float()  # (s, D)
+                    q.mul_(product.copy_(drafted).div_(cap).square_().neg_().add_(1))
+                slope = (drafted.copy_(q) @ self.pass_head).float()  # (s, D)
                 if shared:
                     slope = torch.add(w_feature / f.shape[-1] * distance.clamp_(-1, 1), slope, alpha=scale)
                 self.gradient[k] = slope * mask[:, None]
@@ -210,7 +213,7 @@ class _Chunk(NamedTuple):
     def _write_logits(self, scale: float, cap: float | None) -> None:
         """The target's, and those of all passes."""
         logits, dtype = self.workspace.logits, self.head.dtype
-        if self.pass_head is self.head:  # one product for all: the head is large, and would be read anew for each
+        if self.pass_head is self.head:  # one product for all, so that the large head is read once
             inputs = torch.cat([self.features[None], self.predicted]).flatten(0, 1)
             torch.mm(inputs.to(dtype), self.head.T, out=logits.flatten(0, 1))
             _scale_and_cap(logits, scale, cap)
@@ -221,7 +224,7 @@ class _Chunk(NamedTuple):
 
 
 def _scale_and_cap(logits: Tensor, scale: float, cap: float | None) -> None:
-    """What stands between the target's head and softmax, in place."""
+    """The steps between the target's head and softmax, in place."""
     if scale != 1.0:
         logits.mul_(scale)
     if cap is not None:

@@ -23,7 +23,7 @@ class Packing(NamedTuple):
     positions: Tensor  # (B or 1, T) a slot's place in its conversation; 0 in the padding
 
     @classmethod
-    def whole(cls, batch: int, count: int, device: torch.device) -> "Packing":
+    def one_per_row(cls, batch: int, count: int, device: torch.device) -> "Packing":
         """One conversation a row, without padding."""
         return cls([[count]] * batch, torch.arange(count, device=device)[None])
 

@@ -42,7 +42,8 @@ def unroll(
         K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is valid from the k-th slot of a conversation on;
         before that it is finite, and no valid slot has read it.
     """
-    packing = packing or Packing.whole(*draft_input.shape[:2], draft_input.device)
+    batch, count, _ = draft_input.shape
+    packing = packing or Packing.one_per_row(batch, count, draft_input.device)
     rope = draft.rope_at(packing.positions)
     z = [draft.join(embedded, draft.fuse(draft_input))]  # z^0, z^1, ...: (B, T, Z)
     keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set: each is made once

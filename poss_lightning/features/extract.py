@@ -241,7 +241,7 @@ def _write_embed_head(folder: Path, target: Target) -> FileEntry:
 def tokenize(
     target: Target, conversations: list[Conversation], max_length: int, tell: bool = True
 ) -> list[TokenizedText]:
-    """Render conversations and cut them, ordered by length; those without two tokens of one assistant span are left out.
+    """Render conversations, cut them and order them by length; those without two tokens of an answer are left out.
 
     Args:
         tell: warn of how many are left out, and why.

@@ -50,7 +50,7 @@ def counted_passes(length: int, spans: np.ndarray) -> Tensor:
 
 
 def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
-    """The draft's input with uniform noise (u - 0.5) * strength * 512 / T, as EAGLE trains; T is the conversation's own.
+    """The draft's input with uniform noise (u - 0.5) * strength * 512 / T, as in EAGLE; T is the conversation's length.
 
     Args:
         seeds: one a conversation, so that its noise depends on nothing beside it.

@@ -157,9 +157,8 @@ def to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     biases = {
         name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")
     }
-    return {
-        f"layers.0.self_attn.{name}.bias": value.to(bias.dtype) for name, value in (biases | {"o_proj": bias}).items()
-    }
+    biases["o_proj"] = bias
+    return {f"layers.0.self_attn.{name}.bias": value.to(bias.dtype) for name, value in biases.items()}
 
 
 def _count_others(names: list[str]) -> str:

@@ -29,7 +29,7 @@ class OutputTracker:
         return [text for text, remaining in enumerate(self.remaining) if remaining]
 
     def append(self, text: int, emitted: list[int]) -> tuple[list[int], int]:
-        """The tokens of `emitted` that count; and how many but the last of them there were before the limit cut them."""
+        """Count emitted tokens: those kept, and the number up to a stop token, less the last, without the limit."""
         until = until_stop(emitted, self.stops)
         kept = until[: self.remaining[text]]
         self.remaining[text] = 0 if until[-1] in self.stops else self.remaining[text] - len(kept)

@@ -138,7 +138,7 @@ class Target(nn.Module):
         packed: Packed | None = None,
         layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """`tree_features`, and the input of a draft: the same, or the outputs of these layers side by side, (B, n, R)."""
+        """`tree_features`, and a draft's input: the same, or the outputs of these layers side by side, (B, n, R)."""
         slots = cache.slots
         slots.open(tokens.shape[1])
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
