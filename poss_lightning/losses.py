@@ -97,9 +97,7 @@ class _Losses(torch.autograd.Function):
     """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
 
     @staticmethod
-    def forward(
-        ctx, predicted, draft_head, pass_weights, features, counted, head, weights, topk, chunk, find_top, shape
-    ):
+    def forward(ctx, predicted, draft_head, pass_weights, features, counted, head, terms, chunk, find_top):
         passes, slots, _ = predicted.shape
         sums = predicted.new_zeros(3, passes, dtype=torch.float32)  # feature, token, top-K
         top_rows = torch.full((passes, slots), -1, device=predicted.device)

@@ -111,7 +111,7 @@ class Speculative(Decoder):
             first = self._prefill(request, max(limits))
         self.request_id = request_id = self.request_id + 1
         yield Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
-        while outputs.unfinished:
+        while outputs.active:
             if self.request_id != request_id:
                 raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
@@ -202,7 +202,7 @@ class Speculative(Decoder):
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
         """Only unfinished prompts count; once half of the batch is finished, its rows are dropped."""
-        if (kept := self.active.update(outputs.unfinished)) is not None:
+        if (kept := self.active.update(outputs.active)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active):
                 part.select(kept)
             self.graphs.clear()

@@ -151,7 +151,8 @@ def _make_maps(ids: Tensor, total: int) -> dict[str, Tensor]:
 def to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """fc's bias b as biases of the first layer's attention, for code whose fc has none.
 
-    There is no norm between them: for queries, keys, values W (z + b) = W z + W b; for the residual (z + b) + o = z + (o + b).
+    There is no norm between them: for queries, keys and values W (z + b) = W z + W b, and for the residual
+    (z + b) + o = z + (o + b).
     """
     bias = state["fc.bias"]
     biases = {

@@ -24,7 +24,7 @@ class OutputTracker:
         self.remaining, self.stops = list(limits), stops
 
     @property
-    def unfinished(self) -> list[int]:
+    def active(self) -> list[int]:
         """Numbers of the texts that go on."""
         return [text for text, remaining in enumerate(self.remaining) if remaining]
 
@@ -113,16 +113,16 @@ def decode_steps(
     while True:
         tokens = sampler(target.embed_head.logits(last), cache.slots.lengths)  # (B,)
         emitted = dict(zip(rows, tokens.tolist(), strict=True))
-        step = {prompt: emitted[prompt] for prompt in outputs.unfinished}
+        step = {prompt: emitted[prompt] for prompt in outputs.active}
         for prompt, token in step.items():
             outputs.append(prompt, [token])
         yield step
-        if not (unfinished := outputs.unfinished):
+        if not (active := outputs.active):
             return
-        if len(unfinished) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
-            kept = [rows.index(prompt) for prompt in unfinished]
+        if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
+            kept = [rows.index(prompt) for prompt in active]
             cache.select(kept)
             sampler.select(kept)
-            tokens, rows = tokens[kept], unfinished
+            tokens, rows = tokens[kept], active
         last = target.tree_features(tokens[:, None], alone, cache)[:, 0]
         cache.append([1] * len(rows))
