@@ -15,13 +15,29 @@ Letters used in every shape comment:
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from poss_lightning.decoding.model import load
+    from poss_lightning.draft.specialists import Specialists
+    from poss_lightning.features.datamodule import FeatureData
+    from poss_lightning.features.store import FeatureStore
+    from poss_lightning.training.module import SpecialistTraining
 
 __version__ = "0.1.0"
-__all__ = ["load"]
+__all__ = ["FeatureData", "FeatureStore", "SpecialistTraining", "Specialists", "load"]
+
+_PLACES = {
+    "FeatureData": "features.datamodule",
+    "FeatureStore": "features.store",
+    "SpecialistTraining": "training.module",
+    "Specialists": "draft.specialists",
+    "load": "decoding.model",
+}
 
 
 def __getattr__(name: str):
-    """`load` when it is asked for: importing the package imports no torch."""
-    if name != "load":
+    """Each of these when it is asked for: importing the package imports no torch."""
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("poss_lightning.decoding.model").load
+    return getattr(import_module(f"poss_lightning.{_PLACES[name]}"), name)

@@ -1,20 +1,21 @@
-"""The YAML files of a command line: where they are, what they hold, and which of them an error is about."""
+"""Options as YAML files and nested mappings hold them: found, read, merged, checked; and which file an error is about."""
 
 import re
 from argparse import ArgumentError
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from poss_lightning.files import find_config
 
-GIVEN = ("--config", "-c")
+FLAGS = ("--config", "-c")
 
 
 def locate_configs(arguments: list[str]) -> list[str]:
-    """`--config` with files of conf/ by their path, which who installed a wheel does not have beside him."""
+    """The arguments with `--config` files of conf/ as paths: a user of the wheel has no conf/ beside him."""
 
     def place(name: str) -> str:
         try:
@@ -23,50 +24,93 @@ def locate_configs(arguments: list[str]) -> list[str]:
             return name
 
     return [
-        place(each) if before in GIVEN else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
+        place(each) if before in FLAGS else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
         for before, each in zip(["", *arguments], arguments, strict=False)
     ]
 
 
-def files_of(arguments: list[str]) -> list[str]:
-    """What is given as `--config FILE` and `--config=FILE`."""
+def config_files(arguments: list[str]) -> list[str]:
+    """The files given as `--config FILE` and `--config=FILE`."""
     pairs = zip(["", *arguments], arguments, strict=False)
-    return [file.removeprefix("--config=") for before, file in pairs if before in GIVEN or file.startswith("--config=")]
+    return [file.removeprefix("--config=") for before, file in pairs if before in FLAGS or file.startswith("--config=")]
 
 
-def read(file: str) -> dict:
-    """What a YAML file holds; nothing where there is none, which the parser says."""
+def read_config(file: str) -> dict[str, Any]:
+    """The options in a YAML file; none where there is no file, which the parser reports.
+
+    Raises:
+        ValueError: it is no YAML, or no mapping.
+    """
     if not Path(file).is_file():
         return {}
     try:
-        given = yaml.safe_load(Path(file).read_text())
+        options = yaml.safe_load(Path(file).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"{file} is no YAML{place}: {getattr(error, 'problem', error)}") from error
-    if not isinstance(given, dict):
-        what = "is empty" if given is None else f"is a {type(given).__name__}"
+    if not isinstance(options, dict):
+        what = "is empty" if options is None else f"is a {type(options).__name__}"
         raise ValueError(f"{file} {what}; it must have options, `name: value`")
-    return given
+    return options
 
 
-def explain(error: ArgumentError, arguments: list[str], known: Iterable[str]) -> ArgumentError:
-    """The error with the files whose option it is about, and the nearest of the options there are."""
+def merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested options, those of `above` in place of those of `below`; `name+` appends to a list `name` of `below`.
+
+    Options of a class (`class_path`, `init_args`) are dropped where another class takes its place.
+    """
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        if name.endswith("+") and name[:-1] in merged:
+            merged[name[:-1]] = [*(merged[name[:-1]] or []), *value]
+        elif not isinstance(value, Mapping) or not isinstance(under, Mapping) or _another_class(under, value):
+            merged[name] = value
+        else:
+            merged[name] = merge_options(under, value)
+    return merged
+
+
+def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of `function` that these options are, its defaults included.
+
+    Raises:
+        ArgumentError: an option that it does not have, or a value that it does not take.
+    """
+    from jsonargparse import ArgumentParser  # `poss --help` need not wait for it
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_function_arguments(function)
+    return parser.parse_object(dict(options)).as_dict()
+
+
+def explain(
+    error: ArgumentError, files: Iterable[str], known: Iterable[str], arguments: Iterable[str] = ()
+) -> ArgumentError:
+    """The error with the files whose option it is about, and the nearest of the `known` options.
+
+    Unchanged where the option stands among the `arguments` of the terminal.
+    """
     found = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", str(error))
     if not found or any(each.startswith(f"--{found[1]}") for each in arguments):
         return error
     option, known = found[1], list(known)
-    files = [file for file in files_of(arguments) if _has(read(file), option)]
-    if not files:
+    places = [file for file in files if _has(read_config(file), option)]
+    if not places:
         return error
     below = [name for name in known if name.endswith(f".{option}")]
     near = [] if option in known else below or get_close_matches(option, known, 1)
     deeper = f", below `{below[0].removesuffix(option)[:-1]}:`" if near and near == below else ""
     hint = f"; did you mean {' or '.join(near)}{deeper}?" if near else ""
-    return ArgumentError(None, f"{error}; it stands in {' and '.join(files)}{hint}")
+    return ArgumentError(None, f"{error}; it stands in {' and '.join(places)}{hint}")
 
 
-def _has(given: object, option: str) -> bool:
-    """Whether a dotted option is among those given, nested or dotted."""
+def _has(options: object, option: str) -> bool:
+    """Whether a dotted option is among those, nested or dotted."""
     head, _, rest = option.partition(".")
-    return isinstance(given, dict) and (option in given or _has(given.get(head), rest))
+    return isinstance(options, dict) and (option in options or _has(options.get(head), rest))
+
+
+def _another_class(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
+    return "class_path" in above and above["class_path"] != below.get("class_path", above["class_path"])

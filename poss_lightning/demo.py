@@ -17,13 +17,13 @@ from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.extract import extract
 from poss_lightning.files import atomic
-from poss_lightning.fitting import fit_once
 from poss_lightning.machine import best_seconds, choose_device
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.report import report
 from poss_lightning.reports.summary import group
-from poss_lightning.target.model import Target, causal
+from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.training.costs import step_flops
+from poss_lightning.training.fit import fit_once
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 SUITES, DRAFTS, BASELINES = 6, 4, 2  # what the benchmark decodes: of each suite, with each draft, and without one
@@ -191,16 +191,16 @@ def measure(target: Target, device: str, tokens: int = 256, steps: int = 4) -> S
     """Read some tokens, and write some one by one."""
     tokens = min(tokens, target.spec.context - steps)
     text = torch.arange(tokens, device=target.device)[None] % target.spec.vocab_size
-    cache = target.cache(1, tokens + steps)
-    alone = causal(1, target.device)
+    cache = target.new_cache(1, tokens + steps)
+    alone = causal_ancestors(1, target.device)
 
     def read() -> None:
-        target.read(text)
+        target.text_features(text)
 
     def write() -> None:
         cache.clear()
         for step in range(steps):
-            target.embed_head.logits(target.features(text[:, step : step + 1], alone, cache))
+            target.embed_head.logits(target.tree_features(text[:, step : step + 1], alone, cache))
             cache.append([1])
 
     took = best_seconds({read: read, write: write}, device=device)

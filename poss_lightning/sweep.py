@@ -16,37 +16,39 @@ import traceback
 from argparse import ArgumentError
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from filelock import FileLock, Timeout
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from poss_lightning import cli
+from poss_lightning.configs import check_options, merge_options
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, local_folder
-from poss_lightning.evaluation import benchmark
+from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import BASELINES, NAMES
 from poss_lightning.evaluation.suites import load_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.files import atomic, conf, sha256
-from poss_lightning.fitting import FINISHED, dry_run, find_config, fit_once, has_outputs, option, parsed
-from poss_lightning.fitting import SETTINGS as FIT
+from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_device
 from poss_lightning.reports.compare import show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
+from poss_lightning.training.fit import BASE, FINISHED, FitOptions, dry_run, fit_once, has_outputs
+from poss_lightning.training.fit import OPTIONS as FIT
+from poss_lightning.work import Work, flat
 
-SETTINGS, BASE, SCALARS = "sweep.yaml", "trainer/base.yaml", "scalars.json"
+SETTINGS, SCALARS = "sweep.yaml", "scalars.json"
+MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
 MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
 
 
@@ -66,6 +68,10 @@ class Cell:
     def name(self) -> str:
         return f"{self.choice}, seed {self.seed}"
 
+    @cached_property
+    def _composed(self) -> FitOptions:
+        return FitOptions.compose(self.configs, self.fit)
+
     def settings(self) -> dict:
         """What was asked for."""
         configs = {name: sha256(find_config(name)) for name in self.configs}
@@ -76,7 +82,8 @@ class Cell:
         return self._trained_on() | self._measured_on()
 
     def _trained_on(self) -> dict[str, str]:
-        store, start = (option(name, self.configs, self.fit) for name in ("data.store", "model.start_from"))
+        composed = self._composed
+        store, start = composed.data.get("store"), composed.model.get("start_from")
         files = {BASE: conf(BASE)} | ({store: Path(store) / MANIFEST} if store else {})
         return _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
 
@@ -116,7 +123,7 @@ class Cell:
             return []
         if not self.recorded():
             earlier, now = ({part: facts[part] for part in ("configs", "fit")} for facts in (earlier, now))
-        earlier, now = _flat(earlier), _flat(now)
+        earlier, now = flat(earlier), flat(now)
         return sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
 
     def claim(self) -> None:
@@ -136,12 +143,10 @@ class Cell:
             with atomic(self.folder / f"{name}.json") as path:
                 path.write_text(json.dumps(facts, indent=1) + "\n")
 
-    def measuring(self, draft: Path) -> list[str]:
-        """Arguments of the command that measures it."""
-        given = dict(self.options)
-        places = [str(self.folder), *([given.pop("store")] if self.measure == "replay" else [])]
-        said = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
-        return [*places, f"--drafts.{self.choice}={draft}", *(f"--{name}={value}" for name, value in said.items())]
+    def measure_options(self, draft: Path) -> dict:
+        """Arguments of the function that measures it."""
+        options = {**self.options, "out": str(self.folder), "drafts": {self.choice: str(draft)}}
+        return check_options(MEASURES[self.measure], options)
 
     def check(self, coming: set[Path]) -> None:
         """Refuse what could only fail later: options nobody has, sizes that do not fit, what is not on this machine.
@@ -152,27 +157,25 @@ class Cell:
         Raises:
             ArgumentError, OSError, ValueError: as the commands would.
         """
-        draft = None if (self.folder / FINISHED).exists() else self._rehearsed(coming)
-        given = parsed(self.measure, self.measuring(self.folder / "draft-last"))
-        if unknown := [name for name in self.options if name not in given]:  # the command would take an abbreviation
-            raise ValueError(f"{self.measure} has no option {unknown[0]!r}; it has {', '.join(given)}")
-        choose_device(given["device"])
+        draft = None if (self.folder / FINISHED).exists() else self._dry_run(coming)
+        options = self.measure_options(self.folder / "draft-last")
+        choose_device(options["device"])
         if draft:
-            depth = sum(draft.allocation) if given["depth"] is None else given["depth"]
-            check_tree(depth, given["tree_width"])
-            Fixed(depth, given["nodes"])
+            depth = sum(draft.allocation) if options["depth"] is None else options["depth"]
+            check_tree(depth, options["tree_width"])
+            Fixed(depth, options["nodes"])
         if self.measure == "benchmark":
-            benchmark.check(given)
-            _ask(json.dumps(given["suites"]), given["limit"])
+            benchmark.check(options)
+            _load_suites_once(json.dumps(options["suites"]), options["limit"])
             return
-        store = FeatureStore(given["store"])
+        store = FeatureStore(options["store"])
         if draft and (difference := draft.target.difference(store.target)):
-            raise ValueError(f"{given['store']} is of another target than the draft: {difference}")
+            raise ValueError(f"{options['store']} is of another target than the draft: {difference}")
         if draft:
             store.select(draft.layers)
 
-    def _rehearsed(self, coming: set[Path]) -> DraftConfig | None:
-        start, fit = option("model.start_from", self.configs, self.fit), self.fit
+    def _dry_run(self, coming: set[Path]) -> DraftConfig | None:
+        start, fit = self._composed.model.get("start_from"), self.fit
         if start and local_folder(start).parent.resolve() in coming:
             fit = {**fit, "model": {**fit.get("model", {}), "start_from": None}}
         elif start:
@@ -193,11 +196,11 @@ class Sweep:
         reference: the choice that the others are held against.
     """
 
-    choices: dict[str, dict | None]
+    choices: dict[str, dict[str, Any] | None]
     seeds: list[NonNegativeInt]
-    fit: dict | None = None
-    replay: dict | None = None
-    benchmark: dict | None = None
+    fit: dict[str, Any] | None = None
+    replay: dict[str, Any] | None = None
+    benchmark: dict[str, Any] | None = None
     reference: str | None = None
 
     @classmethod
@@ -252,10 +255,10 @@ class Sweep:
     def _cell(self, folder: Path, choice: str, seed: int) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
         common, special = self.fit or {}, self.choices[choice] or {}
-        fit = OmegaConf.merge(common, special)
+        fit = merge_options(common, special)
         configs = [*common.get("config", []), *special.get("config", [])]
-        whole = OmegaConf.merge(fit, {"seed": seed, "fit": fit, "measure": getattr(self, measure)})
-        plain = OmegaConf.to_container(whole, resolve=True)
+        options = OmegaConf.create(fit | {"seed": seed, "fit": fit, "measure": getattr(self, measure)})
+        plain: Any = OmegaConf.to_container(options, resolve=True)
         own = {name: value for name, value in plain["fit"].items() if name != "config"}
         own = {"seed_everything": seed, **own, "data": {"seed": seed, **own.get("data", {})}}
         return Cell(choice, seed, folder / choice / f"seed-{seed}", configs, own, measure, plain["measure"])
@@ -272,35 +275,36 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     """
     own = Sweep.read(Path(folder) / SETTINGS)
     cells = own.cells(Path(folder) / "cells")
-    mine, seconds, failed = _share(cells, shard), [], []
-    _check(Path(folder), cells, mine)
-    for number, cell in enumerate(mine, 1):
+    share, seconds, failed = _share(cells, shard), [], []
+    _check(Path(folder), cells, share)
+    work = Work(Path(folder) / "cells")
+    for number, cell in enumerate(share, 1):
         if cell.measured():
             continue
-        left = sum(not other.measured() for other in mine[number - 1 :])
+        left = sum(not other.measured() for other in share[number - 1 :])
         expected = f", {timedelta(seconds=round(fmean(seconds) * left))} left" if seconds else ""
-        print(f"\n[{number}/{len(mine)}] {cell.name}{expected}", flush=True)
+        print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
         try:
-            cell.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(cell.folder / ".lock", timeout=0):
+            with work.part(f"{cell.choice}/seed-{cell.seed}/work") as mine:
+                if not mine:
+                    print("another process is at it")
+                    continue
                 began = time.monotonic()
                 cell.claim()
                 _run(cell)
                 seconds.append(time.monotonic() - began)
-        except Timeout:
-            print("another process is at it")
         except Exception as error:  # of whatever kind: the other trainings need not wait for it
             if not isinstance(error, MENDABLE):
                 traceback.print_exc()
             print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
             failed.append(cell.name)
-    with FileLock(Path(folder) / ".summary.lock"):  # of shards that end together the last one sees all
+    with work.exclusive():  # of shards that end together the last one sees all
         done = [cell for cell in cells if cell.measured()]
         print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
         if done:
             _sum_up(Path(folder), done, own.reference)
     if failed:
-        raise ValueError(f"{len(failed)} of {len(mine)} trainings failed: {'; '.join(failed)}")
+        raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
 def _check(folder: Path, cells: list[Cell], mine: list[Cell]) -> None:
@@ -325,7 +329,7 @@ def _check(folder: Path, cells: list[Cell], mine: list[Cell]) -> None:
 
 
 @cache
-def _ask(suites: str, limit: int | None) -> None:
+def _load_suites_once(suites: str, limit: int | None) -> None:
     """Of all trainings that ask the same questions, only for the first: the hub may have to send them."""
     load_suites(json.loads(suites), limit)
 
@@ -343,7 +347,7 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
 def _run(cell: Cell) -> None:
     """Train, measure, and keep the last of every scalar."""
     draft = fit_once(cell.folder, cell.configs, cell.fit)
-    cli.run(cell.measure, cell.measuring(draft))
+    MEASURES[cell.measure](**cell.measure_options(draft))
     scalars = read_scalars(cell.folder)[str(cell.folder)]
     with atomic(cell.folder / SCALARS) as path:
         path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")
@@ -373,15 +377,6 @@ def _inputs(done: list[Cell]) -> dict[str, set[str]]:
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:
     return {name: sha256(file) for name, file in files.items() if file.is_file()}
-
-
-def _flat(nested: dict) -> dict[str, object]:
-    """With dots between the names of options."""
-    flat = {}
-    for name, value in nested.items():
-        inner = _flat(value) if isinstance(value, dict) else {}
-        flat |= {f"{name}.{below}": own for below, own in inner.items()} or {name: value}
-    return flat
 
 
 def _read(file: Path) -> dict:

@@ -26,6 +26,7 @@ class Work:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
+        self._lock = FileLock(self.folder / LOCK)  # one object: `claim` and `clear` may stand inside `exclusive`
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Write down what the result depends on, or hold it against what stands there.
@@ -94,7 +95,8 @@ class Work:
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                return FileLock(self.folder / name).acquire(blocking=blocking)
+                lock = self._lock if name == LOCK else FileLock(self.folder / name)
+                return lock.acquire(blocking=blocking)
             except FileNotFoundError:  # another process has just finished, and the folder is gone
                 continue
 
