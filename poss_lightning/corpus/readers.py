@@ -1,4 +1,4 @@
-"""Conversations from JSON lines, JSON arrays and `datasets`, in the chat and the ShareGPT form, checked."""
+"""Read and check conversations: JSON lines, JSON arrays and `datasets`, in the chat and the ShareGPT form."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ class Conversation:
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be read as conversations; says which and why."""
+    """A corpus that cannot be read as conversations; the message says which and why."""
 
 
 class Malformed(ValueError):
@@ -41,18 +41,19 @@ class Malformed(ValueError):
 def read_conversations(source: str, split: str = "train", limit: int | None = None) -> list[Conversation]:
     """Read conversations of the chat form (`messages`: role, content) or ShareGPT's (`conversations`: from, value).
 
-    Real corpora are made regular: empty turns are dropped, neighbours of one role joined by a blank line, answers
-    before the first user message and messages after the last answer dropped. What then holds no answer is skipped and
-    counted in a log line. An id met before gets `#2`, `#3`, ...; without one it is `<file stem>:<line number>`.
+    Conversations are made regular. Empty turns are dropped, and neighbours of one role are joined by a blank line.
+    Answers before the first user message are dropped, and so are messages after the last answer. A conversation without
+    an answer is skipped and counted in a log line. An id that occurs again gets `#2`, `#3`, ...; a conversation without
+    an id gets `<file stem>:<line number>`.
 
     Args:
         source: a `.jsonl`, `.jsonl.gz` or `.json` (one array) file, else a folder or hub id for `datasets`.
         split: of a folder or hub id; files have none.
-        limit: stop after this many conversations; lines behind are not looked at.
+        limit: stop after this many conversations; later lines are not checked.
 
     Raises:
         ValueError: limit below 1.
-        CorpusError: no such source, malformed records (all of them in one error), or no conversation at all.
+        CorpusError: no such source, malformed records (all in one error), or no conversation at all.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
@@ -68,16 +69,16 @@ def read_conversations(source: str, split: str = "train", limit: int | None = No
         if conversation is None:
             skipped += 1
             continue
-        conversation = _unique(conversation, found)
+        conversation = _with_unique_id(conversation, found)
         found[conversation.id] = conversation
         if len(found) == limit:
             break
-    _judge(source, len(found), skipped, faults)
+    _report(source, len(found), skipped, faults)
     return list(found.values())
 
 
-def _judge(source: str, found: int, skipped: int, faults: list[str]) -> None:
-    """Raise where the corpus is malformed or empty; tell what was skipped."""
+def _report(source: str, found: int, skipped: int, faults: list[str]) -> None:
+    """Raise CorpusError where the corpus is malformed or empty; log how many conversations were skipped."""
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CorpusError("\n  ".join([f"{source}: {len(faults)} malformed", *faults[:_SHOWN], *more]))
@@ -92,7 +93,7 @@ def _stem(source: str) -> str:
     return next((name.removesuffix(ending) for ending in _FILES if name.endswith(ending)), name)
 
 
-def _unique(conversation: Conversation, found: dict[str, Conversation]) -> Conversation:
+def _with_unique_id(conversation: Conversation, found: dict[str, Conversation]) -> Conversation:
     name, count = conversation.id, 1
     while name in found:
         count += 1
@@ -112,7 +113,7 @@ def _records(source: str, split: str) -> Iterator[tuple[int, object]]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes of every line of a file, unpacked where it is compressed; blank ones are passed over.
+    """Number, from 1, and bytes of every line of a file, unpacked where it is compressed; blank lines are skipped.
 
     Raises:
         CorpusError: it cannot be read to its end.
@@ -134,38 +135,39 @@ def _array(path: Path) -> Iterator[tuple[int, object]]:
     return enumerate(records, 1)
 
 
-def _rows(source: str, split: str) -> Iterator[tuple[int, dict]]:
+def _rows(source: str, split: str) -> Iterator[tuple[int, object]]:
     import datasets  # takes a second, and files do without it
+    from datasets.exceptions import DatasetsError
 
     try:
         rows = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         fault = "a folder datasets cannot load" if Path(source).is_dir() else "no path here and no reachable hub id"
         raise CorpusError(f"{source} is {fault} (split {split!r}): {error.__cause__ or error}") from error
     return enumerate(rows, 1)
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:
-    """One record made regular; None where nothing is answered in it.
+    """One record as a regular conversation; None where it has no answer.
 
     Raises:
         Malformed: it is no conversation.
     """
-    record = parsed(raw) if isinstance(raw, bytes) else raw
+    record = parse(raw) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
-    messages = regular(messages_of(record))
+    messages = make_regular(messages_of(record))
     if not any(message["role"] == "assistant" for message in messages):
         return None
     names = [record[field] for field in _IDS if record.get(field) not in (None, "")]
     return Conversation(str(names[0]) if names else name, messages)
 
 
-def parsed(line: bytes) -> object:
-    """What a line of JSON says.
+def parse(line: bytes) -> object:
+    """The value of a line of JSON.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is not JSON.
     """
     try:
         return json.loads(line)
@@ -204,11 +206,14 @@ def _message(turn: object, where: str, role: str, content: str) -> dict[str, str
     return {"role": _ROLES[turn[role]], "content": turn[content]}
 
 
-def regular(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Without empty turns, unasked answers and unanswered ends; neighbours of one role joined."""
-    spoken = [message for message in messages if message["content"].strip()]
-    asked = next((i for i, message in enumerate(spoken) if message["role"] == "user"), len(spoken))
-    kept = [message for i, message in enumerate(spoken) if i > asked or message["role"] != "assistant"]
+def make_regular(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The messages without empty turns, answers before a user's message, and an end without an answer.
+
+    Neighbours of one role are joined.
+    """
+    filled = [message for message in messages if message["content"].strip()]
+    first = next((i for i, message in enumerate(filled) if message["role"] == "user"), len(filled))
+    kept = [message for i, message in enumerate(filled) if i > first or message["role"] != "assistant"]
     while kept and kept[-1]["role"] != "assistant":
         kept.pop()
     turns = groupby(kept, key=lambda message: message["role"])

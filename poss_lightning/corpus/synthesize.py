@@ -1,6 +1,6 @@
 """The target writes its own conversations: it samples a user's message, then answers it.
 
-A draft learns the target's own answers, so this is the data it should see; nothing is downloaded.
+A draft should learn from its target's own answers, and this makes them. Nothing is downloaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,12 @@ from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
 
 _MARK = "\u241f user message \u241f"
-_PATIENCE = 10  # batches in a row without a new conversation, after which there is little hope
+_PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 
 
 def synthesize(
     out: str,
+    *,
     target: str = "embedded",
     conversations: int = 2000,
     turns: int = 1,
@@ -38,7 +39,7 @@ def synthesize(
 ) -> None:
     """Let the target write conversations with itself, as (compressed) JSON lines of chat messages.
 
-    A killed run goes on where it stopped when the command is given again, and ends with the same file.
+    If a run is killed, give the same command again: it goes on where it stopped, and ends with the same file.
 
     Args:
         out: file to write, `.jsonl` or `.jsonl.gz`.
@@ -46,62 +47,63 @@ def synthesize(
         conversations: how many to write.
         turns: user messages in a conversation.
         temperature: of the user's messages.
-        top_p: of what is sampled. 1 is the fastest: no other needs the tokens in order.
-        answer_temperature: of the answers; 0 is greedy. A small target that is greedy repeats itself, and a repetition
-            teaches a draft little.
-        user_tokens: a user's message is cut there.
-        answer_tokens: an answer is cut there; features are the target's own all the same, so it harms no draft.
-        batch_size: conversations written side by side.
-        openings: file of texts, one a line; each first message begins with one of them, drawn by the seed. What a
-            target writes of itself is less varied than what it is asked.
-        seed: same seed, target and machine: same file.
+        top_p: sample among the likeliest tokens that hold this probability. 1 is the fastest, as tokens need not be
+            sorted.
+        answer_temperature: of the answers; 0 is greedy. A small target with greedy answers repeats itself, and a draft
+            learns little from repetitions.
+        user_tokens: most tokens of a user's message; a longer one is cut.
+        answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
+        batch_size: conversations that are written side by side.
+        openings: file of texts, one a line; each first message begins with one of them, chosen by the seed. Messages
+            that a target begins itself are less varied than those of users.
+        seed: the same seed, target and machine give the same file.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
     """
-    given = dict(locals())
+    options = dict(locals())
     for name in ("conversations", "turns", "user_tokens", "answer_tokens", "batch_size"):
-        if given[name] < 1:
-            raise ValueError(f"{name} is {given[name]}; it must be at least 1")
+        if options[name] < 1:
+            raise ValueError(f"{name} is {options[name]}; it must be at least 1")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
-    corpus, first_words = CorpusWriter(out), _lines(openings)
+    corpus, first_words = CorpusWriter(out), _read_openings(openings)
     model = Target.load(target, dtype, device)
-    writer = _Writer(model, turns, (user, user_tokens), (answer, answer_tokens), first_words)
-    settings = {name: value for name, value in given.items() if name not in ("out", "conversations", "device")}
-    own = {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
-    corpus.claim(settings | own)
+    writer = _Writer(model, turns, user=(user, user_tokens), answer=(answer, answer_tokens), openings=first_words)
+    settings = {name: value for name, value in options.items() if name not in ("out", "conversations", "device")}
+    settings |= {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
+    corpus.claim(settings)
     records = islice(_records(corpus, writer, batch_size, seed), conversations)
     corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
 
 def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
-    """Conversations without end, each with a first message of its own.
+    """Conversations without end; no two have the same first message.
 
     Raises:
-        ValueError: the target writes nothing new any more.
+        ValueError: the target writes no new conversation any more.
     """
     known: set[str] = set()
-    barren = 0
+    without_new = 0  # batches in a row
     for number in count():
         before = len(known)
         for messages in corpus.batch(number, partial(writer.write, batch_size, seed * 1_000_003 + number)):
             if messages[0]["content"] not in known:
                 yield {"id": f"{seed}-{len(known):06d}", "messages": messages}
                 known.add(messages[0]["content"])
-        barren = 0 if len(known) > before else barren + 1
-        if barren == _PATIENCE:
+        without_new = 0 if len(known) > before else without_new + 1
+        if without_new == _PATIENCE:
             raise ValueError(
-                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: ask for fewer"
+                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)}: ask for fewer"
             )
 
 
-def _lines(file: str | None) -> list[str]:
-    """Its lines that say something.
+def _read_openings(file: str | None) -> list[str]:
+    """The lines of the file that are not blank.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it has no such line.
+        ValueError: all lines are blank.
     """
     if file is None:
         return []
@@ -120,7 +122,8 @@ class _Writer:
         self,
         target: Target,
         turns: int,
-        user: tuple[Sampling, int],  # how it is drawn, and how many tokens at most
+        *,
+        user: tuple[Sampling, int],  # how its tokens are chosen, and how many at most
         answer: tuple[Sampling, int],
         openings: Sequence[str] = (),
     ):
@@ -135,33 +138,36 @@ class _Writer:
 
     @torch.inference_mode()
     def write(self, size: int, seed: int) -> list[Messages]:
-        """`size` conversations less those thrown away: with an empty message or special tokens inside one."""
+        """`size` conversations, less those that have an empty message, or special tokens inside a message."""
         generator = torch.Generator().manual_seed(seed)
         conversations: list[list[dict]] = [[] for _ in range(size)]
         beginnings = [""] * size
         if self.openings:
-            drawn = torch.randint(len(self.openings), (size,), generator=generator)
-            beginnings = [self.openings[i] for i in drawn.tolist()]
+            chosen: list[int] = torch.randint(len(self.openings), (size,), generator=generator).tolist()
+            beginnings = [self.openings[i] for i in chosen]
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
-                prompts = [self._open(*opening, role) for opening in zip(conversations, beginnings, strict=True)]
+                prompts = [
+                    self._prompt(messages, opening, role)
+                    for messages, opening in zip(conversations, beginnings, strict=True)
+                ]
                 texts = self._complete(prompts, limit, sampling, generator)
-                whole = [
+                contents = [
                     None if text is None else (opening + text).strip()
                     for opening, text in zip(beginnings, texts, strict=True)
                 ]
                 conversations = [
-                    [*messages, {"role": role, "content": text}]
-                    for messages, text in zip(conversations, whole, strict=True)
-                    if text
+                    [*messages, {"role": role, "content": content}]
+                    for messages, content in zip(conversations, contents, strict=True)
+                    if content
                 ]
                 if not conversations:
                     return []
                 beginnings = [""] * len(conversations)
         return conversations
 
-    def _open(self, messages: list[dict], opening: str, role: str) -> list[int]:
-        """Tokens of the template up to where `role` goes on with the opening."""
+    def _prompt(self, messages: list[dict], opening: str, role: str) -> list[int]:
+        """Tokens of the template up to the place where `role` continues the opening."""
         if role == "assistant":
             return self.target.chat.prompt(messages)
         template = self.target.tokenizer.apply_chat_template
@@ -169,7 +175,7 @@ class _Writer:
         return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
 
     def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:
-        """Each prompt's text up to its stop token; None where it is not fit to keep."""
+        """What continues each prompt, up to its stop token; None where it has special tokens."""
         tokens = generate(self.target, prompts, limit, self.target.chat.stops, sampling, generator)
         return [self._text(row) for row in tokens]
 

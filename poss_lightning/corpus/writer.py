@@ -1,4 +1,4 @@
-"""Writing a corpus that takes long: batch by batch, so that a killed run goes on where it stopped."""
+"""Write a corpus batch by batch, so that a killed run goes on where it stopped."""
 
 import gzip
 import json
@@ -13,13 +13,13 @@ Messages = list[dict[str, str]]
 
 
 class CorpusWriter:
-    """A file of conversations, and beside it `OUT.parts`, the batches that are done.
+    """A file of conversations; the finished batches stand beside it in `OUT.parts` until all are finished.
 
     Args:
         out: file to write in the end.
 
     Raises:
-        ValueError: its name is not that of a file of conversations.
+        ValueError: its name does not end in .jsonl or .jsonl.gz.
         FileExistsError: it is there already.
     """
 
@@ -31,18 +31,18 @@ class CorpusWriter:
             check_new(out)
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Note what the conversations depend on; errors as of `Work.claim`."""
+        """Write down what the conversations depend on; errors as of `Work.claim`."""
         self.work.claim(settings)
 
     def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:
-        """The conversations of a batch: loaded where they are there, else written."""
+        """The conversations of a batch: those that a killed run left, or what `write` returns."""
         part = f"{number:06d}"
         if (conversations := self.work.receipt(part)) is None:
             self.work.write_receipt(part, conversations := write())
         return conversations
 
     def finish(self, records: Iterable[dict]) -> None:
-        """Write the corpus, and remove the parts."""
+        """Write the corpus, and remove the batches."""
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         text = "".join(lines).encode()
         with atomic(self.out) as path:

@@ -72,7 +72,8 @@ class Fixed:
             raise ValueError(
                 f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
             )
-        self.nodes, self.plan = nodes, (depth, nodes)
+        self.nodes = nodes
+        self.plan: tuple[int, int] | None = (depth, nodes)
 
     def begin(self, active: list[int]) -> None:
         """All rounds are alike."""
@@ -167,7 +168,8 @@ class PerRound:
         calibration: of the draft's path probabilities.
     """
 
-    needs_sync, plan = True, None
+    needs_sync = True
+    plan: tuple[int, int] | None = None
 
     def __init__(self, depth: int, costs: Costs, calibration: Calibration):
         self.costs, self.calibration = costs, calibration

@@ -59,7 +59,7 @@ class Drafter:
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width = depth, min(tree_width, len(head))
         self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else project
-        self.slots: Slots | None = None
+        self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
         self.candidates = 1 + self.tree_width + self.tree_width**2 * (depth - 1)  # nodes scored, root included
         # Keys and values of all specialists in one product: (S, 2 * kv heads * d, Z).
@@ -69,7 +69,7 @@ class Drafter:
         """Begin with empty caches of `capacity` verified slots a row, in the memory of earlier ones where they fit."""
         config, weight = self.draft.config, self.draft.fc.weight
         total = capacity + self.tree_slots
-        if self.slots is not None and self.slots.fits(batch, total):
+        if self.slots.fits(batch, total):
             self.slots.clear()
             return self.store.clear()
         self.slots = Slots(batch, total, weight.device)

@@ -40,6 +40,11 @@ class Specialists(nn.Module):
         ValueError: a vocabulary that contradicts the config, or is not ascending token ids.
     """
 
+    vocabulary: Tensor | None
+    scale: Tensor  # (inputs of `fc`,)
+    norm: Norm  # this and the next only where the config says `own_head`
+    lm_head: nn.Linear
+
     def __init__(self, config: DraftConfig, vocabulary: Tensor | None = None):
         super().__init__()
         spec = config.target

@@ -1,4 +1,11 @@
-"""`poss benchmark`: decode suites with several methods, prompt by prompt in turn, and record every answer."""
+"""`poss benchmark`: decode suites with several methods, prompt by prompt in turn, and record every answer.
+
+OUT/                 the folder of a benchmark
+  run.json           settings, drafts, machine and versions; written first
+  unfinished/        only while it is at work: a part a question, with its records and rounds; see `work.py`
+  rounds.jsonl       rounds of some answers, see `rounds.py`
+  records.jsonl      every answer; written last
+"""
 
 import hashlib
 import json
@@ -6,7 +13,7 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -16,20 +23,22 @@ from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation import rounds
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import BASELINES, NAMES, Record, check_names, to_line
-from poss_lightning.evaluation.rounds import RoundLog
+from poss_lightning.evaluation.records import BASELINES, NAMES, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.files import atomic, records_lock
+from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
+from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
 
 
 def benchmark(
     out: str,
+    *,
     drafts: dict[str, str] | None = None,
     target: str = "embedded",
     suites: list[str] | None = None,
@@ -51,31 +60,33 @@ def benchmark(
 ) -> None:
     """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
 
-    Methods take turns prompt by prompt, in an order that rotates, after a warm-up of their own. Later turns of a
-    conversation are asked after the target's own answer to the earlier ones, the same for all methods, as long as the
-    target's context has room. A killed run goes on where it stopped when the command is given again, on the same
-    machine and device with as many threads.
+    Every method is warmed up. Then the methods take turns prompt by prompt, in an order that rotates. All methods get
+    the same context: a later turn of a conversation follows the target's own answers to the earlier turns. A
+    conversation ends where the target's context is full. If a run is killed, give the same command again, on the same
+    machine and device with as many threads: it goes on with the first question that is not finished.
 
     Args:
         out: folder to write.
-        drafts: name and draft (folder, hub id or shipped head) of each method, e.g. --drafts.hass runs/hass/draft-best.
+        drafts: name and draft (folder, hub id or shipped draft) of each method, e.g. --drafts.hass
+            runs/hass/draft-best.
         target: "embedded", a local folder or a hub id.
         suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
             `hub:OWNER/NAME`; all of the project's own by default.
-        limit: the first so many questions of each suite; all of a file, and 80 of the hub, by default.
-        max_new_tokens: at most that many a turn.
+        limit: decode only the first questions of each suite, this many; by default all of a file, and 80 of the hub.
+        max_new_tokens: most tokens of an answer.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         tree_width: children tried a node; 1 drafts chains.
-        tree: fixed, or auto: as large as expected tokens a second say, depth and nodes at most.
-        temperature: of the answers; 0 is greedy. Drafts and our own loop draw alike, so in float32 they say the same.
-        top_k: draw among so many likeliest tokens; 0 for all.
-        top_p: draw among the likeliest tokens that hold this mass.
-        seed: of what is drawn.
-        baselines: of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup); the
-            first two by default. The first is also the target's own answer, so it must be among them.
+        tree: fixed, or auto: chosen for the most tokens a second, within depth and nodes.
+        temperature: of sampling; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers are the
+            same.
+        top_k: sample among the k likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens that hold this probability.
+        seed: of sampling.
+        baselines: some of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
+            the first two by default. `autoregressive` gives the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
-        show: questions of each suite whose rounds are written too, tree by tree, for the report to show.
+        show: questions of each suite whose rounds are written too, for the report to show the trees.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
         device: auto (cuda, else mps, else cpu), or one of these.
@@ -93,44 +104,49 @@ def benchmark(
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
-    for question in questions:  # what cannot be asked at all is refused before anything is written
-        _prompt(model, question, [{"role": "user", "content": question.turns[0]}])
+    for question in questions:  # a prompt that is too long is refused before anything is written
+        _check_prompt(model, question)
     plain = {"autoregressive": Autoregressive(model), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
-    methods |= {name: Speculative(model, draft, depth, nodes, tree_width, tree) for name, draft in loaded.items()}
+    trees: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
+    methods |= {name: Speculative(model, draft, **trees) for name, draft in loaded.items()}
     facts = {
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
         "methods": {name: _facts(method) for name, method in methods.items()},
         "suites": {suite.name: suite.source for suite in found},
     }
-    with records_lock(out):
-        run = Run(Path(out), model, methods, facts, sampling, seed)
-        run.decode(questions, max_new_tokens, repeats, show)
-    print(f"{out}: {len(run.lines)} records of {len(methods)} methods")
+    run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
+    count = run.decode(questions, max_new_tokens, repeats, show)
+    print(f"{out}: {count} records of {len(methods)} methods")
 
 
 def check(config: dict) -> Sampling:
-    """How answers are drawn, of the options of a benchmark.
+    """Check the options of a benchmark that need neither target nor suites; return how its answers are sampled.
 
     Raises:
-        ValueError: one of them cannot be, whatever is asked of whom.
+        ValueError: an option is out of its range; the message names it.
     """
-    baselines, max_new_tokens, repeats, show = (config[name] for name in ("baselines", "max_new_tokens", "repeats", "show"))
+    baselines, max_new_tokens, repeats = config["baselines"], config["max_new_tokens"], config["repeats"]
     if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(BASELINES)):
         raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
     if max_new_tokens < 1 or repeats < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens} and repeats {repeats}; both must be at least 1")
-    if show < 0:
+    if (show := config["show"]) < 0:
         raise ValueError(f"show is {show}; it must be 0 (no rounds are written) or a number of questions a suite")
     return Sampling(config["temperature"], config["top_k"], config["top_p"])
 
 
 class Run:
-    """Decodes questions with every method and appends their records, question by question.
+    """Decodes questions with every method and records their answers; a question is a part of the work.
 
-    Raises:
-        ValueError: the folder holds records made by other settings, or packed ones.
+    Args:
+        folder: to write.
+        target: the model.
+        methods: decoders by name; one is `autoregressive`.
+        facts: what run.json says of the settings: `command`, `config`, `methods` and `suites`.
+        sampling: how tokens are chosen.
+        seed: of sampling.
     """
 
     def __init__(
@@ -138,55 +154,80 @@ class Run:
         folder: Path,
         target: Target,
         methods: dict[str, Decoder],
-        facts: dict,
+        facts: dict[str, Any],
+        *,
         sampling: Sampling = GREEDY,
         seed: int = 0,
     ):
-        self.folder, self.target, self.methods = folder, target, methods
+        self.folder, self.target, self.methods, self.facts = folder, target, methods, facts
         self.sampling, self.seed = sampling, seed
-        self.file = folder / "records.jsonl"
-        self.lines = self._go_on(facts)
-        self.rounds = RoundLog(folder, self._done())
+        self.work = Work(folder / UNFINISHED)
 
-    def decode(self, questions: list[Question], max_new_tokens: int, repeats: int, show: int = 0) -> None:
-        """Every question not yet recorded, all methods and repeats of it at once; rounds of `show` of each suite."""
-        done = self._done()
-        left = [question for question in questions if (question.suite, question.id) not in done]
-        if left:
-            self._join()
-            self._warm_up(left[0], max_new_tokens)
-        bar = tqdm(left, desc="benchmark", unit="question", initial=len(questions) - len(left), total=len(questions))
-        places = {(question.suite, question.id): place for place, question in enumerate(questions)}
-        for question in bar:
-            place = places[question.suite, question.id]
-            shown = sum(other.suite == question.suite for other in questions[:place]) < show
-            records = self._question(question, max_new_tokens, repeats, place, shown)
-            self.lines += map(to_line, records)
-            self.rounds.write()  # before the records, which say that the question is done
-            with atomic(self.file) as path:  # a question is there with all its records, or not at all
-                path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
+    def decode(self, questions: list[Question], max_new_tokens: int, repeats: int, show: int = 0) -> int:
+        """Decode every question that is not yet finished, and write the files; return the number of records.
 
-    def _question(self, question: Question, max_new_tokens: int, repeats: int, place: int, shown: bool) -> list[Record]:
-        records, messages = [], []
+        Args:
+            questions: all of them, in order.
+            max_new_tokens: most tokens of an answer.
+            repeats: how often each answer is decoded.
+            show: questions of each suite whose rounds are recorded.
+
+        Raises:
+            ValueError: the folder holds records made with other settings, packed ones, or those of another machine; or
+                another process writes there.
+        """
+        records, (config, methods) = self.folder / NAMES[0], (self.facts["config"], self.facts["methods"])
+        if (packed := self.folder / NAMES[1]).exists():
+            raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
+        if records.exists():
+            check_settings(self.folder, config, methods)
+            self.work.clear()  # the process that wrote them may have been killed before it did
+            return sum(1 for _ in records.open("rb"))
+        with self.work.exclusive(wait=False):
+            self.work.claim({**config, "methods": methods})
+            parts = [f"question-{place:05d}" for place in range(len(questions))]
+            unfinished = [place for place, part in enumerate(parts) if self.work.receipt(part) is None]
+            if unfinished:
+                self._note_process(begun=len(unfinished) < len(parts))
+                self._warm_up(questions[unfinished[0]], max_new_tokens)
+            done = len(parts) - len(unfinished)
+            for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
+                question, shown = questions[place], _is_shown(questions, place, show)
+                answers, trees = self._decode_question(question, max_new_tokens, repeats, place=place, shown=shown)
+                receipt = {"records": [*map(to_line, answers)], "rounds": [*map(rounds.to_line, trees)]}
+                self.work.write_receipt(parts[place], receipt)
+            count = self._write_files([self.work.receipt(part) for part in parts])
+            self.work.clear()
+        return count
+
+    def _decode_question(
+        self, question: Question, max_new_tokens: int, repeats: int, *, place: int, shown: bool
+    ) -> tuple[list[Record], list[rounds.Round]]:
+        """All turns of the question with all methods; rounds are those of the first repeat, if they are to be shown."""
+        records, messages, trees = [], [], []
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
             prompt = self.target.chat.prompt(messages)
             if turn and len(prompt) >= (context := self.target.spec.context):  # a first turn's is refused before
-                place = f"question {question.id} of {question.suite}"
-                logger.warning("%s ends before turn %d: %d of %d tokens", place, turn, len(prompt), context)
+                where = f"question {question.id} of {question.suite}"
+                logger.warning("%s ends before turn %d: %d of %d tokens", where, turn, len(prompt), context)
                 break
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
                 for name in names[first:] + names[:first]:
-                    drawn = torch.Generator().manual_seed(self._draws(question, turn, repeat))
                     answer = (question.suite, question.id, turn, name)
-                    watch = self.rounds.watch(answer, self.target) if shown and repeat == 0 else None
-                    decoded = self.methods[name].decode([prompt], max_new_tokens, None, self.sampling, drawn, watch)[0]
+                    decoded = self.methods[name].decode(
+                        [prompt],
+                        max_new_tokens,
+                        sampling=self.sampling,
+                        generator=torch.Generator().manual_seed(self._answer_seed(question, turn, repeat)),
+                        watch=rounds.recorder(answer, self.target, trees) if shown and repeat == 0 else None,
+                    )[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
             own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
             messages.append({"role": "assistant", "content": own.text})
-        return records
+        return records, trees
 
     def _record(
         self, question: Question, turn: int, method: str, repeat: int, prompt_tokens: int, decoded: Decoded
@@ -207,55 +248,59 @@ class Run:
             pieces=_pieces(self.target, decoded.tokens),
         )
 
-    def _done(self) -> set[tuple[str, int | str]]:
-        """Suite and id of every question that has its records."""
-        return {(line["suite"], line["id"]) for line in map(json.loads, self.lines)}
-
-    def _draws(self, question: Question, turn: int, repeat: int) -> int:
+    def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:
         """The seed of an answer's draws, the same for all methods."""
         place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
 
     def _warm_up(self, question: Question, max_new_tokens: int) -> None:
+        """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
         prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
         for method in self.methods.values():
             method.decode([prompt], min(max_new_tokens, 16))
-        self._note(json.loads((self.folder / "run.json").read_text()) | self._costs())
+        engines = {name: method for name, method in self.methods.items() if isinstance(method, Speculative)}
+        costs = {name: engine.costs._asdict() for name, engine in engines.items() if engine.costs is not None}
+        if costs:
+            self._write_facts(self._stored_facts() | {"costs": costs})
 
-    def _costs(self) -> dict:
-        """What `tree: auto` measured of each draft, for `poss compare` to say whether drafting pays here."""
-        measured = {name: method.costs for name, method in self.methods.items() if isinstance(method, Speculative)}
-        found = {name: costs._asdict() for name, costs in measured.items() if costs is not None}
-        return {"costs": found} if found else {}
-
-    def _go_on(self, facts: dict) -> list[str]:
-        """Lines of an earlier, killed run of the same settings; else begin with run.json."""
-        if (packed := self.folder / NAMES[1]).exists():
-            raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
-        if self.file.exists():
-            check_settings(self.folder, facts["config"], facts["methods"])
-            return self.file.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        self._note(facts)
-        return []
-
-    def _join(self) -> None:
-        """Note this process beside those that began the records that are there.
+    def _note_process(self, begun: bool) -> None:
+        """Write where and with what this process decodes into run.json, beside the process that began the work.
 
         Raises:
-            ValueError: theirs were made where a second is not what it is here.
+            ValueError: the work was begun where a second is not what it is here.
         """
-        here, earlier = provenance(self.target.device), json.loads((self.folder / "run.json").read_text())
+        here = provenance(self.target.device)
+        if not begun:
+            return self._write_facts(self.facts | here)
+        earlier = self._stored_facts()
         for fact in ("machine", "device", "threads"):
-            if self.lines and earlier.get(fact, here[fact]) != here[fact]:
+            if earlier.get(fact, here[fact]) != here[fact]:
                 raise ValueError(
                     f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {here[fact]!r}; seconds of "
                     "the two do not compare: go on there, or choose another folder"
                 )
-        self._note(earlier | (here if not self.lines else {"gone_on": [*earlier.get("gone_on", []), here]}))
+        self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), here]})
 
-    def _note(self, facts: dict) -> None:
+    def _stored_facts(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run.json").read_text())
+
+    def _write_facts(self, facts: dict[str, Any]) -> None:
         with atomic(self.folder / "run.json") as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
+
+    def _write_files(self, receipts: list[Any]) -> int:
+        """Write rounds.jsonl and records.jsonl; return the number of records."""
+        for name in (rounds.NAME, NAMES[0]):  # records last: they say that the benchmark is finished
+            lines = [line for receipt in receipts for line in receipt[name.removesuffix(".jsonl")]]
+            if lines:
+                with atomic(self.folder / name) as path:
+                    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return len(lines)
+
+
+def _is_shown(questions: list[Question], place: int, show: int) -> bool:
+    """Whether the question is among the first `show` of its suite."""
+    return sum(other.suite == questions[place].suite for other in questions[:place]) < show
 
 
 def _facts(method: Decoder) -> dict:
@@ -276,18 +321,16 @@ def _digest_questions(questions: list[Question]) -> str:
     return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
 
 
-def _prompt(target: Target, question: Question, messages: list[dict]) -> list[int]:
-    prompt = target.chat.prompt(messages)
+def _check_prompt(target: Target, question: Question) -> None:
+    """Raise ValueError where the context has no room for the first turn; the message names the question."""
     try:
-        new_token_limits(target, [prompt], limit=1)
+        new_token_limits(target, [target.chat.prompt([{"role": "user", "content": question.turns[0]}])], limit=1)
     except ValueError as error:
-        turn = len(messages) // 2
-        raise ValueError(f"question {question.id} of {question.suite}, turn {turn}: {error}") from error
-    return prompt
+        raise ValueError(f"question {question.id} of {question.suite}, turn 0: {error}") from error
 
 
 def _pieces(target: Target, tokens: list[int]) -> list[str]:
     """What each token adds to the text: a letter split over tokens belongs to its last; a stop token adds nothing."""
     pieces = Pieces(target.chat.text)
-    said = [pieces.add([token]) for token in tokens]
-    return [*said[:-1], said[-1] + pieces.rest()] if said else []
+    texts = [pieces.add([token]) for token in tokens]
+    return [*texts[:-1], texts[-1] + pieces.rest()] if texts else []

@@ -1,4 +1,4 @@
-"""A round in the terminal: the tree of drafted tokens, what of it the target took, and what it added.
+"""A round in the terminal: the tree of drafted tokens, the path that the target accepted, and the bonus token.
 
 the
 ├─ ✓ cat 62.0 %
@@ -34,13 +34,14 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
     """The tree, likelier children first, with the probability of each path.
 
     Args:
-        guesses: what was drafted and taken.
+        guesses: the tree, and what was accepted.
         text: of a token.
-        colour: accepted in green, the bonus bold, the rest dim; without it, accepted have ✓ and the bonus has +.
-        lines: at most so many, unless what was accepted needs more; the least probable nodes are left out.
+        colour: accepted tokens are green, the bonus bold, the rest dim; without colour, ✓ marks accepted tokens and +
+            the bonus.
+        lines: most lines, unless the accepted path needs more; the least probable nodes are left out.
     """
     tokens, parents, scores, path, bonus = guesses
-    shown = top_log_probs(guesses, lines - (bonus is not None))
+    shown = likeliest_nodes(guesses, lines - (bonus is not None))
     below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # of each node: labels, and nodes if it is one
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
         words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
@@ -53,10 +54,10 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
     return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
 
 
-def top_log_probs(guesses: Guesses, lines: int) -> set[int]:
-    """The path, and as many of the likeliest nodes as `lines` leaves room for; with every node its parent."""
+def likeliest_nodes(guesses: Guesses, lines: int) -> set[int]:
+    """The accepted path, and as many of the likeliest nodes as fit in `lines`; with every node its parent."""
     if len(guesses.tokens) > lines:
-        lines -= 1  # to say how many are left out
+        lines -= 1  # for the number of nodes that are left out
     shown = set(guesses.path)
     for node in sorted(range(len(guesses.tokens)), key=lambda node: (-guesses.scores[node], node)):
         if len(shown) < lines:

@@ -1,4 +1,4 @@
-"""What a record asks of a model: the turns of a question, whichever form its suite comes in."""
+"""The user's turns of a question, whichever form the records of its suite have."""
 
 from itertools import groupby
 
@@ -10,22 +10,20 @@ _FIELDS = ("turns", *_CHATS, "prompt")
 _SHOWN = 60  # letters of a wrong value shown in an error
 
 
-def turns(record: object, field: str | None = None) -> list[str]:
-    """What the user of a record says, turn by turn.
+def turns(record: dict, field: str | None = None) -> list[str]:
+    """The user's turns of a record.
 
     Args:
-        record: its first field of these counts: `turns` (texts), `messages` (role, content), ShareGPT's `conversations`
-            (from, value), `prompt` (a text, texts, or messages).
-        field: the one that counts instead; it holds what `prompt` may.
+        record: the first of these fields that it has is read: `turns` (texts), `messages` (role, content), ShareGPT's
+            `conversations` (from, value), `prompt` (a text, texts, or messages).
+        field: read this one instead; its value may be any that `prompt` may have.
 
-    Of a conversation the answers are left out, for a model gives its own. What stands between two answers is one turn,
-    its messages (a system's too) joined by a blank line.
+    The answers of a conversation are left out, since the model gives its own. Everything between two answers is one
+    turn: its messages, also those of a system, are joined by a blank line.
 
     Raises:
-        Malformed: there is no such field, or it asks nothing.
+        Malformed: there is no such field, or it has no question.
     """
-    if not isinstance(record, dict):
-        raise readers.Malformed(f"a record must be an object, it is a {type(record).__name__}")
     known = (field,) if field else _FIELDS
     found = next((name for name in known if record.get(name) is not None), None)
     if found is None:
@@ -35,9 +33,9 @@ def turns(record: object, field: str | None = None) -> list[str]:
         raise readers.Malformed(f"has no {wanted}; it has {', '.join(map(str, record)) or 'no field'}")
     value = record[found]
     if found in _CHATS:
-        return _asked(record, found)
+        return _user_turns(record, found)
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return _asked({"messages": value}, found)
+        return _user_turns({"messages": value}, found)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
         shown = repr(value)[:_SHOWN]
@@ -60,16 +58,16 @@ def name(record: dict, number: int) -> int | str:
     return value
 
 
-def _asked(conversation: dict, field: str) -> list[str]:
-    """What a conversation says between its answers; the answer to come closes the last turn."""
-    messages = readers.regular([*readers.messages_of(conversation), {"role": "assistant", "content": "…"}])
-    turns = groupby(messages, key=lambda message: message["role"] == "assistant")
-    asked = ["\n\n".join(message["content"] for message in turn) for answers, turn in turns if not answers]
-    if not asked:
+def _user_turns(conversation: dict, field: str) -> list[str]:
+    """The messages between answers, as turns; an empty answer closes the last turn."""
+    messages = readers.make_regular([*readers.messages_of(conversation), {"role": "assistant", "content": "…"}])
+    runs = groupby(messages, key=lambda message: message["role"] == "assistant")
+    found = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
+    if not found:
         raise readers.Malformed(f"`{field}` has no message of a user")
-    return asked
+    return found
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that says something; half a surrogate pair, which JSON allows, is no text."""
+    """Whether it is a string that is not blank; half a surrogate pair, which JSON allows, is no text."""
     return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="ignore").decode()

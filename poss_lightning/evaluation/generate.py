@@ -1,4 +1,4 @@
-"""`poss generate`: an answer while it is decoded, and how fast it came."""
+"""`poss generate`: print an answer while it is decoded, and its speed."""
 
 import os
 import sys
@@ -22,6 +22,7 @@ from poss_lightning.target.model import Target
 
 def generate(
     prompt: str,
+    *,
     draft: str | None = None,
     target: str = "embedded",
     max_new_tokens: int = 256,
@@ -40,31 +41,33 @@ def generate(
     show: Literal["tree"] | None = None,
     json: bool = False,
 ) -> None:
-    """Answer a prompt while you read, and say how fast it was.
+    """Print the answer to a prompt while it is decoded, and then its speed.
 
     Args:
-        prompt: what the user asks; - reads it from stdin.
-        draft: draft folder, hub id or shipped head; without one the target decodes alone.
+        prompt: the user's message; - reads it from stdin.
+        draft: draft folder, hub id or shipped draft; without one the target decodes alone.
         target: "embedded", a local folder or a hub id.
-        max_new_tokens: at most that many an answer.
-        tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of depth and nodes.
+        max_new_tokens: most tokens of an answer.
+        tree: "auto" chooses trees for the most tokens a second on this machine, "fixed" always takes depth and nodes.
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
-        temperature: of drawing tokens; 0 takes the likeliest.
-        top_k: draw among so many likeliest tokens; 0 for all.
-        top_p: draw among the likeliest tokens that hold this mass.
-        seed: of what is drawn.
+        temperature: of sampling; 0 takes the likeliest token.
+        top_k: sample among the k likeliest tokens; 0 for all.
+        top_p: sample among the likeliest tokens that hold this probability.
+        seed: of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        compare: decode the answer once more without the draft, for the speed-up; by default wherever there is a draft,
-            but not in a chat.
-        chat: go on asking, line by line, up to an empty one or the end of stdin; with - for a prompt, from the first.
-        show: "tree" draws what was drafted, accepted and added in every round, in colour unless NO_COLOR is set.
+        compare: decode the answer once more without the draft, for the speed-up; by default if there is a draft, but
+            not in a chat.
+        chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the
+            first message too.
+        show: "tree" draws every round: its tree, the accepted path and the bonus token, in colour unless NO_COLOR is
+            set.
         json: print one JSON object, and nothing else.
     """
     config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
-    _refuse(draft, top_k, compare, chat, show, json)
+    _check_options(draft=draft, top_k=top_k, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
     if prompt == "-" and not chat:
         prompt = config["prompt"] = sys.stdin.read().strip()
@@ -73,50 +76,53 @@ def generate(
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
-    decoder = Speculative(model, loaded, depth, nodes, tree_width, tree) if loaded else Autoregressive(model)
+    decoder: Decoder = Autoregressive(model)
+    if loaded:
+        decoder = Speculative(model, loaded, depth=depth, nodes=nodes, tree_width=tree_width, tree=tree)
     if compare is None:
         compare = loaded is not None and not chat
 
     messages: list[dict[str, str]] = []
-    for turn, question in enumerate(_questions(prompt, chat)):
-        messages.append({"role": "user", "content": question})
-        ask = Ask(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
+    for turn, message in enumerate(_messages(prompt, chat)):
+        messages.append({"role": "user", "content": message})
+        question = Question(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
         if json:
-            answer = ask.of(decoder)
-            plain = ask.plain(model, answer) if compare else None
-            print(dumps(config | _trees(decoder) | _facts(model, answer, plain), ensure_ascii=False))
+            answer = question.answer(decoder)
+            plain = question.answer_plainly(model, answer) if compare else None
+            print(dumps(config | _tree_settings(decoder) | _facts(model, answer, plain), ensure_ascii=False))
         else:
-            answer = _tell(ask, decoder, show)
+            answer = _print_answer(question, decoder, show)
             print(f"\n{_speed(answer)}", end="", flush=True)
-            print(_comparison(answer, ask.plain(model, answer), model.dtype_name) if compare else "")
+            print(_comparison(answer, question.answer_plainly(model, answer), model.dtype_name) if compare else "")
         messages.append({"role": "assistant", "content": model.chat.text(answer.tokens)})
 
 
-class Ask:
+class Question:
     """One prompt, and how it is to be answered.
 
     Args:
         prompt: token ids.
-        limit: new tokens, at most.
+        limit: most tokens of the answer.
         sampling: how they are chosen.
-        seed: of what is drawn.
+        seed: of sampling.
     """
 
     def __init__(self, prompt: list[int], limit: int, sampling: Sampling, seed: int):
         self.prompt, self.limit, self.sampling, self.seed = prompt, limit, sampling, seed
 
-    def of(self, decoder: Decoder, watch: Callable[[Progress], None] | None = None) -> Decoded:
-        """The answer; `watch` is as in `Decoder.decode`."""
-        drawn = torch.Generator().manual_seed(self.seed)
-        return decoder.decode([self.prompt], self.limit, None, self.sampling, drawn, watch)[0]
+    def answer(self, decoder: Decoder, watch: Callable[[Progress], None] | None = None) -> Decoded:
+        """Decode the answer; `watch` is as in `Decoder.decode`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return decoder.decode([self.prompt], self.limit, sampling=self.sampling, generator=generator, watch=watch)[0]
 
-    def plain(self, target: Target, answer: Decoded) -> Decoded:
-        """As many tokens by plain decoding, with the same draws."""
-        return Ask(self.prompt, len(answer.tokens), self.sampling, self.seed).of(Autoregressive(target))
+    def answer_plainly(self, target: Target, answer: Decoded) -> Decoded:
+        """Decode as many tokens as `answer` has without a draft, with the same draws."""
+        question = Question(self.prompt, len(answer.tokens), self.sampling, self.seed)
+        return question.answer(Autoregressive(target))
 
 
-def _refuse(
-    draft: str | None, top_k: int, compare: bool | None, chat: bool, show: str | None, json: bool
+def _check_options(
+    *, draft: str | None, top_k: int, compare: bool | None, chat: bool, show: str | None, json: bool
 ) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
@@ -131,15 +137,15 @@ def _refuse(
         raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or a positive number of them")
 
 
-def _questions(prompt: str, chat: bool) -> Iterator[str]:
-    """The prompt, and in a chat what is asked after the answer to it."""
+def _messages(prompt: str, chat: bool) -> Iterator[str]:
+    """The prompt; in a chat then the lines of stdin."""
     if not chat or prompt != "-":
         yield prompt
-    while chat and (line := _line()):
+    while chat and (line := _read_line()):
         yield line
 
 
-def _line() -> str:
+def _read_line() -> str:
     try:
         return input("> ").strip()
     except EOFError:
@@ -147,34 +153,36 @@ def _line() -> str:
         return ""
 
 
-def _tell(ask: Ask, decoder: Decoder, show: str | None) -> Decoded:
-    """The answer, said as it is accepted; or each round drawn, and then the answer."""
+def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Decoded:
+    """Print the answer as its tokens are accepted; or draw each round, and then print the answer."""
     chat, number = decoder.target.chat, count(1)
     pieces = Pieces(chat.text)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
-    def say(step: Progress) -> None:
+    def print_tokens(step: Progress) -> None:
         print(pieces.add(step.tokens[0]), end="", flush=True)
 
-    def picture(step: Progress) -> None:
+    def draw_round(step: Progress) -> None:
         if step.tree is not None:
             guesses = guesses_of(step, chat.stops)
             drafted, accepted = len(guesses.tokens) - 1, len(guesses.path) - 1
             print(f"round {next(number)}: {drafted} drafted, {accepted} accepted")
             print(draw(guesses, lambda token: decoder.target.tokenizer.decode([token]), colour), end="\n\n")
 
-    answer = ask.of(decoder, picture if show else say)
+    answer = question.answer(decoder, draw_round if show else print_tokens)
     print(chat.text(answer.tokens) if show else pieces.rest())
     return answer
 
 
-def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses:
-    """What the first row of a round's tree says, to draw it."""
-    accepted = int(step.verdict.accepted[0])
-    emitted = until_stop(step.verdict.tokens[0, : accepted + 1].tolist(), stops)
-    path = step.verdict.path[0, : min(accepted, len(emitted)) + 1].tolist()
+def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses[int]:
+    """The first row of a round's tree, with its accepted path and bonus token, to draw it."""
+    tree, verdict = step.tree, step.verdict
+    assert tree is not None and verdict is not None, "a step without a draft has no tree"
+    accepted = int(verdict.accepted[0])
+    emitted = until_stop(verdict.tokens[0, : accepted + 1].tolist(), stops)
+    path = verdict.path[0, : min(accepted, len(emitted)) + 1].tolist()
     bonus = emitted[accepted] if len(emitted) > accepted else None
-    return Guesses(*(part[0].tolist() for part in step.tree), path, bonus)
+    return Guesses(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.scores[0].tolist(), path, bonus)
 
 
 def _rate(answer: Decoded) -> float:
@@ -186,13 +194,13 @@ def _tau(answer: Decoded) -> float | None:
 
 
 def _speed(answer: Decoded) -> str:
-    tau = f", τ {_tau(answer):.2f}" if answer.accepted else ""
+    tau = "" if (mean := _tau(answer)) is None else f", τ {mean:.2f}"
     first = f" (after {measured:.1f} s to measure this machine)" if (measured := answer.seconds.get("measure")) else ""
     return f"{len(answer.tokens)} tokens, {_rate(answer):.1f} tokens/s{first}{tau}"
 
 
 def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
-    """What follows `_speed`: the speed-up, and whether the tokens are plain decoding's."""
+    """What is printed after `_speed`: the speed-up, and whether the tokens are those of plain decoding."""
     speed = f", {_rate(answer) / _rate(plain):.2f} × plain decoding ({_rate(plain):.1f} tokens/s)"
     if answer.tokens == plain.tokens:
         return f"{speed}, same tokens"
@@ -202,8 +210,8 @@ def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
     return f"{speed}, other tokens from number {first} on, {why}"
 
 
-def _trees(decoder: Decoder) -> dict:
-    """The tree's settings as they are: nothing of a tree without a draft."""
+def _tree_settings(decoder: Decoder) -> dict:
+    """The resolved settings of trees; all None without a draft."""
     if not isinstance(decoder, Speculative):
         return dict.fromkeys(("tree", "depth", "nodes", "tree_width"))
     drafter = decoder.drafter

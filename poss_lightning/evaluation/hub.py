@@ -1,28 +1,31 @@
-"""Questions of data sets on the hub, streamed: the six suites of the papers, and any other."""
+"""Questions from data sets on the hub, streamed: the six suites of the papers, and any other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HubSuite:
-    """A split of a data set, and what it asks.
+    """A split of a data set, and how its rows become questions.
 
-    `repo` is a hub id or a folder that `datasets` can load; `revision` a commit, None for the newest. Without a `split`
-    it is `test`, else `validation`, else the only one. `asks` makes a record of a row, in a form that `forms.py` knows,
-    or None where the row is no question.
+    Attributes:
+        repo: a hub id, or a folder that `datasets` can load.
+        revision: a commit; None for the newest.
+        config: of the data set; None for its default.
+        split: None for `test`, else `validation`, else the only one.
+        make_record: a row -> a record in a form that `forms.py` knows, or None where the row is no question.
     """
 
     repo: str
     revision: str | None = None
     config: str | None = None
     split: str | None = None
-    asks: Callable[[dict], dict | None] = lambda row: row
+    make_record: Callable[[dict], dict | None] = lambda row: row
 
 
 def _sentence(question: str) -> str:
-    """Natural Questions are what people typed: no capital, no question mark."""
+    """A question of Natural Questions with a capital and a question mark, which people did not type."""
     return question[:1].upper() + question[1:].removesuffix("?") + "?"
 
 
@@ -32,13 +35,13 @@ SIX = {
         "HuggingFaceH4/mt_bench_prompts",
         "e3a795c5e9a82ee40611c416b8a7786c73198991",
         split="train",
-        asks=lambda row: {"question_id": row["prompt_id"], "category": row["category"], "turns": row["prompt"]},
+        make_record=lambda row: {"question_id": row["prompt_id"], "category": row["category"], "turns": row["prompt"]},
     ),
     "humaneval": HubSuite(
         "openai/openai_humaneval",
         "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
         split="test",
-        asks=lambda row: {
+        make_record=lambda row: {
             "question_id": row["task_id"],
             "category": "code",
             "turns": ["Complete the code I provided." + row["prompt"]],
@@ -49,27 +52,27 @@ SIX = {
         "740312add88f781978c0658806c59bc2815b9866",
         config="main",
         split="test",
-        asks=lambda row: {"category": "math", "turns": [row["question"]]},
+        make_record=lambda row: {"category": "math", "turns": [row["question"]]},
     ),
     "alpaca": HubSuite(
         "tatsu-lab/alpaca",
         "dce01c9b08f87459cf36a430d809084718273017",
         split="train",
         # the published file gives instructions alone, and many of them ask about an input that is not there
-        asks=lambda row: None if row["input"] else {"turns": [row["instruction"]]},
+        make_record=lambda row: None if row["input"] else {"turns": [row["instruction"]]},
     ),
     "qa": HubSuite(
         "google-research-datasets/nq_open",
         "5dd9790a83002ad084ddeb7c420dc716852c6f28",
         split="validation",
-        asks=lambda row: {"category": "qa", "turns": [_sentence(row["question"])]},
+        make_record=lambda row: {"category": "qa", "turns": [_sentence(row["question"])]},
     ),
     "sum": HubSuite(
         "abisee/cnn_dailymail",
         "96df5e686bee6baa90b8bee7c28b81fa3fa6223d",
         config="3.0.0",
         split="test",
-        asks=lambda row: {
+        make_record=lambda row: {
             "question_id": row["id"],
             "category": "summarization",
             "turns": ["Summarize: " + row["article"]],
@@ -79,10 +82,14 @@ SIX = {
 
 
 def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:
-    """The rows of a suite as records with their numbers, from 1; only those that are asked for are downloaded.
+    """The rows of a suite as records with their numbers, from 1; a row is downloaded when it is iterated to.
+
+    Args:
+        source: as the user gave it, for messages.
+        suite: what to read.
 
     Returns:
-        Where they come from, `repo@commit config split`; and the rows.
+        Where the rows come from, `repo@commit config split`; and the rows.
 
     Raises:
         ConnectionError: the hub cannot be reached.
@@ -90,42 +97,46 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
     """
     import datasets  # takes a second, and files do without it
 
-    with _reached(source):
+    with _explain_errors(source):
         builder = datasets.load_dataset_builder(suite.repo, suite.config, revision=suite.revision)
         splits = builder.as_streaming_dataset()
+    assert isinstance(splits, dict)  # as no split was asked for
     split = suite.split or next((name for name in ("test", "validation") if name in splits), None)
     if split is None and len(splits) == 1:
         [split] = splits
-    if split not in splits:
+    if split is None or split not in splits:
         raise ValueError(f"suite {source!r} has no split {split or 'test'!r}: choose ?split= of {', '.join(splits)}")
     commit = f"@{builder.hash}" if builder.repo_id else ""  # a folder's hash is of its path
     return f"{suite.repo}{commit} {builder.config.name} {split}", _records(source, suite, splits[split])
 
 
-def _records(source: str, suite: HubSuite, rows: Iterator[dict]) -> Iterator[tuple[int, dict]]:
+def _records(source: str, suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]]:
     for number, row in enumerate(_rows(source, rows), 1):
         try:
-            record = suite.asks(row)
+            record = suite.make_record(row)
         except KeyError as error:
             raise ValueError(f"{source} row {number} has no {error}; it has {', '.join(row)}") from error
         if record is not None:
             yield number, record
 
 
-def _rows(source: str, rows: Iterator[dict]) -> Iterator[dict]:
-    with _reached(source):
+def _rows(source: str, rows: Iterable[dict]) -> Iterator[dict]:
+    with _explain_errors(source):
         yield from rows
 
 
 @contextmanager
-def _reached(source: str) -> Iterator[None]:
-    """Says in one line why a data set cannot be read."""
-    import datasets
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+def _explain_errors(source: str) -> Iterator[None]:
+    """Within it, an error says in one line why a data set cannot be read."""
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] of httpx or httpx2, as the hub's client needs
+    )
 
     try:
         yield
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, HTTPError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         fault = " ".join(str(error.__cause__ or error).split())
         if isinstance(error, ConnectionError | HTTPError) and not isinstance(error, HfHubHTTPError):  # not answered
             raise ConnectionError(f"suite {source!r}: the hub cannot be reached ({fault})") from error

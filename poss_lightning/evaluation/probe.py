@@ -1,16 +1,15 @@
-"""What a draft is worth, seen during validation: not by its loss, but by the tokens a target takes from it."""
+"""Callbacks that measure a draft during validation by the tokens that a target accepts from it, not by its loss."""
 
 import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.suites import OWN, read_suites
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
-from poss_lightning.metrics import AcceptanceLength, PositionAcceptance, rounds
+from poss_lightning.metrics import AcceptanceLength, PositionAcceptance
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import gather_draft
@@ -19,11 +18,11 @@ from poss_lightning.training.strategies import gather_draft
 class Replay(lightning.Callback):
     """Replays held-out answers greedily after every validation, without the target, and logs τ and pos-acc.
 
-    `val/tau_tree`, `val/tau_chain`, `val_pos_acc_tree/depth_k` and `val_pos_acc_chain/depth_k`. Answers that the target
-    did not write itself, greedily, are harder to meet than its own; see `replay_rounds`.
+    The scalars are `val/tau_tree`, `val/tau_chain`, `val_pos_acc_tree/depth_k` and `val_pos_acc_chain/depth_k`. They
+    are lower on answers that are not the target's own greedy ones; see `replay_rounds`.
 
     Args:
-        answers: how many, of all processes together: the first whole batches of validation that hold as many.
+        answers: how many at least, of all processes together; whole batches of validation are taken, from the first.
         nodes: of a tree, root included.
         tree_width: children tried a node.
     """
@@ -38,17 +37,19 @@ class Replay(lightning.Callback):
         self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx: int, dataloader_idx=0
     ) -> None:
         if sum(len(sample.spans) for sample in self.samples) * trainer.world_size < self.answers:
-            self.samples += samples(batch)
+            self.samples += answered_samples(batch)
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        shown, self.samples = self.samples, []
+        samples, self.samples = self.samples, []
         if trainer.sanity_checking:
             return
         draft = gather_draft(pl_module.draft).to(pl_module.device, pl_module.embed_head.embedding.dtype).eval()
-        draft.vocabulary = None  # the module's ends are cut to it already
+        draft.vocabulary = None  # the module's head is restricted to it already
         depth = pl_module.eval_depth
-        for kind, nodes, tree_width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
-            replayed = replay_rounds(draft, pl_module.embed_head, shown, depth, nodes, tree_width)
+        for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
+            replayed = replay_rounds(
+                draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width
+            )
             accepted = [count for sample in replayed for answer in sample for count in answer]
             length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
             _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")
@@ -57,14 +58,14 @@ class Replay(lightning.Callback):
 class Probe(lightning.Callback):
     """Decodes a few prompts greedily after every validation, with the target, and logs `probe/tau` and pos-acc.
 
-    Slower than `Replay`, but the decoding itself: of any prompts, with everything that a kernel or a dtype does to it.
+    It is slower than `Replay`, but it is real decoding: of any prompts, with the kernels and the dtype of decoding.
 
     Args:
-        target: "embedded", a local folder or a hub id; the name under which the store was made by default.
-        suites: files of prompts, or names of the project's own; the first turn of each is decoded. By default twelve
-            that are in no suite, so that a draft chosen here is not chosen on what it is measured on.
-        prompts: how many of them, taken evenly.
-        max_new_tokens: decoded of each.
+        target: "embedded", a local folder or a hub id; by default the name that the store's target has.
+        suites: files of prompts, or names of the project's own suites; the first turn of each prompt is decoded. The
+            default is twelve prompts that are in no suite: a draft is not chosen by the prompts that measure it.
+        prompts: how many of them, evenly spaced.
+        max_new_tokens: most tokens of an answer.
         nodes: of a tree, root included.
         tree_width: children tried a node.
     """
@@ -82,7 +83,7 @@ class Probe(lightning.Callback):
             raise ValueError(f"prompts is {prompts}; it must be at least 1")
         questions = read_suites([str(OWN / "probe")] if suites is None else suites)
         self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
-        self.name, self.new_tokens, self.nodes, self.tree_width = target, max_new_tokens, nodes, tree_width
+        self.name, self.max_new_tokens, self.nodes, self.tree_width = target, max_new_tokens, nodes, tree_width
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
         """Load the target before the first step.
@@ -100,8 +101,11 @@ class Probe(lightning.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         depth = sum(pl_module.draft.config.allocation)
-        engine = Speculative(self.target, gather_draft(pl_module.draft), depth, max(self.nodes, depth + 1), self.tree_width)
-        decoded = [engine.decode([prompt], self.new_tokens)[0] for prompt in self._prompts()]
+        nodes = max(self.nodes, depth + 1)
+        engine = Speculative(
+            self.target, gather_draft(pl_module.draft), depth=depth, nodes=nodes, tree_width=self.tree_width
+        )
+        decoded = [engine.decode([prompt], self.max_new_tokens)[0] for prompt in self._prompts()]
         accepted = [count for answer in decoded for count in answer.accepted]
         # Every process decodes the same prompts with the same draft, so there is nothing to reduce.
         length, positions = AcceptanceLength(sync_on_compute=False), PositionAcceptance(depth, sync_on_compute=False)
@@ -112,22 +116,16 @@ class Probe(lightning.Callback):
         return [chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in self.questions]
 
 
-def samples(batch: Batch) -> list[Sample]:
-    """The conversations of a batch in which anything counts."""
+def answered_samples(batch: Batch) -> list[Sample]:
+    """The conversations of a batch that have answers of two or more tokens, with the spans of these."""
     found = []
-    for name, part in zip(batch.ids, batch.parts(), strict=True):
-        if spans := answered(batch.counts[part]):
+    for name, edges, part in zip(batch.ids, batch.spans, batch.parts(), strict=True):
+        starts = [(max(start, 1), stop) for start, stop in edges]  # the first token of a text is nobody's
+        if spans := [(start, stop) for start, stop in starts if stop - start >= 2]:
             features = batch.features[part]
-            read = batch.inputs[part].unflatten(-1, (-1, features.shape[-1]))  # (T, R/D, D), without noise here
-            found.append(Sample(name, batch.tokens[part], batch.greedy[part], spans, features, read))
+            layers = batch.draft_input[part].unflatten(-1, (-1, features.shape[-1]))  # (T, R/D, D), without noise here
+            found.append(Sample(name, batch.tokens[part], batch.greedy[part], spans, features, layers))
     return found
-
-
-def answered(counts: Tensor) -> list[tuple[int, int]]:
-    """The assistant spans of a conversation that has these counts (T,); what `counted_passes` was given."""
-    first = (counts == 1).nonzero()[:, 0]
-    last = ((counts > 0) & (counts.roll(-1) <= 1)).nonzero()[:, 0]
-    return [(start + 1, stop + 3) for start, stop in zip(first.tolist(), last.tolist(), strict=True)]
 
 
 def _log(
@@ -138,13 +136,13 @@ def _log(
     tau: str,
     by_depth: str,
 ) -> None:
-    """τ as `tau` and pos-acc as `by_depth` of rounds that accepted so many; all processes come here."""
+    """Log τ as `tau` and pos-acc as `by_depth`, of rounds that accepted this many tokens; all processes come here."""
     counts = torch.tensor(accepted, dtype=torch.long, device=module.device)
     length, positions = length.to(module.device), positions.to(module.device)
     length.update(counts)
-    positions.update(*rounds(counts, len(positions.reached)))
+    positions.update(counts)
     mean = length.compute()
     if mean.isnan():
-        return rank_zero_warn(f"there is no {tau}, as no answer is long enough for one round: give more or longer ones")
+        return rank_zero_warn(f"there is no {tau}, as no answer is long enough for a round: give more or longer ones")
     module.log(tau, mean, prog_bar=True)
     module.log_by_depth(by_depth, positions.compute())

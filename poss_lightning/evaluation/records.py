@@ -1,8 +1,8 @@
 """Benchmark records: one line of JSON per prompt, turn, method and repeat. Every table and plot is computed from them.
 
 Beside a `records.jsonl` (or `records.jsonl.gz`) lies `run.json`: the resolved config, versions, git SHA, device and
-depth of each method, and in `gone_on` the processes that went on after a kill. The records of a draft trained with
-several seeds lie in CHOICE/seed-N, a folder a training.
+depth of each method, and in `gone_on` the processes that went on after a kill. Where a draft was trained with several
+seeds, each training has a folder CHOICE/seed-N.
 """
 
 import gzip
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
+UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
 DRAFT_FACTS = ("weights", "depth", "nodes", "tree_width")  # of a method in run.json: what makes its rounds
 BASELINES = ("autoregressive", "generate", "lookup")  # methods without rounds: our own loop, and transformers'
 
 
 @dataclass(frozen=True)
 class Record:
-    """One decoded answer; a record that exists is lawful.
+    """One decoded answer; its fields are checked when it is made.
 
     Attributes:
         suite: the name of the prompt set.
@@ -32,19 +33,17 @@ class Record:
         repeat: which repetition of the same measurement, from 0.
         prompt_tokens: tokens read before the first new one, earlier turns included.
         new_tokens: the length of `tokens`.
-        accepted: drafted tokens that the target took, a number a round; empty for the methods in `BASELINES`. The
-            prefill gives one token and a round accepted + 1, its last the bonus, or a stop token in its place: so
-            without its last round a record has fewer than `new_tokens`, and with it as many, or more where the limit
-            cut it.
-        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured; beside
-            the total `measure`, what `tree: auto` took to measure the machine; nothing where rounds were replayed,
-            which takes the target no time.
+        accepted: drafted tokens that the target accepted, a number a round; empty for the methods in `BASELINES`. The
+            prefill gives one token, and a round accepted + 1: its last is the bonus, or a stop token in its place. All
+            rounds together give `new_tokens`, or more where the limit cut the last round.
+        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured. Beside
+            the total stands `measure`, the time in which `tree: auto` measured the machine. Empty for replayed rounds.
         tokens: the new token ids, up to and with the stop token.
         text: the new tokens decoded together.
         pieces: the text of each new token, where recorded.
 
     Raises:
-        ValueError: a field has a wrong type or range, or the law above is broken.
+        ValueError: a field has a wrong type or range, or `accepted` does not fit `new_tokens`.
     """
 
     suite: str
@@ -66,11 +65,11 @@ class Record:
         _check_lengths(self)
 
 
-def check_fields(given: Any, *names: str) -> None:
-    """Raise ValueError where a field of a record, by these names, has a wrong type or range."""
+def check_fields(record: Any, *names: str) -> None:
+    """Raise ValueError where one of these fields of a record, or of a round, has a wrong type or range."""
     for name in names:
-        right, words = _FIELDS[name]
-        if not right(value := getattr(given, name)):
+        is_valid, words = _FIELDS[name]
+        if not is_valid(value := getattr(record, name)):
             raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words}")
 
 
@@ -87,27 +86,28 @@ def to_line(record: Record) -> str:
 
 
 def read_records(paths: Iterable[str | Path] | str | Path) -> list[Record]:
-    """The records of all `paths`, in their order; fields unknown here are passed over.
+    """The records of all `paths`, in their order; fields unknown here are ignored.
 
     Args:
         paths: files of records, or folders that hold a `records.jsonl` or `records.jsonl.gz`, or have folders below
-            that do; a single one may stand alone.
+            that do; or a single one of these.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file without records, or a line that is none: named by file, line, field and value.
+        ValueError: a file without records, or a line that is no record; the message names file, line, field and value.
     """
     return [record for path in _files(paths) for record in _read_file(path)]
 
 
 def read_cells(paths: Iterable[str | Path] | str | Path) -> dict[tuple[str, int], list[Record]]:
-    """The records of each choice and training seed, from folders called CHOICE/seed-N; nothing where none is so called.
+    """The records of each choice and training seed, from folders named CHOICE/seed-N; nothing where none is named so.
 
     Args:
-        paths: as for `read_records`, so the folder above all choices will do.
+        paths: as for `read_records`, for example the folder above all choices.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_records`; only some folders are so called, or two for the same.
+        FileNotFoundError, ValueError: as `read_records`; also where only some folders are named so, or two are for the
+            same choice and seed.
     """
     files = _files(paths)
     seeds = [re.fullmatch(r"seed-(\d+)", file.absolute().parent.name) for file in files]
@@ -125,21 +125,21 @@ def read_cells(paths: Iterable[str | Path] | str | Path) -> dict[tuple[str, int]
 
 
 def read_runs(paths: Iterable[str | Path] | str | Path) -> dict[str, dict[str, Any]]:
-    """What the `run.json` beside each records file says, by folder; a folder without one is left out.
+    """The `run.json` beside each records file, by folder; a folder without one is left out.
 
     Raises:
         ValueError: a `run.json` that is not a JSON object.
     """
     beside = {str(file.parent): file.parent / "run.json" for file in _files(paths)}
-    return {folder: _object(file, file.read_bytes()) for folder, file in beside.items() if file.is_file()}
+    return {folder: _parse_object(file, file.read_bytes()) for folder, file in beside.items() if file.is_file()}
 
 
-def timed(records: Iterable[Record]) -> bool:
-    """Whether any of them was decoded; else all were replayed, which says nothing of speed."""
+def has_seconds(records: Iterable[Record]) -> bool:
+    """Whether any of them was decoded; else all were replayed, which says nothing about speed."""
     return any(record.seconds for record in records)
 
 
-def sized(runs: dict[str, dict[str, Any]]) -> bool:
+def has_auto_trees(runs: dict[str, dict[str, Any]]) -> bool:
     """Whether `tree: auto` sized the trees of any run."""
     return any(isinstance(run.get("config"), dict) and run["config"].get("tree") == "auto" for run in runs.values())
 
@@ -148,25 +148,25 @@ def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
     """Refuse runs in which one name stands for several drafts, or for one with several trees.
 
     Raises:
-        ValueError: naming the method, the folders and what differs.
+        ValueError: the message names the method, the folders and what differs.
     """
-    seen: dict[str, tuple[str, dict]] = {}
+    first_runs: dict[str, tuple[str, dict]] = {}
     for folder, run in runs.items():
         methods = run["methods"] if isinstance(run.get("methods"), dict) else {}
         for name, facts in methods.items():
             if not isinstance(facts, dict):
                 continue
-            first, known = seen.setdefault(name, (folder, facts))
+            first, known = first_runs.setdefault(name, (folder, facts))
             if other := [fact for fact in DRAFT_FACTS if facts.get(fact) != known.get(fact)]:
                 values = ", ".join(f"{fact} {known.get(fact)} and {facts.get(fact)}" for fact in other)
                 raise ValueError(f"{name!r} of {first} is another than that of {folder} ({values}): name them apart")
 
 
-def depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """The depth K of each method, where a run's facts name it."""
+def find_depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The depth K of each method, where a run.json has it."""
     methods = [run["methods"] for run in runs.values() if isinstance(run.get("methods"), dict)]
     entries = [(name, facts) for by_name in methods for name, facts in by_name.items() if isinstance(facts, dict)]
-    return {name: facts["depth"] for name, facts in entries if _natural(facts.get("depth"))}
+    return {name: facts["depth"] for name, facts in entries if _is_natural(facts.get("depth"))}
 
 
 def _files(paths: Iterable[str | Path] | str | Path) -> list[Path]:
@@ -192,23 +192,23 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file of JSON lines, packed or not, each with its place: file and line.
 
     Raises:
-        ValueError: a line that is no JSON object, or a file that is not whole.
+        ValueError: a line that is no JSON object, or a torn file.
     """
-    for number, line in enumerate(_bytes(file).split(b"\n"), start=1):
+    for number, line in enumerate(_read_bytes(file).split(b"\n"), start=1):
         if line.strip():
             place = f"{file}, line {number}"
-            yield place, _object(place, line)
+            yield place, _parse_object(place, line)
 
 
 def _read_file(file: Path) -> list[Record]:
-    records = [_read_line(place, values) for place, values in read_lines(file)]
+    records = [_record(place, values) for place, values in read_lines(file)]
     if not records:
         raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
     return records
 
 
-def _bytes(file: Path) -> bytes:
-    """What the file says, unpacked."""
+def _read_bytes(file: Path) -> bytes:
+    """The content of the file, unpacked."""
     if file.suffix != ".gz":
         return file.read_bytes()
     try:
@@ -217,7 +217,7 @@ def _bytes(file: Path) -> bytes:
         raise ValueError(f"{file} is no whole gzip file ({error})") from None
 
 
-def _read_line(place: str, values: dict[str, Any]) -> Record:
+def _record(place: str, values: dict[str, Any]) -> Record:
     known = {field.name for field in fields(Record)}
     if missing := sorted(known - values.keys() - {"pieces"}):
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
@@ -227,7 +227,7 @@ def _read_line(place: str, values: dict[str, Any]) -> Record:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _object(place: str | Path, line: bytes) -> dict[str, Any]:
+def _parse_object(place: str | Path, line: bytes) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except ValueError as error:
@@ -238,7 +238,7 @@ def _object(place: str | Path, line: bytes) -> dict[str, Any]:
 
 
 def _check_lengths(record: Record) -> None:
-    """The laws between fields."""
+    """Raise ValueError where fields contradict each other; see `Record`."""
     rounds, length = record.accepted, len(record.tokens)
     if record.new_tokens != length:
         raise ValueError(f"new_tokens is {record.new_tokens}; it must be {length}, the length of tokens")
@@ -255,20 +255,20 @@ def _check_lengths(record: Record) -> None:
         )
 
 
-def _natural(value: Any) -> bool:
+def _is_natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _name(value: Any) -> bool:
+def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_natural, value))
+def _are_naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_natural, value))
 
 
-def _times(value: Any) -> bool:
-    """Finite seconds by part, with a total above 0; or none."""
+def _are_seconds(value: Any) -> bool:
+    """Whether they are finite seconds by part with a total above 0, or none at all."""
     if not isinstance(value, dict) or not all(isinstance(part, int | float) for part in value.values()):
         return False
     return not value or (
@@ -276,24 +276,24 @@ def _times(value: Any) -> bool:
     )
 
 
-def _texts(value: Any) -> bool:
+def _are_texts(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(piece, str) for piece in value))
 
 
-_NATURAL = (_natural, "an integer of at least 0")
+_NATURAL = (_is_natural, "an integer of at least 0")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "suite": (_name, "a name"),
-    "id": (lambda value: _natural(value) or _name(value), "an integer of at least 0, or a name"),
+    "suite": (_is_name, "a name"),
+    "id": (lambda value: _is_natural(value) or _is_name(value), "an integer of at least 0, or a name"),
     "turn": _NATURAL,
-    "method": (_name, "a name"),
+    "method": (_is_name, "a name"),
     "repeat": _NATURAL,
     "number": _NATURAL,
     "seed": _NATURAL,
     "prompt_tokens": _NATURAL,
-    "new_tokens": (lambda value: _natural(value) and value > 0, "an integer of at least 1"),
-    "accepted": (_naturals, "a list of integers of at least 0, one a round"),
-    "seconds": (_times, 'numbers of at least 0 by part, with a "total" above 0, or empty'),
-    "tokens": (_naturals, "a list of token ids"),
+    "new_tokens": (lambda value: _is_natural(value) and value > 0, "an integer of at least 1"),
+    "accepted": (_are_naturals, "a list of integers of at least 0, one a round"),
+    "seconds": (_are_seconds, 'numbers of at least 0 by part, with a "total" above 0, or empty'),
+    "tokens": (_are_naturals, "a list of token ids"),
     "text": (lambda value: isinstance(value, str), "a string"),
-    "pieces": (_texts, "a list of strings, one a token"),
+    "pieces": (_are_texts, "a list of strings, one a token"),
 }

@@ -1,4 +1,4 @@
-"""Rounds of a few answers, as `poss benchmark` records them: what was drafted, what the target took, what it added.
+"""Rounds of a few answers, as `poss benchmark` records them: the drafted tree, the accepted path and the bonus token.
 
 They lie in `rounds.jsonl` beside `records.jsonl`, a line a round, and belong to the first repeat of their answer.
 """
@@ -8,7 +8,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,24 @@ from poss_lightning.decoding.decoder import Progress
 from poss_lightning.evaluation.drawing import Guesses
 from poss_lightning.evaluation.generate import guesses_of
 from poss_lightning.evaluation.records import check_fields, read_lines
-from poss_lightning.files import atomic
 from poss_lightning.target.model import Target
 
 NAME = "rounds.jsonl"
 PLACES = 4  # decimals of a log-probability
+AnswerKey = tuple[str, int | str, int, str]  # suite, id, turn and method
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of one answer; one that exists is lawful.
+    """One round of one answer; its fields are checked when it is made.
 
     Attributes:
         suite: of the answer's question, as in its record; `id`, `turn` and `method` likewise.
         number: which round of the answer, from 0.
-        guesses: the tree and what came of it, its tokens as they read.
+        guesses: the tree and what the target accepted of it; tokens are texts.
 
     Raises:
-        ValueError: a field is not what a record's is, the guesses are no tree, or their path is none of it.
+        ValueError: a field has a wrong type or range, the guesses are no tree, or the path is not in the tree.
     """
 
     suite: str
@@ -57,16 +57,28 @@ class Round:
         _expect(bonus is None or isinstance(bonus, str), "bonus", bonus, "a text, or null")
 
     @property
-    def answer(self) -> tuple:
+    def answer(self) -> AnswerKey:
         """Suite, id, turn and method: what all rounds of an answer share."""
         return self.suite, self.id, self.turn, self.method
 
 
-def read_out(guesses: Guesses[int], text: Callable[[int], str]) -> Guesses[str]:
-    """The same guesses with the text of each token for its id."""
-    bonus = None if guesses.bonus is None else text(guesses.bonus)
+def as_text(guesses: Guesses[int], text: Callable[[int], str]) -> Guesses[str]:
+    """The same guesses with the text of each token for its id, and rounded scores."""
     scores = [min(round(score, PLACES), 0.0) for score in guesses.scores]
-    return guesses._replace(tokens=[text(token) for token in guesses.tokens], scores=scores, bonus=bonus)
+    bonus = None if guesses.bonus is None else text(guesses.bonus)
+    return Guesses([text(token) for token in guesses.tokens], guesses.parents, scores, guesses.path, bonus)
+
+
+def recorder(answer: AnswerKey, target: Target, rounds: list[Round]) -> Callable[[Progress], None]:
+    """For `Decoder.decode` to `watch` with: appends every round of one answer to `rounds`."""
+    before = len(rounds)
+
+    def record(step: Progress) -> None:
+        if step.tree is not None:
+            guesses = as_text(guesses_of(step, target.chat.stops), lambda token: target.tokenizer.decode([token]))
+            rounds.append(Round(*answer, number=len(rounds) - before, guesses=guesses))
+
+    return record
 
 
 def to_line(one: Round) -> str:
@@ -76,58 +88,26 @@ def to_line(one: Round) -> str:
     return json.dumps(values | one.guesses._asdict(), ensure_ascii=False, separators=(",", ":"))
 
 
-def read_rounds(folders: Iterable[str | Path]) -> dict[tuple, list[Round]]:
+def read_rounds(folders: Iterable[str | Path]) -> dict[AnswerKey, list[Round]]:
     """The rounds that lie in `folders`, by answer and in their order; a folder without any adds none.
 
     Raises:
-        ValueError: a file that is not whole, or a line that is no round: named by file, line, field and value.
+        ValueError: a torn file, or a line that is no round; the message names file, line, field and value.
     """
-    found: dict[tuple, list[Round]] = {}
+    found: dict[AnswerKey, list[Round]] = {}
     for folder in map(Path, folders):
         for file in (folder / NAME, folder / f"{NAME}.gz"):
             for place, values in read_lines(file) if file.is_file() else ():
-                one = _read_line(place, values)
+                one = _round(place, values)
                 found.setdefault(one.answer, []).append(one)
     return {answer: sorted(rounds, key=lambda one: one.number) for answer, rounds in found.items()}
 
 
-class RoundLog:
-    """The rounds of one benchmark, noted while its answers are decoded.
-
-    Args:
-        folder: of the benchmark.
-        done: suite and id of the questions whose rounds, if the folder has any, are whole.
-    """
-
-    def __init__(self, folder: Path, done: set[tuple[str, int | str]]):
-        self.file = folder / NAME
-        self.lines = [to_line(one) for own in read_rounds([folder]).values() for one in own if one.answer[:2] in done]
-        self.written = len(self.lines)
-
-    def watch(self, answer: tuple, target: Target) -> Callable[[Progress], None]:
-        """What notes the rounds of one answer: its suite, id, turn and method."""
-        number = count()
-
-        def note(step: Progress) -> None:
-            if step.tree is not None:
-                guesses = guesses_of(step, target.chat.stops)
-                read = read_out(guesses, lambda token: target.tokenizer.decode([token]))
-                self.lines.append(to_line(Round(*answer, next(number), read)))
-
-        return note
-
-    def write(self) -> None:
-        """Put all that was noted into the file."""
-        if len(self.lines) > self.written:
-            with atomic(self.file) as path:
-                path.write_text("\n".join(self.lines) + "\n", encoding="utf-8")
-            self.written = len(self.lines)
-
-
-def _read_line(place: str, values: dict[str, Any]) -> Round:
+def _round(place: str, values: dict[str, Any]) -> Round:
     try:
-        guesses = Guesses(*(values[name] for name in Guesses._fields))
-        return Round(*(values[name] for name in ("suite", "id", "turn", "method", "number")), guesses)
+        guesses = Guesses(**{name: values[name] for name in Guesses._fields})
+        own = ("suite", "id", "turn", "method", "number")
+        return Round(**{name: values[name] for name in own}, guesses=guesses)
     except KeyError as error:
         raise ValueError(f"{place}: lacks {error.args[0]}") from None
     except ValueError as error:

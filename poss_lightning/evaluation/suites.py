@@ -1,4 +1,4 @@
-"""Suites of questions: the project's own, JSON lines of many forms, the papers' six, and any data set of the hub."""
+"""Suites of questions: the project's own, JSON lines in many forms, the papers' six, and any data set of the hub."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Suite:
-    """Questions that are measured together, and the file or the data set (with its commit) that they come from."""
+    """Questions that are measured together, and their source: a file, or a data set with its commit."""
 
     name: str
     source: str
@@ -70,7 +70,7 @@ def load_suites(sources: list[str] | None = None, limit: int | None = None) -> l
     for name in Counter(suite.name for suite in suites):
         sources = [suite.source for suite in suites if suite.name == name]
         if len(sources) > 1:
-            raise ValueError(f"{len(sources)} suites are named {name!r}, by which records go: {', '.join(sources)}")
+            raise ValueError(f"{len(sources)} suites are named {name!r}; names must differ: {', '.join(sources)}")
     return suites
 
 
@@ -89,12 +89,12 @@ def _from_hub(source: str, limit: int) -> Suite:
     field = None
     if name in SIX:
         _, options = _options(source, "repo", "config", "split", "revision")
-        copy = {"revision": None} if "repo" in options else {}  # the pinned commit is of the original
-        suite = replace(SIX[name], **{**copy, **options})
+        suite = replace(SIX[name], revision=None) if "repo" in options else SIX[name]  # the pin is of the original
+        suite = replace(suite, **options)
     elif "/" in name:
         _, options = _options(source, "field", "config", "split", "revision")
         field = options.pop("field", None)
-        suite = HubSuite(name, **options)
+        suite = replace(HubSuite(name), **options)
     else:
         raise FileNotFoundError(
             f"suite {source!r} is none of {', '.join(HUB + known for known in SIX)}, and no hub:OWNER/NAME"
@@ -110,9 +110,10 @@ def _from_hub(source: str, limit: int) -> Suite:
 
 
 def _options(source: str, *known: str) -> tuple[str, dict[str, str]]:
-    """A source without its options, and these: `place?name=value&name=value`."""
+    """Split `place?name=value&name=value` into the place and its options."""
     place, mark, query = source.partition("?")
-    options = dict(option.partition("=")[::2] for option in query.split("&")) if mark else {}
+    pairs = (option.partition("=") for option in (query.split("&") if mark else ()))
+    options = {name: value for name, _, value in pairs}
     for name, value in options.items():
         if name not in known or not value:
             raise ValueError(f"suite {source!r}: {name!r} is no option; there are {', '.join(known)}, each NAME=VALUE")
@@ -137,19 +138,21 @@ def _files(source: str) -> list[Path]:
 def _suite(
     name: str, source: str, rows: Iterator[tuple[str, int, bytes | dict]], limit: int | None, field: str | None
 ) -> Suite:
-    """Rows (where each is, its number, its content) as a suite."""
+    """Make a suite of rows: the place of each for messages, its number, and its content."""
     questions = [_question(name, *row, field) for row in islice(rows, limit)]
     if not questions:
         raise ValueError(f"{source} has no questions")
     for id, times in Counter(question.id for question in questions).items():
         if times > 1:
-            raise ValueError(f"suite {name} has {times} questions with question_id {id!r}; records go by it")
+            raise ValueError(f"suite {name} has {times} questions with question_id {id!r}; it must tell them apart")
     return Suite(name, source, questions)
 
 
 def _question(suite: str, place: str, number: int, raw: bytes | dict, field: str | None) -> Question:
     try:
-        record = readers.parsed(raw) if isinstance(raw, bytes) else raw
+        record = readers.parse(raw) if isinstance(raw, bytes) else raw
+        if not isinstance(record, dict):
+            raise readers.Malformed(f"a record must be an object, it is a {type(record).__name__}")
         turns = forms.turns(record, field)
         return Question(suite, forms.name(record, number), str(record.get("category") or ""), turns)
     except readers.Malformed as error:

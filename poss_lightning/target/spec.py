@@ -50,6 +50,10 @@ class EmbedHead(nn.Module):
     Some families scale logits (Granite, Cohere), others cap them softly (Gemma-2): cap * tanh(scale * head(f) / cap).
     """
 
+    embedding: Tensor  # (all tokens, D)
+    head_rows: Tensor  # (V, D), where the head is not the embedding
+    vocabulary: Tensor | None
+
     def __init__(
         self,
         embedding: Tensor,
@@ -61,10 +65,10 @@ class EmbedHead(nn.Module):
         super().__init__()
         self.scale, self.cap = scale, cap
         self.tied = head is embedding and vocabulary is None
-        self.register_buffer("embedding", embedding.detach(), persistent=False)  # (all tokens, D)
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
         if not self.tied:
             rows = head.detach() if vocabulary is None else head.detach()[vocabulary]
-            self.register_buffer("head_rows", rows, persistent=False)  # (V, D)
+            self.register_buffer("head_rows", rows, persistent=False)
         self.register_buffer("vocabulary", vocabulary, persistent=False)
 
     @property

@@ -1,4 +1,4 @@
-"""When, where and with what a run was made, and of which draft, for the file beside its records."""
+"""When, where and with what a run was made, and of which draft: facts for the run.json beside its records."""
 
 import hashlib
 import json
@@ -13,16 +13,17 @@ import torch
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.versions import versions
+from poss_lightning.work import differences
 
 
 def provenance(device: torch.device) -> dict:
-    """When, where and with what a run was made."""
+    """When, where and with what a run was made, its device and threads included."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {**origin(), "device": name, "threads": torch.get_num_threads()}
 
 
 def origin() -> dict:
-    """The process: when it began to work, where, and with which code."""
+    """When this process began, on which machine, and with which code."""
     return {
         "started": STARTED,
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
@@ -32,7 +33,7 @@ def origin() -> dict:
 
 
 def describe(draft: Specialists) -> dict:
-    """What a draft is: what it was trained for, its size, and a digest of its weights."""
+    """What a draft was trained for, its size, and a digest of its weights."""
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
@@ -49,24 +50,17 @@ def describe(draft: Specialists) -> dict:
 
 
 def check_settings(folder: Path, config: dict, methods: dict) -> None:
-    """Refuse a folder whose run.json tells of other methods, or of another value of a setting.
+    """Refuse a folder whose run.json has other methods, or another value of one of these settings.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: the message names what differs.
     """
-    note = folder / "run.json"
-    if not note.exists():
+    file = folder / "run.json"
+    if not file.exists():
         return
-    earlier = json.loads(note.read_text())
-    config, methods = json.loads(json.dumps([config, methods]))
-    there = earlier.get("config", {})
-    changed = [f"{name} {there.get(name)!r}, now {own!r}" for name, own in config.items() if there.get(name) != own]
-    known = earlier.get("methods", {})
-    for name in {**known, **methods}:
-        before, now = known.get(name, {}), methods.get(name, {})
-        if facts := [fact for fact in {**before, **now} if before.get(fact) != now.get(fact)]:
-            changed.append(f"{', '.join(facts)} of {name!r}")
-    if changed:
+    earlier = json.loads(file.read_text())
+    there = {name: earlier.get("config", {}).get(name) for name in config} | {"methods": earlier.get("methods", {})}
+    if changed := differences(there, {**config, "methods": methods}):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
         )
@@ -90,5 +84,5 @@ def _git() -> str | None:
     return done.stdout.strip() or None
 
 
-# Of the code that was loaded: the checkout may change before a long run writes what it found.
+# Of the code that was loaded: the checkout may change before a long run writes its results.
 STARTED, COMMIT = datetime.now(UTC).isoformat(timespec="seconds"), _git()
