@@ -1,15 +1,13 @@
 """`poss sweep`: an experiment as a folder. Choices × seeds are trained and measured, and one table sums them up.
 
 NAME/
-  sweep.yaml                what all trainings have in common, the choices, the seeds, what is measured
-  cells/CHOICE/seed-N/      cell.json and fit.yaml (settings), made.json (by whom, of what), scalars.json,
-                            records.jsonl.gz (records.jsonl of a benchmark) and run.json; beside them the draft and
-                            the TensorBoard file
-  summary.json              every choice in every measure, over seeds
+  sweep.yaml                         what all trainings have in common, the choices, the seeds, what is measured
+  cells.jsonl, records.parquet       the finished trainings (`evaluation/cells.py`)
+  cells/CHOICE/seed-N/               a training: fit.yaml, cell.json (settings, inputs, processes), the draft, the
+                                     TensorBoard file, its records and run.json
 """
 
 import json
-import math
 import re
 import time
 import traceback
@@ -33,8 +31,9 @@ from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
+from poss_lightning.evaluation.cells import CELLS, FOLDERS, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.provenance import origin
-from poss_lightning.evaluation.records import BASELINES, NAMES
+from poss_lightning.evaluation.records import BASELINES, NAMES, read_records, read_runs
 from poss_lightning.evaluation.suites import load_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
@@ -47,7 +46,7 @@ from poss_lightning.training.fit import BASE, FINISHED, FitOptions, dry_run, fit
 from poss_lightning.training.fit import OPTIONS as FIT
 from poss_lightning.work import Work, flat
 
-SETTINGS, SCALARS = "sweep.yaml", "scalars.json"
+SETTINGS, NOTE = "sweep.yaml", "cell.json"
 MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
 MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
 
@@ -63,6 +62,11 @@ class Cell:
     fit: dict  # options on top of the configs
     measure: str  # "replay" or "benchmark"
     options: dict  # of that command
+    packed: PackedCell | None = None  # where it is done
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.choice, self.seed
 
     @property
     def name(self) -> str:
@@ -100,28 +104,31 @@ class Cell:
         folder = local_folder(draft)
         training = folder.parent
         ours = (training / FIT).is_file() and (training / FIT).read_text().startswith("# after ")
-        if ours and not any((training / end).exists() for end in (FINISHED, SCALARS)):
+        if ours and not (training / FINISHED).exists():
             raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
         return folder
 
-    def measured(self) -> bool:
-        """Whether it is done."""
-        return (self.folder / SCALARS).exists()  # written last
+    @property
+    def is_done(self) -> bool:
+        """Whether it stands in cells.jsonl."""
+        return self.packed is not None
 
-    def recorded(self) -> bool:
+    @property
+    def has_records(self) -> bool:
         """Whether its measure has begun to write."""
-        return self.measured() or any((self.folder / name).exists() for name in NAMES)
+        return self.is_done or any((self.folder / name).exists() for name in NAMES)
 
+    @property
     def has_outputs(self) -> bool:
         """Whether its training has left anything."""
-        return self.recorded() or has_outputs(self.folder)
+        return self.has_records or has_outputs(self.folder)
 
     def changed(self) -> list[str]:
         """Names of settings that it was made with otherwise; those of its measure count once it has records."""
-        earlier, now = _read(self.folder / "cell.json"), self.settings()
-        if not earlier or not self.has_outputs():
+        earlier, now = self._note()["settings"], self.settings()
+        if not earlier or not self.has_outputs:
             return []
-        if not self.recorded():
+        if not self.has_records:
             earlier, now = ({part: facts[part] for part in ("configs", "fit")} for facts in (earlier, now))
         earlier, now = flat(earlier), flat(now)
         return sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
@@ -132,16 +139,35 @@ class Cell:
         Raises:
             ValueError: another began with other inputs.
         """
-        made, inputs = _read(self.folder / "made.json"), self.inputs()
-        kept = (self._trained_on() if self.has_outputs() else {}) | (self._measured_on() if self.recorded() else {})
-        if other := sorted(name for name, digest in made.get("inputs", {}).items() if kept.get(name, digest) != digest):
+        note, inputs = self._note(), self.inputs()
+        kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
+        if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        if not self.recorded():
+        if not self.has_records:
             (self.folder / "run.json").unlink(missing_ok=True)  # of a measure that may have had other options
-        processes = [*made.get("processes", []), origin()]
-        for name, facts in {"cell": self.settings(), "made": {"inputs": inputs, "processes": processes}}.items():
-            with atomic(self.folder / f"{name}.json") as path:
-                path.write_text(json.dumps(facts, indent=1) + "\n")
+        facts = {"settings": self.settings(), "inputs": inputs, "processes": [*note["processes"], origin()]}
+        with atomic(self.folder / NOTE) as path:
+            path.write_text(json.dumps(facts, indent=1) + "\n")
+
+    def run(self) -> None:
+        """Train and measure."""
+        draft = fit_once(self.folder, self.configs, self.fit)
+        MEASURES[self.measure](**self.measure_options(draft))
+
+    def pack(self, experiment: Path) -> None:
+        """Add it to cells.jsonl and records.parquet, with the last of every scalar."""
+        scalars = read_scalars(self.folder)[str(self.folder)]
+        last = {tag: series[-1] for tag, series in sorted(scalars.items())}
+        (run,) = read_runs(self.folder).values()
+        rows = [asdict(record) for record in read_records(self.folder)]
+        pack(experiment, self.choice, self.seed, self._note() | {"run": run, "scalars": last}, rows)
+
+    def _note(self) -> dict[str, Any]:
+        """What `claim` wrote."""
+        if self.packed is not None:
+            return self.packed.facts
+        file = self.folder / NOTE
+        return json.loads(file.read_text()) if file.exists() else {"settings": {}, "inputs": {}, "processes": []}
 
     def measure_options(self, draft: Path) -> dict:
         """Arguments of the function that measures it."""
@@ -197,7 +223,7 @@ class Sweep:
     """
 
     choices: dict[str, dict[str, Any] | None]
-    seeds: list[NonNegativeInt]
+    seeds: list[NonNegativeInt]  # pyright: ignore[reportInvalidTypeForm]
     fit: dict[str, Any] | None = None
     replay: dict[str, Any] | None = None
     benchmark: dict[str, Any] | None = None
@@ -248,11 +274,13 @@ class Sweep:
         if self.reference is not None and self.reference not in self.choices:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
-    def cells(self, folder: Path) -> list[Cell]:
+    def cells(self, experiment: Path) -> list[Cell]:
         """Every choice of the first seed, then of the second, and so on."""
-        return [self._cell(folder, choice, int(seed)) for seed, choice in product(self.seeds, self.choices)]
+        packed = {cell.key: cell for cell in packed_cells(experiment)}
+        pairs = product(map(int, self.seeds), self.choices)
+        return [self._cell(experiment / FOLDERS, choice, seed, packed.get((choice, seed))) for seed, choice in pairs]
 
-    def _cell(self, folder: Path, choice: str, seed: int) -> Cell:
+    def _cell(self, folder: Path, choice: str, seed: int, packed: PackedCell | None) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
         common, special = self.fit or {}, self.choices[choice] or {}
         fit = merge_options(common, special)
@@ -261,7 +289,8 @@ class Sweep:
         plain: Any = OmegaConf.to_container(options, resolve=True)
         own = {name: value for name, value in plain["fit"].items() if name != "config"}
         own = {"seed_everything": seed, **own, "data": {"seed": seed, **own.get("data", {})}}
-        return Cell(choice, seed, folder / choice / f"seed-{seed}", configs, own, measure, plain["measure"])
+        place = folder / choice / f"seed-{seed}"
+        return Cell(choice, seed, place, configs, own, measure, plain["measure"], packed)
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:
@@ -274,35 +303,39 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         shard: i/n, the i-th of n shares of the trainings.
     """
     own = Sweep.read(Path(folder) / SETTINGS)
-    cells = own.cells(Path(folder) / "cells")
+    cells = own.cells(Path(folder))
     share, seconds, failed = _share(cells, shard), [], []
     _check(Path(folder), cells, share)
-    work = Work(Path(folder) / "cells")
+    work = Work(Path(folder) / FOLDERS)
     for number, cell in enumerate(share, 1):
-        if cell.measured():
+        if cell.is_done:
             continue
-        left = sum(not other.measured() for other in share[number - 1 :])
+        left = sum(not other.is_done for other in share[number - 1 :])
         expected = f", {timedelta(seconds=round(fmean(seconds) * left))} left" if seconds else ""
         print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
         try:
-            with work.part(f"{cell.choice}/seed-{cell.seed}/work") as mine:
+            with work.part(f"{cell.choice}/seed-{cell.seed}/training") as mine:
                 if not mine:
                     print("another process is at it")
                     continue
+                if cell.key in {packed.key for packed in packed_cells(folder)}:  # another process has just done it
+                    continue
                 began = time.monotonic()
                 cell.claim()
-                _run(cell)
+                cell.run()
+                with work.exclusive():
+                    cell.pack(Path(folder))
                 seconds.append(time.monotonic() - began)
         except Exception as error:  # of whatever kind: the other trainings need not wait for it
             if not isinstance(error, MENDABLE):
                 traceback.print_exc()
             print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
             failed.append(cell.name)
-    with work.exclusive():  # of shards that end together the last one sees all
-        done = [cell for cell in cells if cell.measured()]
-        print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
-        if done:
-            _sum_up(Path(folder), done, own.reference)
+    cells = own.cells(Path(folder))
+    done = [cell for cell in cells if cell.is_done]
+    print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
+    if done:
+        _sum_up(done, own.reference)
     if failed:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
@@ -320,8 +353,8 @@ def _check(folder: Path, cells: list[Cell], mine: list[Cell]) -> None:
             "name the experiment or the choice otherwise, or remove them; of an experiment that you copy, take "
             f"{SETTINGS} alone"
         )
-    coming = {cell.folder.resolve() for cell in cells if not cell.measured()}
-    for cell in tqdm([cell for cell in mine if not cell.measured()], desc="check", delay=5, leave=False):
+    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
+    for cell in tqdm([cell for cell in mine if not cell.is_done], desc="check", delay=5, leave=False):
         try:
             cell.check(coming)
         except MENDABLE as error:
@@ -344,25 +377,13 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
     return cells[place - 1 :: shares]
 
 
-def _run(cell: Cell) -> None:
-    """Train, measure, and keep the last of every scalar."""
-    draft = fit_once(cell.folder, cell.configs, cell.fit)
-    MEASURES[cell.measure](**cell.measure_options(draft))
-    scalars = read_scalars(cell.folder)[str(cell.folder)]
-    with atomic(cell.folder / SCALARS) as path:
-        path.write_text(json.dumps({tag: series[-1] for tag, series in sorted(scalars.items())}, indent=0) + "\n")
-
-
-def _sum_up(folder: Path, done: list[Cell], reference: str | None) -> None:
+def _sum_up(done: list[Cell], reference: str | None) -> None:
     for name, digests in _inputs(done).items():
         if len(digests) > 1:
-            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see made.json of each)")
-    folders = [cell.folder for cell in done]
+            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see inputs in {CELLS})")
     if reference not in {cell.choice for cell in done}:
         reference = None
-    found = find(folders, reference=reference)
-    with atomic(folder / "summary.json") as path:
-        path.write_text(json.dumps([_plain(asdict(row)) for row in found.rows], indent=1) + "\n")
+    found = find([cell.folder for cell in done], reference=reference)
     show(found.tables, note=found.note)
 
 
@@ -370,23 +391,10 @@ def _inputs(done: list[Cell]) -> dict[str, set[str]]:
     """The digests of every input, over all that were made of it."""
     found: dict[str, set[str]] = {}
     for cell in done:
-        for name, digest in _read(cell.folder / "made.json").get("inputs", {}).items():
+        for name, digest in cell.packed.facts["inputs"].items() if cell.packed else ():
             found.setdefault(name, set()).add(digest)
     return found
 
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:
     return {name: sha256(file) for name, file in files.items() if file.is_file()}
-
-
-def _read(file: Path) -> dict:
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def _plain(value: object) -> object:
-    """As JSON has it, which knows no nan."""
-    if isinstance(value, dict):
-        return {name: _plain(own) for name, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(own) for own in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -2,7 +2,8 @@
 
 Beside a `records.jsonl` (or `records.jsonl.gz`) lies `run.json`: the resolved config, versions, git SHA, device and
 depth of each method, and in `gone_on` the processes that went on after a kill. Where a draft was trained with several
-seeds, each training has a folder CHOICE/seed-N.
+seeds, each training has a folder CHOICE/seed-N; an experiment keeps them in two files (`cells.py`), which are read as
+these folders would be.
 """
 
 import gzip
@@ -14,7 +15,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from poss_lightning.evaluation.cells import packed_cells, packed_rows
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
@@ -85,53 +88,79 @@ def to_line(record: Record) -> str:
     return json.dumps(line, ensure_ascii=False)
 
 
-def read_records(paths: Iterable[str | Path] | str | Path) -> list[Record]:
+class Source(NamedTuple):
+    """Records that were made together.
+
+    Attributes:
+        folder: where they were made.
+        records: in the order in which they were made.
+        run: their run.json; None where there is none.
+    """
+
+    folder: Path
+    records: list[Record]
+    run: dict[str, Any] | None
+
+
+Paths = Iterable[str | Path] | str | Path
+
+
+def read_sources(paths: Paths) -> list[Source]:
     """The records of all `paths`, in their order; fields unknown here are ignored.
 
     Args:
-        paths: files of records, or folders that hold a `records.jsonl` or `records.jsonl.gz`, or have folders below
-            that do; or a single one of these.
+        paths: files of records; folders that hold a `records.jsonl` or `records.jsonl.gz`, or have folders below that
+            do; experiments, or folders of their cells/; or a single one of these.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a file without records, or a line that is no record; the message names file, line, field and value.
     """
-    return [record for path in _files(paths) for record in _read_file(path)]
+    listed = [paths] if isinstance(paths, str | Path) else paths
+    return [source for path in listed for source in _packed(Path(path)) or _unpacked(Path(path))]
 
 
-def read_cells(paths: Iterable[str | Path] | str | Path) -> dict[tuple[str, int], list[Record]]:
+def read_records(paths: Paths) -> list[Record]:
+    """The records of all `paths`, in their order. Args and errors are those of `read_sources`."""
+    return [record for source in read_sources(paths) for record in source.records]
+
+
+def by_cell(sources: Iterable[Source]) -> dict[tuple[str, int], list[Record]]:
     """The records of each choice and training seed, from folders named CHOICE/seed-N; nothing where none is named so.
 
-    Args:
-        paths: as for `read_records`, for example the folder above all choices.
-
     Raises:
-        FileNotFoundError, ValueError: as `read_records`; also where only some folders are named so, or two are for the
-            same choice and seed.
+        ValueError: only some folders are named so, or two are for the same choice and seed.
     """
-    files = _files(paths)
-    seeds = [re.fullmatch(r"seed-(\d+)", file.absolute().parent.name) for file in files]
+    sources = list(sources)
+    seeds = [re.fullmatch(r"seed-(\d+)", source.folder.absolute().name) for source in sources]
     if not any(seeds):
         return {}
     cells: dict[tuple[str, int], list[Record]] = {}
-    for file, seed in zip(files, seeds, strict=True):
+    for source, seed in zip(sources, seeds, strict=True):
         if seed is None:
-            raise ValueError(f"{file} is in no folder CHOICE/seed-N, as others are; compare it by itself")
-        cell = (file.absolute().parents[1].name, int(seed[1]))
+            raise ValueError(f"{source.folder} is no folder CHOICE/seed-N, as others are; compare it by itself")
+        cell = (source.folder.absolute().parent.name, int(seed[1]))
         if cell in cells:
-            raise ValueError(f"{file} is a second {cell[0]}/seed-{cell[1]}; name the choices of several sweeps apart")
-        cells[cell] = _read_file(file)
+            raise ValueError(
+                f"{source.folder} is a second {cell[0]}/seed-{cell[1]}; name the choices of several sweeps apart"
+            )
+        cells[cell] = source.records
     return cells
 
 
-def read_runs(paths: Iterable[str | Path] | str | Path) -> dict[str, dict[str, Any]]:
-    """The `run.json` beside each records file, by folder; a folder without one is left out.
+def by_folder(sources: Iterable[Source]) -> dict[str, dict[str, Any]]:
+    """The run.json of each folder; one without it is left out."""
+    return {str(source.folder): source.run for source in sources if source.run is not None}
 
-    Raises:
-        ValueError: a `run.json` that is not a JSON object.
-    """
-    beside = {str(file.parent): file.parent / "run.json" for file in _files(paths)}
-    return {folder: _parse_object(file, file.read_bytes()) for folder, file in beside.items() if file.is_file()}
+
+def read_cells(paths: Paths) -> dict[tuple[str, int], list[Record]]:
+    """`by_cell` of what is at these paths. Args and errors are those of `read_sources` and `by_cell`."""
+    return by_cell(read_sources(paths))
+
+
+def read_runs(paths: Paths) -> dict[str, dict[str, Any]]:
+    """`by_folder` of what is at these paths. Args and errors are those of `read_sources`."""
+    return by_folder(read_sources(paths))
 
 
 def has_seconds(records: Iterable[Record]) -> bool:
@@ -169,13 +198,26 @@ def find_depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
     return {name: facts["depth"] for name, facts in entries if _is_natural(facts.get("depth"))}
 
 
-def _files(paths: Iterable[str | Path] | str | Path) -> list[Path]:
-    """Each path, or the records in it, or those below it in order of their names."""
-    listed = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    files = [file for path in listed for file in _below(path)]
+def _packed(path: Path) -> list[Source]:
+    """The finished cells of an experiment, where the path is one or lies in it."""
+    cells = packed_cells(path)
+    rows = packed_rows(cells) if cells else {}
+    return [
+        Source(cell.folder, [_record(str(cell.folder), row) for row in rows[cell.folder]], cell.facts.get("run"))
+        for cell in cells
+    ]
+
+
+def _unpacked(path: Path) -> list[Source]:
+    """Files of records, with the run.json beside each."""
+    sources, files = [], _below(path)
     if twice := next((file for file in files if file.with_name(f"{file.name}.gz") in files), None):
         raise ValueError(f"{twice.parent} holds {NAMES[0]} and {NAMES[1]}; remove one")
-    return files
+    for file in files:
+        beside = file.parent / "run.json"
+        run = _parse_object(beside, beside.read_bytes()) if beside.is_file() else None
+        sources.append(Source(file.parent, _read_file(file), run))
+    return sources
 
 
 def _below(path: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 A run in `CHOICE/seed-N` is one of its choice's seeds; any other run is a choice of its own.
 """
 
-import json
 import math
 import os
 import re
@@ -11,29 +10,33 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
+from poss_lightning.evaluation.cells import CELLS, PackedCell, packed_cells
 from poss_lightning.reports.statistics import Estimate, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag
-EVENTS, LAST = "events.out.tfevents.*", "scalars.json"
+EVENTS = "events.out.tfevents.*"
 SEED = re.compile(r"seed-\d+")
 
 
 def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
     """The scalars of every folder that holds event files, at any depth: by folder, then by tag.
 
-    A folder that has none but a `scalars.json`, as sweeps keep, gives the last value of each.
+    A finished cell of an experiment (`evaluation/cells.py`) whose folder has none gives the last value of each.
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: a `scalars.json` that does not hold a step and a value by tag.
+        ValueError: a cell whose scalars are not a step and a value by tag.
     """
     found: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
-        if not folder.is_dir():
+        cells = packed_cells(folder)
+        if not folder.is_dir() and not cells:
             raise FileNotFoundError(f"{folder}: no such folder; give the folder of a training run")
-        for place in sorted({file.parent for name in (EVENTS, LAST) for file in folder.rglob(name)}):
-            found[str(place)] = _read_events(place) if any(place.glob(EVENTS)) else _read_last(place / LAST)
+        events = {file.parent for file in folder.rglob(EVENTS)}
+        last = {cell.folder: cell for cell in cells if cell.folder not in events}
+        for place in sorted(events | last.keys()):
+            found[str(place)] = _last(last[place]) if place in last else _read_events(place)
     return {name: scalars for name, scalars in found.items() if scalars}
 
 
@@ -76,11 +79,11 @@ def mean(values: Sequence[float]) -> Estimate:
     return interval(fmean(values), error, len(values) - 1)
 
 
-def _read_last(file: Path) -> Scalars:
+def _last(cell: PackedCell) -> Scalars:
     try:
-        return {tag: [(int(step), float(value))] for tag, (step, value) in json.loads(file.read_bytes()).items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not hold a step and a value by tag ({error})") from None
+        return {tag: [(int(step), float(value))] for tag, (step, value) in cell.facts["scalars"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{cell.folder}: scalars of {CELLS} are not a step and a value by tag ({error})") from None
 
 
 def _read_events(folder: Path) -> Scalars:

@@ -1,0 +1,162 @@
+"""The trainings of an experiment in two files, `cells.jsonl` and `records.parquet`, as `poss sweep` writes them.
+
+A *cell* is one training: of one choice, with one seed. While it is trained and measured it has a folder, which git
+ignores; when it is done, what the tables need goes into the two files.
+
+EXPERIMENT/
+  sweep.yaml             what is asked for
+  cells.jsonl            a line a cell: choice, seed, settings, digests of inputs, processes, run, last scalars
+  records.parquet        a row an answer: choice and seed of the cell, then the fields of a `Record`
+  cells/CHOICE/seed-N/   drafts, checkpoints, TensorBoard files
+
+The path EXPERIMENT/cells/CHOICE/seed-N names a cell whether its folder is there or not.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from poss_lightning.files import atomic
+
+CELLS, ROWS, FOLDERS = "cells.jsonl", "records.parquet", "cells"
+KEY = ("choice", "training_seed")
+SCHEMA = pa.schema(
+    {
+        "choice": pa.dictionary(pa.int32(), pa.string()),
+        "training_seed": pa.int64(),
+        "suite": pa.dictionary(pa.int32(), pa.string()),
+        "id": pa.string(),  # as JSON: 50 is another prompt than "50"
+        "turn": pa.int64(),
+        "method": pa.dictionary(pa.int32(), pa.string()),
+        "repeat": pa.int64(),
+        "seed": pa.int64(),
+        "prompt_tokens": pa.int64(),
+        "new_tokens": pa.int64(),
+        "accepted": pa.list_(pa.int64()),
+        "seconds": pa.map_(pa.string(), pa.float64()),
+        "tokens": pa.list_(pa.int64()),
+        "text": pa.string(),
+        "pieces": pa.list_(pa.string()),
+    }
+)
+
+Row = dict[str, Any]  # the fields of a record
+
+
+class PackedCell(NamedTuple):
+    """A finished cell.
+
+    Attributes:
+        folder: where it was made, EXPERIMENT/cells/CHOICE/seed-N.
+        choice: its name in sweep.yaml.
+        seed: of its training.
+        facts: its line: settings, inputs, processes, run (its run.json) and scalars (step and value by tag).
+    """
+
+    folder: Path
+    choice: str
+    seed: int
+    facts: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.choice, self.seed
+
+
+def packed_cells(path: str | Path) -> list[PackedCell]:
+    """The finished cells of an experiment, of its cells/ or of folders below; none where the path is another's.
+
+    Raises:
+        ValueError: a line that is not a cell; the message names file and line.
+    """
+    path = Path(path)
+    for experiment, below in ((path, ()), *_above(path)):
+        if (experiment / CELLS).is_file():
+            cells = _read_lines(experiment)
+            return [cell for cell in cells if cell.folder.parts[len(experiment.parts) + 1 :][: len(below)] == below]
+    return []
+
+
+def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
+    """The records of packed cells as plain values, by the cells' folders, in the order in which they were measured.
+
+    Raises:
+        ValueError: a records.parquet that is torn, or has no rows of a cell.
+    """
+    found: dict[Path, list[Row]] = {cell.folder: [] for cell in cells}
+    for file in dict.fromkeys(folder.parents[2] / ROWS for folder in found):
+        for row in _read_rows(file):
+            choice, seed = (row.pop(name) for name in KEY)
+            folder = file.parent / FOLDERS / choice / f"seed-{seed}"
+            if folder in found:
+                found[folder].append(row)
+    if empty := [folder for folder, rows in found.items() if not rows]:
+        raise ValueError(f"{empty[0].parents[2] / ROWS} has no rows of {empty[0].parent.name}, {empty[0].name}")
+    return found
+
+
+def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: list[Row]) -> None:
+    """Add a finished cell to the files of an experiment, in place of an earlier one of this choice and seed.
+
+    Only one process may do so at a time. The records are written first, so a cell that has a line has its rows.
+
+    Args:
+        facts: what `PackedCell.facts` holds.
+        rows: fields of its records.
+    """
+    table = [row for row in _read_rows(experiment / ROWS) if (row["choice"], row["training_seed"]) != (choice, seed)]
+    places: dict[str, int] = {}
+    for row in [*table, *rows]:  # the same answer of all cells side by side, which packs well
+        places.setdefault(_answer(row), len(places))
+    table += [{"choice": choice, "training_seed": seed, **row} for row in rows]
+    table.sort(key=lambda row: places[_answer(row)])
+    columns = [{**row, "id": json.dumps(row["id"]), "seconds": [*row["seconds"].items()]} for row in table]
+    with atomic(experiment / ROWS) as path:
+        pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, compression="zstd", compression_level=19)
+    lines = {(cell.choice, cell.seed): cell.facts for cell in _read_lines(experiment)}
+    lines[choice, seed] = {"choice": choice, "seed": seed, **facts}
+    with atomic(experiment / CELLS) as path:
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values()))
+
+
+def _above(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
+    """The experiments that a path may be inside of, each with what stands behind its cells/."""
+    found = []
+    for place, part in enumerate(path.parts):
+        if part == FOLDERS:
+            found.append((Path(*path.parts[:place]), path.parts[place + 1 :]))
+    return found
+
+
+def _read_lines(experiment: Path) -> list[PackedCell]:
+    file, cells = experiment / CELLS, []
+    if not file.is_file():
+        return []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            facts = json.loads(line)
+            choice, seed = facts["choice"], facts["seed"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}, line {number} is no cell ({error!r})") from None
+        cells.append(PackedCell(experiment / FOLDERS / choice / f"seed-{seed}", choice, seed, facts))
+    return cells
+
+
+def _read_rows(file: Path) -> list[Row]:
+    if not file.is_file():
+        return []
+    try:
+        rows = pq.read_table(file).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{file} cannot be read as Parquet ({error})") from error
+    for row in rows:
+        row["id"], row["seconds"] = json.loads(row["id"]), dict(row["seconds"])
+    return rows
+
+
+def _answer(row: Row) -> str:
+    return json.dumps([row[name] for name in ("suite", "id", "turn", "repeat")])
