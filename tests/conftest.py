@@ -44,11 +44,12 @@ def tiny_target(seed: int = 0, **changes) -> Target:
 def tiny_draft(target: Target, allocation: list[int], seed: int = 0, **config) -> Specialists:
     """Random specialists, differing enough from each other that a wrong one shows."""
     torch.manual_seed(seed)
-    draft = Specialists(DraftConfig(target.spec, tuple(allocation), config.pop("depth", sum(allocation)), **config))
+    depth = config.pop("depth", sum(allocation))
+    draft = Specialists(DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth, **config))
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-        elif draft.fuses:  # a norm's
+        elif draft.config.own_head:  # a norm's
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return draft
 

@@ -45,15 +45,15 @@ class SlotBySlot:
         self.slots: list[tuple[Tensor, int, int]] = []  # z (D,), position and first reader of every slot it may see
 
     def project(self, layer, z: Tensor, position: int):
-        return layer.keys_values(z[None, None], self.draft.rope_angles(torch.tensor([[position]])))
+        return layer.keys_values(z[None, None], self.draft.rope_at(torch.tensor([[position]])))
 
     def output(self, k: int) -> Tensor:
         """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
-        layer = self.draft.serving(k)
+        layer = self.draft.specialist_at(k)
         z, position, _ = self.slots[-1]
-        query = layer.queries(z[None, None], self.draft.rope_angles(torch.tensor([[position]])))[0, :, 0]
+        query = layer.queries(z[None, None], self.draft.rope_at(torch.tensor([[position]])))[0, :, 0]
         pairs = [
-            self.project(self.draft.serving(first) if self.draft.config.kv == "shared" else layer, z, position)
+            self.project(self.draft.specialist_at(first) if self.draft.config.kv == "shared" else layer, z, position)
             for z, position, first in self.slots
         ]
         attended = attention(query, [key[0, :, 0] for key, _ in pairs], [value[0, :, 0] for _, value in pairs])
@@ -100,7 +100,7 @@ def eagle3(state: dict[str, Tensor], e: Tensor, h: Tensor, heads: int, eps: floa
 
 
 def pass_losses(
-    predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None, own=None
+    predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None, draft_head=None
 ):
     """The loss of docs/METHOD.md, section 5, slot by slot, with autograd through everything: K sums."""
 
@@ -113,8 +113,8 @@ def pass_losses(
         total = torch.zeros((), dtype=torch.float64)
         for row, column in (counts >= k).nonzero().tolist():
             f, guess = features[row, column].double(), prediction[row, column].double()
-            guessed = logits(guess) if own is None else own.double() @ guess
-            p, log_q = logits(f).softmax(-1), guessed.log_softmax(-1)
+            drafted = logits(guess) if draft_head is None else draft_head.double() @ guess
+            p, log_q = logits(f).softmax(-1), drafted.log_softmax(-1)
             top = p.topk(topk).indices
             distance = (guess - f).abs()
             smooth = torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean()

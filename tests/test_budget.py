@@ -6,11 +6,12 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import EDGES, SIZES, Auto, Calibration, Costs, Fixed
+from poss_lightning.decoding.budget import EDGES, Calibration, Fixed, PerRound, Settled
+from poss_lightning.decoding.costs import SIZES, Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict
 
-CPU = torch.device("cpu")
+CPU, DEPTH = torch.device("cpu"), 6
 
 
 def test_a_budget_that_cannot_hold_a_path_is_refused():
@@ -32,22 +33,25 @@ def test_chances_begin_with_the_draft_s_word_and_end_with_the_counts():
 
 
 def test_costs_between_those_measured_lie_on_a_line_and_never_fall():
-    costs = Costs.measured(2.0, {1: 10.0, 2: 15.0, 4: 13.0, 8: 17.0, 16: 40.0, 20: 39.0})
-    assert list(costs.verify) == [n for n in SIZES if n <= 20]
-    assert [costs.verify[n] for n in (1, 2, 3, 4, 6, 8, 12, 16, 20)] == [10, 13, 13, 13, 15, 17, 28, 39, 39]
+    found = Costs.interpolate(2.0, {1: 10.0, 2: 15.0, 4: 13.0, 8: 17.0, 16: 40.0, 20: 39.0})
+    assert list(found.verify) == [n for n in SIZES if n <= 20]
+    assert [found.verify[n] for n in (1, 2, 3, 4, 6, 8, 12, 16, 20)] == [10, 13, 13, 13, 15, 17, 28, 39, 39]
 
 
 def test_break_even_is_a_round_in_plain_steps():
-    costs = Costs.measured(2.0, {1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0})
-    assert costs.break_even(0, 1) == 1
-    assert costs.break_even(3, 4) == (3 * 2 + 20) / 10
-    assert costs.break_even(3, 5) == costs.break_even(3, 6) == (3 * 2 + 25) / 10
-    assert costs.break_even(6, 60) == (6 * 2 + 30) / 10  # no tree may have so many
+    found = Costs.interpolate(2.0, {1: 10.0, 2: 15.0, 4: 20.0, 8: 30.0})
+    assert found.break_even(0, 1) == 1
+    assert found.break_even(3, 4) == (3 * 2 + 20) / 10
+    assert found.break_even(3, 5) == found.break_even(3, 6) == (3 * 2 + 25) / 10
+    assert found.break_even(6, 60) == (6 * 2 + 30) / 10  # no tree may have so many
 
 
-def auto(draft=1.0, slope=0.2, depth=6, nodes=12, needs_sync=True) -> Auto:
-    verify = {n: 10 + slope * n for n in (1, 2, 3, 4, 6, 8, 12) if n <= nodes}
-    return Auto(depth, nodes, Costs(draft, verify), Calibration(CPU), needs_sync)
+def costs(draft: float, slope: float) -> Costs:
+    return Costs(draft, {n: 10 + slope * n for n in (1, 2, 3, 4, 6, 8, 12)})
+
+
+def auto(draft=1.0, slope=0.2) -> PerRound:
+    return PerRound(DEPTH, costs(draft, slope), Calibration(CPU))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -63,14 +67,14 @@ def test_the_size_is_the_best_of_all(seed):
         gained = sum(sum(sorted(row, reverse=True)[: n - 1]) for row in chances.tolist())
         return gained - budget.rate * budget.costs.verify[n]
 
-    assert budget.size(scores) == max(budget.costs.verify, key=worth)
-    assert budget.size(scores[:, :5]) <= 5
+    assert budget.node_count(scores) == max(budget.costs.verify, key=worth)
+    assert budget.node_count(scores[:, :5]) <= 5
 
 
 def test_drafting_goes_on_while_a_step_is_worth_its_time():
     likely, unlikely = torch.log(torch.tensor([[0.6, 0.3]])), torch.log(torch.tensor([[0.01, 0.01]]))
-    assert auto().deeper(1, likely) and not auto().deeper(1, unlikely)
-    assert not auto(draft=20).deeper(1, likely)
+    assert auto().go_deeper(1, likely) and not auto().go_deeper(1, unlikely)
+    assert not auto(draft=20).go_deeper(1, likely)
 
 
 class Language:
@@ -87,44 +91,47 @@ class Language:
         return torch.arange(self.depth + 1)[None] * torch.tensor(claim).log(), accepted
 
 
-def play(budget: Auto | None, fixed: tuple[int, int], machine: Auto, rounds: int, seed: int = 0) -> float:
+def play(
+    budget: PerRound | Settled | None, fixed: tuple[int, int], machine: Costs, rounds: int, seed: int = 0
+) -> float:
     """Tokens a second, by the costs, of many rounds with a budget, or with a fixed depth and size."""
-    language, tokens, seconds = Language(seed, machine.depth), 0, 0.0
+    language, tokens, seconds = Language(seed, DEPTH), 0, 0.0
     for _ in range(rounds):
         scores, accepted = language.place()
         depth, nodes = fixed
         if budget:
             depth = 0
-            while depth < machine.depth and budget.deeper(depth, scores[:, depth : depth + 1]):
+            while depth < DEPTH and budget.go_deeper(depth, scores[:, depth : depth + 1]):
                 depth += 1
-            nodes = budget.size(scores[:, : depth + 1])
+            nodes = budget.node_count(scores[:, : depth + 1])
         nodes = min(nodes, depth + 1)
         accepted = min(accepted, nodes - 1)
         tokens += accepted + 1
-        seconds += depth * machine.costs.draft_step + machine.costs.verify_seconds(nodes)
+        seconds += depth * machine.draft_step + machine.verify_seconds(nodes)
         if budget:
             parents = (torch.arange(nodes) - 1).clamp(0)[None]
             tree = Tree(torch.zeros_like(parents), parents, scores[:, :nodes])
-            path = torch.arange(machine.depth + 1).clamp(max=accepted)[None]
+            path = torch.arange(DEPTH + 1).clamp(max=accepted)[None]
             verdict = Verdict(path, torch.zeros_like(path), torch.tensor([accepted]))
-            budget.learn(tree, ancestor_mask(tree.parents, machine.depth), verdict)
+            budget.learn(tree, ancestor_mask(tree.parents, DEPTH), verdict)
     return tokens / seconds
 
 
 @pytest.mark.parametrize(("draft", "slope"), [(0.5, 0.1), (3.0, 0.1), (0.5, 2.0), (8.0, 4.0), (20.0, 20.0)], ids=str)
 def test_choosing_anew_beats_every_fixed_tree(draft, slope):
     """In five machines: cheap and dear steps, flat and steep verification; in the last, plain decoding is best."""
-    machine = auto(draft, slope)
-    fixed = max(play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.costs.verify)])
+    machine = costs(draft, slope)
+    fixed = max(play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.verify)])
     assert play(auto(draft, slope), (0, 0), machine, 800) > 0.97 * fixed
 
 
 @pytest.mark.parametrize(("draft", "slope"), [(0.5, 0.1), (8.0, 4.0)], ids=str)
 def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
-    budget, machine = auto(draft, slope, needs_sync=False), auto(draft, slope)
+    machine = costs(draft, slope)
+    budget = Settled(DEPTH, machine, Calibration(CPU))
     play(budget, (0, 0), machine, 40)
     assert budget.plan is not None
-    fixed = {plan: play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.costs.verify)]}
+    fixed = {plan: play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.verify)]}
     assert play(None, budget.plan, machine, 800) > 0.9 * max(fixed.values())
 
 
@@ -133,8 +140,8 @@ def test_rows_that_are_finished_do_not_count():
     for other in (unlikely, likely):
         budget = auto(draft=5.0)
         budget.begin([1])
-        assert not budget.deeper(1, torch.cat([other, unlikely]))
-        assert budget.size(torch.cat([other, unlikely])) == 1
+        assert not budget.go_deeper(1, torch.cat([other, unlikely]))
+        assert budget.node_count(torch.cat([other, unlikely])) == 1
 
 
 def test_edges_rise():

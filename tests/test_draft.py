@@ -25,7 +25,7 @@ from poss_lightning.training.export import export
     ],
 )
 def test_who_serves_which_position(target, allocation, expected):
-    config = DraftConfig(target.spec, tuple(allocation), 6)
+    config = DraftConfig(target=target.spec, allocation=tuple(allocation), depth=6)
     assert [config.specialist_at(k) for k in range(1, 9)] == expected
 
 
@@ -52,8 +52,8 @@ def test_a_kind_that_cannot_be_is_refused(target, deep):
     with pytest.raises(ValueError, match="of a target with 4 or more; tiny has 2"):
         tiny_draft(target, [2], kind="eagle3")
     uncounted = replace(deep.spec, layers=None)
-    with pytest.raises(ValueError, match="tiny has layers that nobody counted: extract anew"):
-        DraftConfig(uncounted, (2,), 2, kind="eagle3")
+    with pytest.raises(ValueError, match="tiny has layers that were not counted: extract anew"):
+        DraftConfig(target=uncounted, allocation=(2,), depth=2, kind="eagle3")
     assert uncounted.difference(deep.spec) is None and deep.spec.difference(uncounted) is None
     assert deep.spec.difference(target.spec) is not None
 
@@ -70,12 +70,12 @@ def test_a_config_from_before_there_were_kinds_is_read(target, deep):
 @pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
 def test_an_allocation_that_cannot_be_is_refused(target, allocation):
     with pytest.raises(ValueError, match=r"allocation is .* positive integers"):
-        DraftConfig(target.spec, tuple(allocation), 6)
+        DraftConfig(target=target.spec, allocation=tuple(allocation), depth=6)
 
 
 def test_a_depth_that_cannot_be_is_refused(target):
     with pytest.raises(ValueError, match="depth is 0"):
-        DraftConfig(target.spec, (2,), 0)
+        DraftConfig(target=target.spec, allocation=(2,), depth=0)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,16 @@ def deep():
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 7)])
 def test_save_then_load_is_identity(deep, tmp_path, vocabulary, kind):
     size = None if vocabulary is None else len(vocabulary)
-    draft = Specialists(DraftConfig(deep.spec, (1, 3, 2), 7, False, 40, size, kind=kind), vocabulary)
+    config = DraftConfig(
+        target=deep.spec,
+        allocation=(1, 3, 2),
+        depth=7,
+        detach=False,
+        intermediate_size=40,
+        vocabulary_size=size,
+        kind=kind,
+    )
+    draft = Specialists(config, vocabulary)
     draft.save_pretrained(tmp_path)
     loaded = Specialists.from_pretrained(tmp_path)
     assert loaded.config == draft.config
@@ -103,7 +112,7 @@ def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_
     export(str(tmp_path / "full"), str(tmp_path / "heads" / "embedded-pair"), "bfloat16")
     halved = tmp_path / "heads" / "embedded-pair" / "model.safetensors"
     assert all(value.dtype == torch.bfloat16 for value in load_file(halved).values())
-    monkeypatch.setattr(specialists, "HEADS", tmp_path / "heads")
+    monkeypatch.setattr(specialists, "SHIPPED", tmp_path / "heads")
     read = Specialists.from_pretrained("embedded-pair")
     for name, value in read.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, draft.state_dict()[name].bfloat16().float())
@@ -184,10 +193,10 @@ def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
 
 def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep):
     vocabularies = torch.arange(0, 320, 2), torch.arange(0, 320, 3)
-    config = DraftConfig(deep.spec, (2, 2), 4, kind="eagle3")
+    config = DraftConfig(target=deep.spec, allocation=(2, 2), depth=4, kind="eagle3")
     draft, other = (Specialists(replace(config, vocabulary_size=len(own)), own) for own in vocabularies)
     embed_head = EmbedHead(deep.embed_head.embedding, deep.embed_head.head, scale=0.5)
-    draft.take_head(embed_head.restrict(draft.vocabulary))
+    draft.init_head(embed_head.restrict(draft.vocabulary))
     features = torch.randn(3, 32)
     scaled = draft.norm(features)  # what its head reads
     torch.testing.assert_close(draft.logits(features, embed_head), embed_head.restrict(draft.vocabulary).logits(scaled))

@@ -15,9 +15,9 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.budget import Fixed, Settled
 from poss_lightning.decoding.decoder import Clock, Request
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -26,7 +26,7 @@ from poss_lightning.target.generation import prefill
 from poss_lightning.target.model import Target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
-TREES = [(6, 60, 10), (6, 7, 1), (1, 2, 1), (1, 5, 4), (3, 20, 5), (8, 40, 4)]  # depth, nodes, top_k
+TREES = [(6, 60, 10), (6, 7, 1), (1, 2, 1), (1, 5, 4), (3, 20, 5), (8, 40, 4)]  # depth, nodes, tree_width
 DRAFTS = [([6], {}), ([1] * 6, {}), ([2, 2, 2], {}), ([1, 3, 2], {})]  # allocation, more of the config
 DRAFTS += [([2, 2, 2], {"kv": "shared", "order": (0, 1, 1, 0, 2, 2)})]
 STOPS = frozenset({1})
@@ -65,9 +65,9 @@ class Oracle(Drafter):
         self.__dict__.update(drafter.__dict__)
         self.future, self.wrong_every, self.turn = future, wrong_every, 0
 
-    def grow(self, budget):
+    def draft_tree(self, budget):
         tree, self.turn = super().draft_tree(budget), self.turn + 1
-        at = int(self.slots.length[0]) - len(PROMPTS[0])  # tokens emitted before the root
+        at = int(self.slots.lengths[0]) - len(PROMPTS[0])  # tokens emitted before the root
         tokens = tree.tokens.clone()
         for node in range(1, tokens.shape[1]):
             ahead = at + node
@@ -121,7 +121,7 @@ def test_a_mask_off_by_one_is_not_lossless(monkeypatch):
     """The laws above are worth something: hide one ancestor from its descendants, and they fail."""
     target = tiny_target(0)
     future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
-    right = engine.ancestors
+    right = engine.ancestor_mask
 
     def off_by_one(parents, depth):
         above = right(parents, depth).clone()
@@ -130,7 +130,7 @@ def test_a_mask_off_by_one_is_not_lossless(monkeypatch):
 
     speculative = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
     speculative.drafter = Oracle(speculative.drafter, future, 0)
-    monkeypatch.setattr(engine, "ancestors", off_by_one)
+    monkeypatch.setattr(engine, "ancestor_mask", off_by_one)
     assert speculative.decode(PROMPTS[:1], 50, frozenset())[0].tokens != future[:50]
 
 
@@ -175,7 +175,15 @@ def test_the_eagle_3_family_is_lossless(tree, law):
     expected = drawn(Autoregressive(target), law, 0, limit=24)
     words = torch.arange(0, 320, 3)
     for allocation, kv in (([8], "separate"), ([3, 3, 2], "shared"), ([1, 3, 4], "separate")):
-        config = DraftConfig(target.spec, tuple(allocation), 8, False, None, len(words), None, kv, "eagle3")
+        config = DraftConfig(
+            target=target.spec,
+            allocation=tuple(allocation),
+            depth=8,
+            detach=False,
+            vocabulary_size=len(words),
+            kv=kv,
+            kind="eagle3",
+        )
         for share in (False, True):
             engine = Speculative(target, Specialists(config, words), *tree, share=share)
             assert drawn(engine, law, 0, limit=24) == expected
@@ -222,13 +230,13 @@ def test_a_shared_budget_goes_where_the_draft_is_sure(target):
 
 def plant(engine, truth: dict[int, list[int]]):
     """Let chains say what the target will, row by row, but for one token in every third round."""
-    grow, turns = engine.drafter.draft_tree, count()
+    draft_tree, turns = engine.drafter.draft_tree, count()
 
     def planted(budget):
-        tree, turn = grow(budget), next(turns)
+        tree, turn = draft_tree(budget), next(turns)
         tokens = tree.tokens.clone()
         for row, (begun, length) in enumerate(
-            zip(engine.choose.begun.tolist(), engine.cache.slots.lengths, strict=True)
+            zip(engine.sampler.prompt_lengths.tolist(), engine.cache.slots.host_lengths, strict=True)
         ):
             ahead = truth[begun][length - begun + 1 :]
             for node, token in zip(range(1, tokens.shape[1]), ahead, strict=False):
@@ -283,8 +291,8 @@ def test_a_batch_shrinks_as_its_texts_end(target, law):
     plain = drawn(Autoregressive(target), law, 0, prompts, 40, frozenset())
     stops = frozenset(row[3 * i + 5] for i, row in enumerate(plain[:9]))
     speculative, rows = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3), []
-    act = speculative._act
-    speculative._act = lambda *arguments: rows.append(len(speculative.drafter.root)) or act(*arguments)
+    one_round = speculative._draft_verify_commit
+    speculative._draft_verify_commit = lambda *arguments: rows.append(len(speculative.drafter.root)) or one_round(*arguments)
     assert drawn(speculative, law, 0, prompts, 40, stops) == drawn(Autoregressive(target), law, 0, prompts, 40, stops)
     assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
 
@@ -298,17 +306,10 @@ def test_a_tree_that_is_chosen_anew_changes_no_token(seed, law):
         assert drawn(speculative, law, seed) == drawn(Autoregressive(target), law, seed)
 
 
-def test_a_tree_that_is_settled_changes_no_token(target):
-    """As on CUDA, where depth and size are not chosen in every round; here the host asks all the same."""
+def test_a_tree_that_is_settled_changes_no_token(target, monkeypatch):
+    """As on CUDA, where depth and size are not chosen in every round."""
+    monkeypatch.setattr(engine, "PerRound", Settled)
     speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 20, 5, tree="auto")
-    measure = speculative._measure
-
-    def settling():
-        budget = measure()
-        budget.needs_sync = False
-        return budget
-
-    speculative._measure = settling
     assert tokens_of(speculative, limit=60, stops=frozenset()) == tokens_of(
         Autoregressive(target), limit=60, stops=frozenset()
     )
@@ -322,8 +323,8 @@ def test_a_round_never_asks_the_device_and_compiles_whole(target):
         speculative = Speculative(model, tiny_draft(model, [1, 1], kind=kind), 2, 6, 3)
         expected = drawn(speculative, law, 0, limit=6)
         untimed = SimpleNamespace(part=lambda name: nullcontext())
-        whole = torch.compile(partial(speculative._act, speculative.fixed, untimed), fullgraph=True, backend="eager")
-        speculative._act = lambda budget, clock, whole=whole: whole()
+        whole = torch.compile(partial(speculative._draft_verify_commit, speculative.fixed, untimed), fullgraph=True, backend="eager")
+        speculative._draft_verify_commit = lambda budget, clock, whole=whole: whole()
         assert drawn(speculative, law, 0, limit=6) == expected
 
 
@@ -341,10 +342,10 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
     """Depth 6, top-k 10: the root, then ten nodes at each of five positions; the published PosS-1 takes 168."""
     draft, rows = tiny_draft(target, allocation), []
     for layer in draft.layers:
-        layer.finish = lambda z, attended, plain=layer.finish: rows.append(z.shape[1]) or plain(z, attended)
+        layer.after_attention = lambda z, attended, plain=layer.after_attention: rows.append(z.shape[1]) or plain(z, attended)
     drafter = Drafter(draft, target.embed_head, 6, 10)
     drafter.start(1, 64)
-    drafter.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), torch.tensor([3]))
+    drafter.append_context(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), torch.tensor([3]))
     drafter.draft_tree(Fixed(6, 60))
     assert sum(rows) == 51
 
@@ -367,12 +368,12 @@ def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):
     tokens = torch.randint(0, 320, (1, 9))
     at_once, piecewise = (Drafter(draft, target.embed_head, 6, 5) for _ in range(2))
     at_once.start(1, 64)
-    at_once.read(tokens, features, torch.tensor([9]))
-    at_once.slots.note([9])
+    at_once.append_context(tokens, features, torch.tensor([9]))
+    at_once.slots.advance_host([9])
     piecewise.start(1, 64)
     for start, stop in ((0, 4), (4, 5), (5, 9)):
-        piecewise.read(tokens[:, start:stop], features[:, start:stop], torch.tensor([stop - start]))
-        piecewise.slots.note([stop - start])
+        piecewise.append_context(tokens[:, start:stop], features[:, start:stop], torch.tensor([stop - start]))
+        piecewise.slots.advance_host([stop - start])
         tree = piecewise.draft_tree(Fixed(6, 30))
     expected = at_once.draft_tree(Fixed(6, 30))
     assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
@@ -381,12 +382,12 @@ def test_the_drafter_does_not_depend_on_how_its_slots_arrived(target):
 
 def test_a_smaller_draft_vocabulary_is_lossless(target):
     vocabulary = torch.arange(0, 320, 5)
-    draft = tiny_draft(target, [2, 2])
-    small = type(draft)(type(draft.config)(target.spec, (2, 2), 4, vocabulary_size=len(vocabulary)), vocabulary)
+    config = DraftConfig(target=target.spec, allocation=(2, 2), depth=4, vocabulary_size=len(vocabulary))
+    small = Specialists(config, vocabulary)
     speculative = Speculative(target, small, 4, 20, 5)
     assert tokens_of(speculative) == tokens_of(Autoregressive(target))
     speculative.drafter.start(1, 64)
-    speculative.drafter.read(torch.tensor([[5]]), torch.randn(1, 1, 32), torch.tensor([1]))
+    speculative.drafter.append_context(torch.tensor([[5]]), torch.randn(1, 1, 32), torch.tensor([1]))
     assert (speculative.drafter.draft_tree(Fixed(4, 20)).tokens[:, 1:] % 5 == 0).all()
 
 

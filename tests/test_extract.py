@@ -13,10 +13,10 @@ from tiny import CHATML, tiny_tokenizer
 
 from poss_lightning.corpus.readers import Conversation, CorpusError
 from poss_lightning.features.encoding import decode, encode
-from poss_lightning.features.extract import plan_shards, read_texts, write_store
+from poss_lightning.features.extract import plan_shards, tokenize, write_store
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.target.generation import pad
+from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 
 ROLES = ("user", "assistant")
@@ -70,7 +70,7 @@ def test_samples_are_the_target_reading_each_alone(whole, target):
         tokens = rendered.tokens[:60]
         assert sample.tokens.tolist() == tokens
         assert sample.spans == [(start, min(stop, 60)) for start, stop in rendered.spans if start < 60]
-        features = target.read(torch.tensor([tokens]))[0]
+        features = target.text_features(torch.tensor([tokens]))[0]
         torch.testing.assert_close(sample.features, features, rtol=1e-4, atol=1e-4)
         logits = target.model(torch.tensor([tokens])).logits[0]
         assert sample.greedy.tolist() == naive_greedy(logits, sample.spans)
@@ -87,7 +87,7 @@ def test_bfloat16_is_stored_as_it_was_computed(tmp_path):
     write_store(tmp_path, target, make_conversations(1), **SIZES)
     sample = FeatureStore(tmp_path)[0]
     assert sample.features.dtype == torch.bfloat16
-    assert sample.features.equal(target.read(sample.tokens[None])[0])
+    assert sample.features.equal(target.text_features(sample.tokens[None])[0])
 
 
 def test_a_text_is_cut_at_the_context_of_the_target(tmp_path):
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(whole, target, tmp_pa
 
 
 def dies_after(monkeypatch, target: Target, forwards: int) -> None:
-    read, calls = target.read, []
+    read, calls = target.text_features, []
 
     def dying(tokens):
         calls.append(tokens)
@@ -119,7 +119,7 @@ def dies_after(monkeypatch, target: Target, forwards: int) -> None:
             raise KeyboardInterrupt
         return read(tokens)
 
-    monkeypatch.setattr(target, "read", dying)
+    monkeypatch.setattr(target, "text_features", dying)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "settings.json"])
@@ -172,9 +172,9 @@ def other_template() -> Target:
     [
         (other_target, 24, {}, "target"),
         (other_template, 24, {}, "template"),
-        (tiny_target, 24, {"max_length": 59}, "max_length 60 (now 59)"),
-        (tiny_target, 24, {"stored": "float8"}, "stored exact (now float8)"),
-        (tiny_target, 24, {"layers": (1,)}, "layers [] (now [1])"),
+        (tiny_target, 24, {"max_length": 59}, "max_length 60, now 59"),
+        (tiny_target, 24, {"stored": "float8"}, "stored 'exact', now 'float8'"),
+        (tiny_target, 24, {"layers": (1,)}, "layers [], now [1]"),
         (tiny_target, 23, {}, "corpus"),
     ],
 )
@@ -185,7 +185,8 @@ def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, ma
             write_store(tmp_path, target, make_conversations(), **SIZES)
     folder = whole if finished else tmp_path
     before = contents(folder)
-    with pytest.raises(StoreError, match="holds a store of another kind") as error:
+    kind, words = (StoreError, "holds a store of another kind") if finished else (ValueError, "begun with other settings")
+    with pytest.raises(kind, match=words) as error:
         write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
     assert word in str(error.value) and "\n" not in str(error.value)
     assert contents(folder) == before
@@ -193,7 +194,7 @@ def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, ma
 
 def test_shards_of_nobody_are_not_taken_over(whole, target, tmp_path):
     (tmp_path / "shard-00000.arrow").write_bytes((whole / "shard-00000.arrow").read_bytes())
-    with pytest.raises(StoreError, match="shards of an unknown store"):
+    with pytest.raises(StoreError, match="is not empty, and no beginning of a store"):
         write_store(tmp_path, target, make_conversations(), **SIZES)
     assert sorted(contents(tmp_path)) == ["shard-00000.arrow"]
 
@@ -222,16 +223,16 @@ def test_what_is_left_out_is_told(caplog):
     conversations = [
         Conversation(str(i), [{"role": role, "content": text} for role, text in own]) for i, own in enumerate(said)
     ]
-    texts = read_texts(target, conversations, 500)
+    texts = tokenize(target, conversations, 500)
     assert [len(text.spans) for text in texts] == [1, 1]
     why = "left out 1 of 3 answers: 1 that the chat template writes otherwise .* 0 with less .* so 0 of 2 conversations"
     assert re.search(why, caplog.text)
     caplog.clear()
     length = max(text.spans[0][0] for text in texts)  # ends where the second conversation's answer begins
-    assert len(read_texts(target, conversations, length)) == 1
+    assert len(tokenize(target, conversations, length)) == 1
     assert re.search(f"left out 2 of 3 answers: 1 .*, 1 .* first {length}; and so 1 of 2 conversations", caplog.text)
     caplog.clear()
-    assert len(read_texts(tiny_target(), conversations, 500)) == 2 and not caplog.text
+    assert len(tokenize(tiny_target(), conversations, 500)) == 2 and not caplog.text
 
 
 # --- 8 bits, and layers ---
@@ -244,11 +245,11 @@ def test_features_and_layers_are_the_targets_as_stored(tmp_path, stored, layers)
     write_store(tmp_path, target, make_conversations(), **SIZES, stored=stored, layers=layers)
     store = FeatureStore(tmp_path)
     assert (store.manifest.stored, store.manifest.layers) == (stored, layers)
-    batches = plan_shards(read_texts(target, make_conversations(), 60), 200, 10**9)[0]
+    batches = plan_shards(tokenize(target, make_conversations(), 60), 200, 10**9)[0]
     samples = (store[i] for i in range(len(store)))
     for batch in batches:
-        tokens = pad([text.tokens for text in batch], "cpu")
-        features, outputs = target.read(tokens), naive_layers(target, tokens, layers)
+        tokens = pad_right([text.tokens for text in batch], "cpu")
+        features, outputs = target.text_features(tokens), naive_layers(target, tokens, layers)
         for row, text in enumerate(batch):
             sample, here = next(samples), slice(0, len(text.tokens))
             assert sample.id == text.id
@@ -265,7 +266,7 @@ def naive_layers(target: Target, tokens: torch.Tensor, layers: tuple[int, ...]) 
     caught = {}
     for number, layer in enumerate(target.model.model.layers, 1):
         layer.register_forward_hook(lambda module, inputs, output, number=number: caught.update({number: output}))
-    target.read(tokens)
+    target.text_features(tokens)
     empty = torch.empty(*tokens.shape, 0, target.spec.hidden_size, dtype=target.dtype)
     return torch.cat([empty, *(caught[layer][:, :, None] for layer in layers)], dim=2)
 
@@ -286,6 +287,6 @@ def test_bytes_of_a_token_all_columns_included(tmp_path, stored, most):
         for i in range(60)
     ]
     target = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer(), "tiny")
-    write_store(tmp_path, target, long, 512, 4096, 2**30, stored)
+    write_store(tmp_path, target, long, max_length=512, shard_bytes=2**30, stored=stored)
     shards = FeatureStore(tmp_path).manifest
     assert sum(note.bytes for note in shards.shards) / shards.tokens <= most

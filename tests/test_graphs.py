@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.budget import Settled
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.sampling import Sampling
@@ -79,16 +80,10 @@ def test_a_graph_serves_many_rounds_and_the_next_text():
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_settled_tree_runs_as_a_graph(share):
+def test_a_settled_tree_runs_as_a_graph(monkeypatch, share):
+    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
     target = tiny_target(0)
     engine = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, tree="auto", share=share)
-    engine.graphs, measure = Baked(), engine._measure
-
-    def settling():
-        budget = measure()
-        budget.needs_sync = False
-        return budget
-
-    engine._measure = settling
+    engine.graphs = Baked()
     assert tokens_of(engine, GREEDY, limit=60) == tokens_of(Autoregressive(target), GREEDY, limit=60)
     assert engine.budgets[3].plan is not None

@@ -99,6 +99,6 @@ def test_it_is_taken_where_it_is_faster_or_asked_for(target):
 
 
 def test_a_cpu_without_exact_sums_says_so(target, monkeypatch):
-    monkeypatch.setattr("poss_lightning.decoding.drafting.exact_levels", lambda: None)
+    monkeypatch.setattr("poss_lightning.decoding.int8_head.exact_levels", lambda: None)
     with pytest.raises(ValueError, match="int8_head is true, but this CPU has no exact products of bytes"):
         Drafter(tiny_draft(target, [2, 2]), target.embed_head, 4, 5, int8_head=True)

@@ -17,13 +17,17 @@ def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):
     return predictions, features, counts, torch.randn(vocabulary, width, generator=generator)
 
 
+def terms(weights: tuple[float, float, float]) -> dict[str, float]:
+    return dict(zip(("w_feature", "w_token", "w_topk"), weights, strict=True))
+
+
 @pytest.mark.parametrize("weights", [(1.0, 0.1, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.1, 0.0)])
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
 @pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
 def test_loss_and_gradient_are_the_definition_s(weights, chunk, between):
     predictions, features, counts, head = problem()
     by = torch.tensor([1.0, 0.5, 2.0])
-    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk, **between, by=by / 4)
+    ours = pass_losses(predictions, features, counts, head, **terms(weights), chunk=chunk, **between, pass_weights=by / 4)
     ours_gradient = torch.autograd.grad(4 * ours.total, predictions)
     naive_sums = naive.pass_losses(predictions, features, counts, head, *weights, **between)
     naive_gradient = torch.autograd.grad((naive_sums * by).sum(), predictions)
@@ -40,8 +44,15 @@ def test_a_head_of_the_draft_s_own_learns_by_the_definition(weights, chunk, betw
     predictions, features, counts, head = problem()
     own = torch.randn(head.shape, generator=torch.Generator().manual_seed(1), requires_grad=True)
     by = torch.tensor([1.0, 0.5, 2.0])
-    ours = pass_losses(predictions, features, counts, head, *weights, chunk=chunk, **between, own=own, by=by / 4)
-    twin = naive.pass_losses(predictions, features, counts, head, *weights, **between, own=own)
+    ours = pass_losses(
+        *(predictions, features, counts, head),
+        **terms(weights),
+        **between,
+        chunk=chunk,
+        draft_head=own,
+        pass_weights=by / 4,
+    )
+    twin = naive.pass_losses(predictions, features, counts, head, *weights, **between, draft_head=own)
     torch.testing.assert_close(ours.weighted.double(), twin, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(4 * ours.total.double(), (twin * by).sum(), rtol=1e-5, atol=1e-5)
     assert not ours.feature.any()
@@ -50,7 +61,7 @@ def test_a_head_of_the_draft_s_own_learns_by_the_definition(weights, chunk, betw
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     for k, prediction in enumerate(predictions):
         guessed = (prediction @ own.T).argmax(-1)
-        assert torch.equal(ours.guesses[k][counts > 0], guessed[counts > 0])
+        assert torch.equal(ours.top_rows[k][counts > 0], guessed[counts > 0])
 
 
 def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
@@ -61,7 +72,10 @@ def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = [x.detach().to(dtype).requires_grad_() for x in (*predictions, own)]
         losses = pass_losses(
-            given[:3], features.to(dtype), counts, head.to(dtype), 0.0, 1.0, 0.0, own=given[3].float(), by=by
+            *(given[:3], features.to(dtype), counts, head.to(dtype)),
+            **terms((0.0, 1.0, 0.0)),
+            draft_head=given[3].float(),
+            pass_weights=by,
         )
         found.append(torch.autograd.grad(1e6 * losses.total, given[3])[0].float())
     assert all((other - found[0]).norm() < 0.03 * found[0].norm() for other in found[1:])
@@ -70,7 +84,7 @@ def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
 def test_a_feature_loss_where_no_feature_is_predicted_is_refused():
     predictions, features, counts, head = problem()
     with pytest.raises(ValueError, match=r"w_feature is 1\.0, but a draft with a head of its own"):
-        pass_losses(predictions, features, counts, head, own=head.clone())
+        pass_losses(predictions, features, counts, head, draft_head=head.clone())
 
 
 def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
@@ -86,25 +100,28 @@ def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
             return out
 
     with Watch():
-        pass_losses(predictions, features, counts, head, 0.0, 1.0, 0.0, chunk=4, own=own).total.backward()
+        losses = pass_losses(
+            predictions, features, counts, head, **terms((0.0, 1.0, 0.0)), chunk=4, draft_head=own
+        )
+        losses.total.backward()
     passes, slots = len(predictions), int((counts > 0).sum())
     assert largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
 
 
 def test_parts_and_counts():
     predictions, features, counts, head = problem()
-    losses = pass_losses(predictions, features, counts, head, 1.0, 0.1, 2.0)
+    losses = pass_losses(predictions, features, counts, head, **terms((1.0, 0.1, 2.0)))
     torch.testing.assert_close(losses.weighted, losses.feature + 0.1 * losses.token + 2.0 * losses.topk)
     assert losses.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
 
 
-def test_guesses_are_the_draft_s_likeliest_rows():
+def test_top_rows_are_the_draft_s_likeliest():
     predictions, features, counts, head = problem()
-    guesses = pass_losses(predictions, features, counts, head).guesses
+    top_rows = pass_losses(predictions, features, counts, head).top_rows
     for k, prediction in enumerate(predictions):
         expected = (prediction @ head.T).argmax(-1)
-        assert torch.equal(guesses[k][counts > 0], expected[counts > 0])
-        assert (guesses[k][counts == 0] == -1).all()
+        assert torch.equal(top_rows[k][counts > 0], expected[counts > 0])
+        assert (top_rows[k][counts == 0] == -1).all()
 
 
 def test_no_slot_counts():
@@ -119,8 +136,8 @@ def test_the_gradient_is_that_of_finite_differences():
     double = [p.detach().double().requires_grad_() for p in predictions]
 
     def entropies(*passes):
-        losses = pass_losses(list(passes), features.double(), counts.clamp(min=1), head.double(), 0.0, 0.3, 0.7, topk=2)
-        return losses.total
+        doubles = features.double(), counts.clamp(min=1), head.double()
+        return pass_losses(list(passes), *doubles, **terms((0.0, 0.3, 0.7)), topk=2).total
 
     analytic = torch.autograd.grad(entropies(*double), double)[0]
     for index in range(double[0].numel()):

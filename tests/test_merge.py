@@ -10,7 +10,7 @@ from test_extract import contents, make_conversations
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.extract import write_store
-from poss_lightning.features.manifest import StoreError, verify
+from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.merge import merge
 from poss_lightning.features.store import FeatureStore
 
@@ -32,15 +32,15 @@ def test_a_merged_store_has_all_samples_in_order(parts, tmp_path, monkeypatch, l
         monkeypatch.setattr(os, "link", lambda *args: (_ for _ in ()).throw(OSError("no links here")))
     (tmp_path / ".whole.tmp").mkdir()
     (tmp_path / ".whole.tmp" / "shard-00000.arrow").write_text("of a killed one")
-    merge(str(tmp_path / "whole"), parts)
-    verify(tmp_path / "whole")
+    merge(parts, str(tmp_path / "whole"))
+    verify_files(tmp_path / "whole")
     whole, own = FeatureStore(tmp_path / "whole"), [FeatureStore(part) for part in parts]
     assert whole.ids == own[0].ids + own[1].ids and whole.manifest.tokens == sum(o.manifest.tokens for o in own)
     assert torch.equal(whole[len(own[0])].features, own[1][0].features)
     assert torch.equal(whole.embed_head().head, own[0].embed_head().head)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     again = tmp_path / "again"
-    merge(str(again), [str(tmp_path / "whole")])  # a merged store is a store
+    merge([str(tmp_path / "whole")], str(again))  # a merged store is a store
     assert len(FeatureStore(again)) == len(whole)
 
 
@@ -57,7 +57,7 @@ def test_what_does_not_belong_together_is_refused(parts, tmp_path):
         ([], "stores is empty"),
     ):
         with pytest.raises((StoreError, ValueError), match=words):
-            merge(str(tmp_path / "whole"), stores)
+            merge(stores, str(tmp_path / "whole"))
     with pytest.raises(FileExistsError, match="is there already"):
-        merge(str(tmp_path / "short"), parts)
+        merge(parts, str(tmp_path / "short"))
     assert contents(tmp_path) == before and not Path(tmp_path / "whole").exists()

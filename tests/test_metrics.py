@@ -7,15 +7,23 @@ import torch
 import torch.distributed as dist
 from processes import forked, printed
 
-from poss_lightning.metrics import BINS, AcceptanceLength, FeatureDrift, PassMeans, PositionAcceptance, rounds, unrolled
+from poss_lightning.metrics import (
+    BINS,
+    AcceptanceLength,
+    FeatureDrift,
+    PassMeans,
+    PositionAcceptance,
+    UnrollAcceptance,
+)
 
 
 def test_rounds_against_a_loop():
     accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
-    reached, passed = rounds(accepted, 6)
+    acceptance = PositionAcceptance(6)
+    acceptance.update(accepted)
     for k in range(1, 7):
-        assert reached[k - 1] == sum(a >= k - 1 for a in accepted.tolist())
-        assert passed[k - 1] == sum(a >= k for a in accepted.tolist())
+        assert acceptance.reached[k - 1] == sum(a >= k - 1 for a in accepted.tolist())
+        assert acceptance.passed[k - 1] == sum(a >= k for a in accepted.tolist())
 
 
 def test_tau_is_one_plus_the_sum_of_products_of_pos_acc():
@@ -23,13 +31,13 @@ def test_tau_is_one_plus_the_sum_of_products_of_pos_acc():
     length, positions = AcceptanceLength(), PositionAcceptance(6)
     for part in accepted.split(7):
         length.update(part)
-        positions.update(*rounds(part, 6))
+        positions.update(part)
     torch.testing.assert_close(length.compute(), 1 + positions.compute().cumprod(0).sum())
 
 
-def chains(guesses, greedy, text, counts):
-    """Chain by chain: begin at every slot, go on while the guess is the target's and the text's."""
-    depth, batch, slots = len(guesses), len(text), len(text[0])
+def chains(proposals, greedy, text, counts):
+    """Chain by chain: begin at every slot, go on while the proposal is the target's and the text's."""
+    depth, batch, slots = len(proposals), len(text), len(text[0])
     reached, passed = [0] * depth, [0] * depth
     for b in range(batch):
         for start in range(slots):
@@ -38,10 +46,10 @@ def chains(guesses, greedy, text, counts):
                 if slot >= slots or counts[b][slot] < i + 1:
                     break
                 reached[i] += 1
-                if guesses[i][b][slot] != greedy[b][slot]:
+                if proposals[i][b][slot] != greedy[b][slot]:
                     break
                 passed[i] += 1
-                if guesses[i][b][slot] != text[b][slot]:
+                if proposals[i][b][slot] != text[b][slot]:
                     break
     return reached, passed
 
@@ -49,21 +57,23 @@ def chains(guesses, greedy, text, counts):
 @pytest.mark.parametrize("seed", range(5))
 def test_unrolled_against_chain_by_chain(seed):
     generator = torch.Generator().manual_seed(seed)
-    guesses, greedy, text = (
+    proposals, greedy, text = (
         torch.randint(0, 2, shape, generator=generator) for shape in ((4, 3, 11), (3, 11), (3, 11))
     )
     counts = torch.zeros(3, 11, dtype=torch.long)
     counts[0, 2:9], counts[1, 5:11], counts[2, 0:3] = torch.arange(1, 8), torch.arange(1, 7), torch.arange(1, 4)
-    reached, passed = unrolled(guesses, greedy, text, counts)
-    assert (reached.tolist(), passed.tolist()) == chains(
-        guesses.tolist(), greedy.tolist(), text.tolist(), counts.tolist()
+    acceptance = UnrollAcceptance(4)
+    acceptance.update(proposals, greedy, text, counts)
+    assert (acceptance.reached.tolist(), acceptance.passed.tolist()) == chains(
+        proposals.tolist(), greedy.tolist(), text.tolist(), counts.tolist()
     )
 
 
 def test_deeper_than_the_sequence_is_long():
     ones = torch.ones(1, 3, dtype=torch.long)
-    reached, passed = unrolled(ones.expand(6, 1, 3), ones, ones, torch.arange(1, 4)[None])
-    assert reached.tolist() == passed.tolist() == [3, 2, 1, 0, 0, 0]
+    acceptance = UnrollAcceptance(6)
+    acceptance.update(ones.expand(6, 1, 3), ones, ones, torch.arange(1, 4)[None])
+    assert acceptance.reached.tolist() == acceptance.passed.tolist() == [3, 2, 1, 0, 0, 0]
 
 
 def test_drift_against_a_loop():
@@ -100,7 +110,7 @@ def a_share(folder) -> None:
     shares = torch.tensor([0, 3, 1, 6, 6, 2, 0]).split([5, 2])
     length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(2)
     length.update(shares[rank])
-    positions.update(*rounds(shares[rank], 6))
+    positions.update(shares[rank])
     means.update(torch.tensor([1.0, 4.0]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
     torch.save((length.compute(), positions.compute(), means.compute()), folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -109,9 +119,10 @@ def a_share(folder) -> None:
 def test_two_ranks_count_as_one(tmp_path):
     assert forked(tmp_path / "log", 2, a_share, tmp_path) == [0, 0], printed(tmp_path / "log")
     accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
-    reached, passed = rounds(accepted, 6)
+    whole = PositionAcceptance(6)
+    whole.update(accepted)
     for rank in range(2):
         length, positions, means = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(length, (accepted + 1).float().mean())
-        torch.testing.assert_close(positions, passed / reached)
+        torch.testing.assert_close(positions, whole.compute())
         torch.testing.assert_close(means, torch.tensor([3 / 4, 12 / 8], dtype=means.dtype))

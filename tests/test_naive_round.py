@@ -8,15 +8,15 @@ from naive_round import NaiveRounds
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.vocabulary import cut
+from poss_lightning.draft.vocabulary import restrict_vocabulary
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3]]
 
 
-def same_rounds(target, draft, prompt, depth=6, nodes=60, top_k=10, limit=12) -> list[int]:
+def same_rounds(target, draft, prompt, depth=6, nodes=60, tree_width=10, limit=12) -> list[int]:
     """Decode with both, round by round; what was accepted."""
-    naive = NaiveRounds(target, draft, depth, nodes, top_k)
-    ours = Speculative(target, draft, depth, nodes, top_k)
+    naive = NaiveRounds(target, draft, depth, nodes, tree_width)
+    ours = Speculative(target, draft, depth, nodes, tree_width)
     text = ours.rounds(Request([prompt], limit, frozenset()), Clock(target.device))
     assert next(text).tokens == {0: [naive.start(prompt)]}
     accepted = []
@@ -45,7 +45,7 @@ def test_also_where_paths_are_accepted(target, allocation):
     for prompt in PROMPTS:
         future = Autoregressive(target).decode([prompt], 40, frozenset())[0].tokens
         vocabulary = torch.tensor(sorted({*future, *range(10)}))
-        draft = cut(tiny_draft(target, allocation), vocabulary)
+        draft = restrict_vocabulary(tiny_draft(target, allocation), vocabulary)
         accepted += same_rounds(target, draft, prompt, limit=40)
     assert max(accepted) > 1
 
@@ -57,7 +57,7 @@ def test_whatever_the_tree(target, tree):
 
 
 def test_a_smaller_vocabulary(target):
-    same_rounds(target, cut(tiny_draft(target, [2, 2]), torch.arange(0, 320, 5)), PROMPTS[0], 4, 20, 5)
+    same_rounds(target, restrict_vocabulary(tiny_draft(target, [2, 2]), torch.arange(0, 320, 5)), PROMPTS[0], 4, 20, 5)
 
 
 @pytest.mark.parametrize(("allocation", "rows"), [([1] * 6, 168), ([2, 2, 2], 99), ([6], 53)], ids=str)

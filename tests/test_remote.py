@@ -12,7 +12,7 @@ from test_extract import SIZES, make_conversations
 
 from poss_lightning.features import remote
 from poss_lightning.features.extract import extract, write_store
-from poss_lightning.features.manifest import StoreError, verify
+from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
 
 ADDRESS = "memory://bucket/store"
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_copy_is_the_store(whole, bucket, copied, scheme):
     address = ADDRESS if scheme == "memory" else f"file://{whole}"
     store = FeatureStore(address)
-    verify(store.folder)
+    verify_files(store.folder)
     assert contents(store.folder) == contents(whole)
     assert sorted(copied) == sorted(set(contents(whole)) - {"manifest.json"})
     assert store[3].features.equal(FeatureStore(whole)[3].features)
@@ -103,7 +103,7 @@ def test_several_processes_make_one_copy(bucket, copied, monkeypatch):
     cache, together = remote.user_cache(), Barrier(4)
     monkeypatch.setattr(remote, "user_cache", lambda: together.wait(5) >= 0 and cache)  # all at the lock at once
     with ThreadPoolExecutor(4) as threads:
-        folders = set(threads.map(remote.local, [ADDRESS] * 4))
+        folders = set(threads.map(remote.local_copy, [ADDRESS] * 4))
     assert len(folders) == 1 and len(copied) == len(set(copied)) > 2
 
 

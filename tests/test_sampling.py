@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from poss_lightning.sampling import PURE, Sampling, TokenSampler
+from poss_lightning.sampling import PURE, Sampling, TokenSampler, draw_tokens
 
 LAWS = [
     {},
@@ -113,14 +113,14 @@ def test_a_draw_inverts_the_cdf():
     assert draw_tokens(probabilities.expand(4, -1), edges).tolist() == [1, 3, 4, 4]
 
 
-def chooser(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> TokenSampler:
+def sampler(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> TokenSampler:
     return TokenSampler(Sampling(**law), prompts, room, torch.device("cpu"), torch.Generator().manual_seed(seed))
 
 
 def test_a_text_has_its_own_numbers_whatever_the_batch_the_room_and_the_order_of_questions():
     logits, prompts = torch.randn(5, 3, 40), [[1], [2, 3], [4, 5, 6]]
     lengths = torch.tensor([1, 2, 3])
-    together = chooser({"temperature": 1.0}, prompts)
+    together = sampler({"temperature": 1.0}, prompts)
     expected = [together(logits[i], lengths + i) for i in range(5)]
     for i in (3, 0, 4, 4, 1):
         assert torch.equal(together(logits[i], lengths + i), expected[i])
@@ -132,13 +132,13 @@ def test_a_text_has_its_own_numbers_whatever_the_batch_the_room_and_the_order_of
         ]
     together.select([2, 0])
     assert torch.equal(together(logits[1][[2, 0]], torch.tensor([4, 2])), expected[1][[2, 0]])
-    assert not torch.equal(chooser({"temperature": 1.0}, prompts, seed=1)(logits[0], lengths), expected[0])
+    assert not torch.equal(sampler({"temperature": 1.0}, prompts, seed=1)(logits[0], lengths), expected[0])
 
 
 def test_draws_of_many_texts_follow_the_distribution():
     """Chi-square over texts: first tokens, and pairs of the first and the second, which must be independent."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    texts = chooser({"temperature": 1.0}, [[0]] * 4000)
+    texts = sampler({"temperature": 1.0}, [[0]] * 4000)
     logits = probabilities.log().expand(4000, -1)
     first, second = texts(logits, torch.full((4000,), 1)), texts(logits, torch.full((4000,), 2))
     for found, expected in (
@@ -155,7 +155,7 @@ def test_processors_see_each_text_up_to_its_place():
         seen.append(ids[0].tolist())
         return scores
 
-    texts = chooser({"processors": (spy, RepetitionPenaltyLogitsProcessor(5.0))}, [[3], [1, 2]])
+    texts = sampler({"processors": (spy, RepetitionPenaltyLogitsProcessor(5.0))}, [[3], [1, 2]])
     logits = torch.tensor([[0.0, 1, 2, 4, 3], [0.0, 1, 2, 4, 3]])
     assert texts(logits, torch.tensor([1, 2])).tolist() == [4, 3]  # 3 stands in the first text
     assert texts(logits, torch.tensor([2, 3])).tolist() == [2, 4]

@@ -14,7 +14,7 @@ from test_extract import SIZES, make_conversations
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
-from poss_lightning.features.manifest import StoreError, verify
+from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
 
 
@@ -38,7 +38,7 @@ def flip(path: Path, place: int) -> None:
 
 
 def test_a_whole_store_verifies(whole):
-    verify(whole)
+    verify_files(whole)
 
 
 @pytest.mark.parametrize("name", ["ends.safetensors", "shard-00000.arrow", "shard-00002.arrow"])
@@ -48,9 +48,9 @@ def test_a_flipped_byte_is_found_wherever_it_is_and_the_file_named(folder, name)
     for place in [0, 8, size // 2, size - 1, *np.random.default_rng(0).integers(0, size, 12)]:
         flip(folder / name, place)
         with pytest.raises(StoreError, match=f"{name} was changed since it was written"):
-            verify(folder)
+            verify_files(folder)
         flip(folder / name, place)
-    verify(folder)
+    verify_files(folder)
 
 
 def test_a_shard_that_cannot_be_parsed_is_named_on_open(folder):
@@ -148,7 +148,7 @@ def test_a_sample_may_be_written_to_and_the_store_stays(whole):
     sample = store[2]
     sample.features.zero_(), sample.tokens.zero_()
     assert store[2].features.any() and store[2].tokens.any()
-    verify(whole)
+    verify_files(whole)
 
 
 def test_reading_a_store_writes_nothing(whole):
@@ -230,7 +230,7 @@ def test_a_limit_takes_the_first_of_the_training_side_only(whole):
 
 
 def noise(whole: Path, batch, **changes) -> torch.Tensor:
-    return make_data(whole, **changes).on_after_batch_transfer(batch, 0).inputs - batch.features
+    return make_data(whole, **changes).on_after_batch_transfer(batch, 0).draft_input - batch.features
 
 
 def test_noise_is_for_training_and_new_in_every_epoch(whole):

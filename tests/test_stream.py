@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from poss_lightning.features.schedule import Schedule, answers, bucket_rows, pack_rows, split
+from poss_lightning.features.schedule import Schedule, answer_slots, bucket_rows, pack_rows, split
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
 
@@ -36,7 +36,7 @@ def test_passes_that_count_by_definition(spans):
     counts = counted_passes(12, edges)
     assert counts.tolist() == naive_counts(12, spans)
     for k in range(1, 13):  # and the schedule knows their number beforehand
-        assert (answers(12, edges) - (k - 1)).clip(0).sum() == (counts >= k).sum()
+        assert (answer_slots(12, edges) - (k - 1)).clip(0).sum() == (counts >= k).sum()
 
 
 def test_every_smaller_pass_counts_too():
@@ -59,7 +59,7 @@ def test_collate_puts_conversations_one_after_another_and_pads_on_the_right(rows
     samples = {name: sample(name, length) for name, length in (("a", 5), ("b", 9), ("c", 3))}
     batch = collate([[samples[name] for name in row] for row in rows])
     assert batch.ids == [name for row in rows for name in row]
-    assert batch.tokens.shape[1] == max(map(sum, batch.lengths)) and batch.inputs is batch.features
+    assert batch.tokens.shape[1] == max(map(sum, batch.lengths)) and batch.draft_input is batch.features
     for (row, here), name in zip(batch.parts(), batch.ids, strict=True):
         one = samples[name]
         assert batch.tokens[row, here].equal(one.tokens) and batch.features[row, here].equal(one.features)
@@ -207,7 +207,7 @@ def test_processes_share_the_steps_and_each_knows_all_of_its_step(world, accumul
     assert [b.rows for g in range(len(shares[0])) for share in shares for b in [share[g]] if b.counts] == whole
     for start in range(0, len(shares[0]), accumulate):
         step = [planned for share in shares for planned in share[start : start + accumulate]]
-        found = [answers(LENGTHS[i], SPANS[i]) for i in shown(step)]
+        found = [answer_slots(LENGTHS[i], SPANS[i]) for i in shown(step)]
         for planned in step:
             assert sorted(planned.step.answers.tolist()) == sorted(np.concatenate(found).tolist())
             assert planned.step.tokens == LENGTHS[shown(step)].sum() and planned.step.batches == world * accumulate

@@ -18,18 +18,18 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import generate, prefill
-from poss_lightning.target.model import Target, causal
+from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.spec import FEW, TargetSpec, head_on_the_left, project
 
 
 def fresh(target, tokens: list[int]) -> torch.Tensor:
     """Features of a text read at once, without a cache: (T, D)."""
-    return target.read(torch.tensor([tokens]))[0]
+    return target.text_features(torch.tensor([tokens]))[0]
 
 
 def test_logits_are_head_of_feature(target):
     tokens = torch.randint(0, 320, (2, 9))
-    torch.testing.assert_close(target.embed_head.logits(target.read(tokens)), target.model(tokens).logits)
+    torch.testing.assert_close(target.embed_head.logits(target.text_features(tokens)), target.model(tokens).logits)
 
 
 @pytest.mark.parametrize("layers", [(), (2, 3, 1)], ids=str)
@@ -58,7 +58,7 @@ def test_a_mask_off_by_one_is_seen(target):
     readings = []
     for mask in (above, wrong):
         cache, _, _ = prefill(target, [[5, 6, 7]], 20)
-        readings.append(target.features(torch.tensor([tokens]), mask, cache)[0, 7])
+        readings.append(target.tree_features(torch.tensor([tokens]), mask, cache)[0, 7])
     assert not torch.allclose(*readings, atol=1e-3)
 
 
@@ -71,15 +71,15 @@ def test_keep_a_path_and_go_on_equals_a_fresh_forward(target):
         rows = [random_tree(10 * turn + row, nodes=9, vocabulary=300) for row in range(2)]
         parents = torch.tensor([p for _, p in rows])
         above = ancestor_mask(parents, 9)
-        target.features(torch.tensor([t for t, _ in rows]), above, cache)
+        target.tree_features(torch.tensor([t for t, _ in rows]), above, cache)
         ends = [8, 4 + turn]
         paths = [above[row, end].nonzero().flatten().tolist() for row, end in enumerate(ends)]
         most = max(map(len, paths))
-        cache.keep(torch.tensor([p + [0] * (most - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
-        cache.slots.note([len(p) for p in paths])
+        cache.keep_path(torch.tensor([p + [0] * (most - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
+        cache.slots.advance_host([len(p) for p in paths])
         for row, path in enumerate(paths):
             texts[row] += [rows[row][0][node] for node in path]
-    after = target.features(torch.tensor([[20, 21], [22, 23]]), causal(2, target.device), cache)
+    after = target.tree_features(torch.tensor([[20, 21], [22, 23]]), causal_ancestors(2, target.device), cache)
     for row, more in enumerate(([20, 21], [22, 23])):
         torch.testing.assert_close(after[row], fresh(target, texts[row] + more)[-2:], rtol=1e-4, atol=1e-5)
 
@@ -96,18 +96,18 @@ def test_nodes_packed_side_by_side_are_those_of_the_batch(target):
     for packed in (None, kept):
         cache, _, _ = prefill(target, prompts, 20)
         features, inner = target.forward_tree(tokens, above, cache, packed, layers=(1,))
-        cache.keep(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))
-        cache.slots.note([2, 2, 1])
-        after = target.features(torch.tensor([[20]] * 3), causal(1, target.device), cache)
+        cache.keep_path(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))
+        cache.slots.advance_host([2, 2, 1])
+        after = target.tree_features(torch.tensor([[20]] * 3), causal_ancestors(1, target.device), cache)
         readings.append((*((features, inner) if packed else map(kept.gather, (features, inner))), after))
     for plain, side_by_side in zip(*readings, strict=True):
         torch.testing.assert_close(side_by_side, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_a_full_cache_says_so(target):
-    cache = target.cache(1, 4)
+    cache = target.new_cache(1, 4)
     with pytest.raises(ValueError, match="4 slots a row, 5 are needed"):
-        target.features(torch.tensor([[1, 2, 3, 4, 5]]), causal(5, target.device), cache)
+        target.tree_features(torch.tensor([[1, 2, 3, 4, 5]]), causal_ancestors(5, target.device), cache)
 
 
 def test_generation_batched_is_one_by_one_and_stops(target):
@@ -153,8 +153,9 @@ def test_the_model_s_own_penalties_do_not_reach_the_baseline():
     assert [decoded.tokens for decoded in Generate(target).decode([[5, 6, 7]], 30, frozenset())] == expected
 
 
-def test_ends_are_frozen_and_in_no_state_dict(target):
-    assert not any(p.requires_grad for p in target.parameters())
+def test_embedding_and_head_are_frozen_and_in_no_state_dict(target, tiny_folder):
+    assert not any(p.requires_grad for p in Target.load(tiny_folder, "float32", "cpu").parameters())
+    assert not any(own.requires_grad for own in target.embed_head.buffers())
     assert target.embed_head.state_dict() == {}
 
 

@@ -6,7 +6,7 @@ import naive
 import pytest
 import torch
 
-from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask, rerank, share
+from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask, rerank, share_nodes
 
 DRAWN = """
 x . . . .
@@ -78,7 +78,7 @@ def test_a_shared_budget_keeps_the_best_of_all_rows_and_every_root(total):
     steps[:, 0] = 0
     scores = (ancestor_mask(parents, 13) * steps[:, None]).sum(-1)
     tree = Tree(torch.tensor([t for t, _ in rows]), parents, scores)
-    kept, packed = share(tree, total, torch.tensor([1, 0, 1]))
+    kept, packed = share_nodes(tree, total, torch.tensor([1, 0, 1]))
     found = sorted(zip(packed.rows.tolist(), packed.nodes.tolist(), strict=True))
     assert found == [(row, node) for row in range(3) for node in range(14) if kept.tokens[row, node] != ABSENT]
     assert len(found) == total and {(row, 0) for row in range(3)} <= set(found)

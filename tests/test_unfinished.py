@@ -15,12 +15,13 @@ from test_extract import ROLES, SIZES, WORDS, contents, dies_after, make_convers
 
 from poss_lightning.features import extract as extraction
 from poss_lightning.features import manifest, shards
-from poss_lightning.features.extract import extract, write_store
-from poss_lightning.features.manifest import verify
+from poss_lightning.features.extract import UNFINISHED, extract, plan_shards, tokenize, write_store
+from poss_lightning.features.manifest import verify_files
 from poss_lightning.features.shards import write_shard
-from poss_lightning.features.unfinished import alone, order, this_rank, turn
 from poss_lightning.files import sha256
+from poss_lightning.ranks import Rank, order, this_rank
 from poss_lightning.target.model import Target
+from poss_lightning.work import Work
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monk
     monkeypatch.undo()
     extract(str(corpus), str(whole), tiny_folder, **sizes)
     assert contents(killed) == contents(whole) and len(contents(whole)) > 4
-    verify(killed)
+    verify_files(killed)
 
 
 @pytest.mark.parametrize("world", [2, 3, 9])
@@ -78,35 +79,36 @@ def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
     """All at once, as threads: the locks are the operating system's, and hold between open files."""
     with ThreadPoolExecutor(world) as threads:
         work = [
-            threads.submit(write_store, tmp_path, target, make_conversations(), **SIZES, rank=rank, world=world)
+            threads.submit(write_store, tmp_path, target, make_conversations(), **SIZES, rank=Rank(rank, world))
             for rank in range(world)
         ]
     assert [done.result() for done in work] == [None] * world
     assert contents(tmp_path) == contents(whole) and not (tmp_path / "unfinished").exists()
 
 
-def test_nobody_begins_anew_in_a_store_that_another_has_just_finished(whole):
-    before = contents(whole)
-    with turn(whole, 0) as mine:
-        assert not mine and contents(whole) == before
+def test_nobody_begins_anew_in_a_store_that_another_has_just_finished(whole, target):
+    before, work = contents(whole), Work(whole / UNFINISHED)
+    planned = plan_shards(tokenize(target, make_conversations(), SIZES["max_length"]), 200, 60)
+    extraction._write_shards(whole, work, target, planned, "exact", (), Rank())
+    assert contents(whole) == before and not work.folder.exists()
 
 
 def test_who_waits_for_the_one_that_finishes_is_not_hurt_by_its_clearing(tmp_path):
     def wait() -> bool:
-        with alone(tmp_path):
+        with Work(tmp_path / UNFINISHED).exclusive():
             return True
 
     with ThreadPoolExecutor(1) as thread:
-        with alone(tmp_path):
+        with Work(tmp_path / UNFINISHED).exclusive():
             waiting = thread.submit(wait)
             time.sleep(0.1)
-            shutil.rmtree(tmp_path / "unfinished")
+            shutil.rmtree(tmp_path / UNFINISHED)
         assert waiting.result(timeout=5)
 
 
 def test_a_rank_alone_does_the_work_of_all(whole, target, tmp_path):
     """As in a SLURM batch script without srun, or where the others died."""
-    write_store(tmp_path, target, make_conversations(), **SIZES, rank=1, world=3)
+    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(1, 3))
     assert contents(tmp_path) == contents(whole)
 
 
@@ -137,7 +139,7 @@ def test_a_shard_that_is_not_as_its_note_says_is_written_again(whole, target, tm
 
 @pytest.mark.parametrize(("count", "world"), [(7, 3), (3, 5), (1, 1), (8, 2)])
 def test_every_rank_begins_with_its_share_and_goes_on_with_what_is_left(count, world):
-    orders = [order(count, rank, world) for rank in range(world)]
+    orders = [order(count, Rank(rank, world)) for rank in range(world)]
     assert all(sorted(numbers) == list(range(count)) for numbers in orders)
     shares = [numbers[: len(range(rank, count, world))] for rank, numbers in enumerate(orders)]
     assert sorted(number for share in shares for number in share) == list(range(count))
@@ -166,7 +168,7 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     asked = []
     monkeypatch.setattr(Target, "load", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(extraction, "write_store", lambda *arguments: None)
+    monkeypatch.setattr(extraction, "write_store", lambda *arguments, **options: None)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"messages": make_conversations(1)[0].messages}) + "\n")
     extract(str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), device=device)
     assert asked == [("embedded", "auto", expected)]

@@ -12,7 +12,7 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.draft.layer import rope_angles
+from poss_lightning.draft.layer import rope_at
 from poss_lightning.draft.unroll import unroll
 
 KINDS = [
@@ -43,7 +43,7 @@ def test_what_a_pass_sees_is_the_drawing(k):
     queries = torch.zeros(1, 1, slots, 4 * slots)
     diagonals = [(values[k - 1 - i], values[k - 1 - i]) for i in range(k - 1)]
     seen = (
-        attend(queries, (values[0], values[0]), diagonals, Packing.whole(1, slots, queries.device))[0, 0].view(
+        attend(queries, (values[0], values[0]), diagonals, Packing.one_per_row(1, slots, queries.device))[0, 0].view(
             slots, 4, slots
         )
         > 0
@@ -66,7 +66,7 @@ def inputs(target, count=12, batch=1, seed=1, draft=None):
     """Tokens, their embeddings, and what a draft reads of the target."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator)
-    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.fuses else 1)
+    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.own_head else 1)
     features = torch.randn(batch, count, width, generator=generator)
     return tokens, target.embed_head.embed(tokens), features
 
@@ -86,12 +86,12 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
     """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
     draft, start, depth = tiny_draft(target, allocation, **config), 7, 6
     tokens, _, features = inputs(target, start + 1, draft=draft)
-    drafter = Drafter(draft, target.embed_head, depth, top_k=1)
+    drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
     drafter.start(1, 64)
     stepped, step = [], drafter.step
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
-    drafter.read(tokens, features, torch.tensor([start + 1]))
-    drafter.slots.note([start + 1])
+    drafter.append_context(tokens, features, torch.tensor([start + 1]))
+    drafter.slots.advance_host([start + 1])
     chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, torch.zeros(1, depth, features.shape[-1])], dim=1)
     passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
@@ -105,10 +105,10 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
     """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
     draft, depth, counts = tiny_draft(target, allocation, **config), 4, [8, 5]
     tokens, _, features = inputs(target, 8, batch=2, draft=draft)
-    drafter = Drafter(draft, target.embed_head, depth, top_k=4)
+    drafter = Drafter(draft, target.embed_head, depth, tree_width=4)
     drafter.start(2, 64)
-    drafter.read(tokens, features, torch.tensor(counts))
-    drafter.slots.note(counts)
+    drafter.append_context(tokens, features, torch.tensor(counts))
+    drafter.slots.advance_host(counts)
     tree = rerank(drafter.draft_tree(Fixed(depth, 40)), 40)
     seen = ancestor_mask(tree.parents, depth)
     for row, count in enumerate(counts):
@@ -264,8 +264,8 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
         unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
         touched = {i for i, layer in enumerate(draft.layers) if any(p.grad is not None for p in layer.parameters())}
         keys = {draft.config.kv_specialist(k, m + 1) for m in range(k)}
-        assert touched == {draft.config.serving(k)} | keys
-        assert config.get("kv") == "shared" or touched == {draft.config.serving(k)}
+        assert touched == {draft.config.specialist_at(k)} | keys
+        assert config.get("kv") == "shared" or touched == {draft.config.specialist_at(k)}
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
@@ -295,7 +295,7 @@ def test_the_eagle_3_layer_is_the_published_one(target):
     state = {f"{theirs}.weight": layer.get_submodule(ours).weight for theirs, ours in names.items()}
     assert len(state) == len(list(layer.parameters()))
     _, embedded, read = inputs(target, draft=draft)
-    draft.rope_angles = lambda positions: rope_angles(positions * 0, spec.head_dim, spec.rope_theta)
+    draft.rope_at = lambda positions: rope_at(positions * 0, spec.head_dim, spec.rope_theta)
     ours = unroll(draft, embedded, read, 1)[0][0]
     features = read[0] @ draft.fc.weight.T
     expected = naive.eagle3(state, embedded[0], features, spec.heads, spec.norm_eps)
