@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 from scipy.special import expit
 
-from poss_lightning.reports.seeds import crossed
+from poss_lightning.reports.seeds import crossed_error
 from poss_lightning.reports.statistics import Floats, Sums, draw_counts, estimate, tau_macro
 
 LOGITS = np.array([[2.2, 1.4, 1.1, 1.0], [2.2, 1.5, 1.3, 1.2]])  # pos-acc of two methods, by position
@@ -50,7 +50,7 @@ def over_seeds(spread: tuple[float, ...], seeds: int = 5, prompts: int = 120, ex
         shapes = ((seeds, 1), (1, prompts), (seeds, prompts))
         effects = sum(draw.normal(0, own, shape) for own, shape in zip(spread, shapes, strict=True))  # the truth is 0
         mean = effects.mean()
-        error, freedom = crossed(effects)
+        error, freedom = crossed_error(effects)
         by_seed = draw.multinomial(seeds, np.full(seeds, 1 / seeds), 300)  # (R, S)
         by_prompt = draw.multinomial(prompts, np.full(prompts, 1 / prompts), 300)  # (R, Q)
         drawn = np.einsum("rs,sq,rq->r", by_seed, effects, by_prompt) / (seeds * prompts)

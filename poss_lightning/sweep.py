@@ -33,13 +33,13 @@ from poss_lightning.draft.specialists import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.cells import CELLS, FOLDERS, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.provenance import origin
-from poss_lightning.evaluation.records import BASELINES, NAMES, read_records, read_runs
+from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records, read_records, read_runs
 from poss_lightning.evaluation.suites import load_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_device
-from poss_lightning.reports.compare import show
+from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.fit import BASE, FINISHED, FitOptions, dry_run, fit_once, has_outputs
@@ -116,7 +116,7 @@ class Cell:
     @property
     def has_records(self) -> bool:
         """Whether its measure has begun to write."""
-        return self.is_done or any((self.folder / name).exists() for name in NAMES)
+        return self.is_done or has_records(self.folder)
 
     @property
     def has_outputs(self) -> bool:
@@ -143,8 +143,9 @@ class Cell:
         kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
         if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        if not self.has_records:
-            (self.folder / "run.json").unlink(missing_ok=True)  # of a measure that may have had other options
+        if not self.has_records:  # a measure that left nothing may have had other options
+            (self.folder / "run.json").unlink(missing_ok=True)
+            Work(self.folder / UNFINISHED).clear()
         facts = {"settings": self.settings(), "inputs": inputs, "processes": [*note["processes"], origin()]}
         with atomic(self.folder / NOTE) as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
@@ -384,7 +385,7 @@ def _sum_up(done: list[Cell], reference: str | None) -> None:
     if reference not in {cell.choice for cell in done}:
         reference = None
     found = find([cell.folder for cell in done], reference=reference)
-    show(found.tables, note=found.note)
+    print_tables(found.tables, note=found.note)
 
 
 def _inputs(done: list[Cell]) -> dict[str, set[str]]:

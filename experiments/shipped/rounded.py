@@ -1,6 +1,6 @@
-"""What reading a draft's head in 8 bits, as decoding does on a CPU, costs in acceptance: a replay with it.
+"""Replay with a draft's head in 8 bits, as a CPU decodes, to compare its acceptance with that of `dev/hass`.
 
-`python experiments/shipped/rounded.py OUT`, after `make lab`; held against `dev/hass`, which reads the head as it is.
+`python experiments/shipped/rounded.py OUT`, after `make lab`; `dev/hass` reads the head as it is.
 """
 
 import sys
@@ -9,4 +9,4 @@ from functools import partial
 from poss_lightning.evaluation import replay
 
 replay.Drafter = partial(replay.Drafter, int8_head=True)
-replay.replay(sys.argv[1], "runs/lab/dev", {"hass-rounded": "embedded-hass"})
+replay.replay("runs/lab/dev", sys.argv[1], drafts={"hass-rounded": "embedded-hass"})

@@ -94,7 +94,8 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
         without_new = 0 if len(known) > before else without_new + 1
         if without_new == _PATIENCE:
             raise ValueError(
-                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)}: ask for fewer"
+                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: "
+                "ask for fewer"
             )
 
 

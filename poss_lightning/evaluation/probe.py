@@ -47,9 +47,7 @@ class Replay(lightning.Callback):
         draft.vocabulary = None  # the module's head is restricted to it already
         depth = pl_module.eval_depth
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
-            replayed = replay_rounds(
-                draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width
-            )
+            replayed = replay_rounds(draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
             accepted = [count for sample in replayed for answer in sample for count in answer]
             length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
             _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")

@@ -163,6 +163,11 @@ def read_runs(paths: Paths) -> dict[str, dict[str, Any]]:
     return by_folder(read_sources(paths))
 
 
+def has_records(folder: Path) -> bool:
+    """Whether a command has written records into this folder, or, while it is at work, the first of them."""
+    return any((folder / name).exists() for name in NAMES) or any((folder / UNFINISHED).glob("question-*.json"))
+
+
 def has_seconds(records: Iterable[Record]) -> bool:
     """Whether any of them was decoded; else all were replayed, which says nothing about speed."""
     return any(record.seconds for record in records)

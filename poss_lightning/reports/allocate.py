@@ -1,4 +1,4 @@
-"""`poss allocate`: an allocation read off the drift of a single layer (the paper's third open question).
+"""`poss allocate`: propose an allocation from the drift of a single layer (the paper's third open question).
 
 A specialist serves positions whose features have drifted about as far. So, of all ways to cut K positions into S runs,
 the one is proposed within whose runs the drift varies least: least squares about each run's mean.
@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from poss_lightning.reports.scalars import by_depth, read_scalars
+from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
 DRIFT = "val_drift_l2"
 
@@ -34,7 +34,7 @@ def allocate(run: str, depth: int | None = None) -> None:
         table.add_column(name, justify="right")
     for specialists in range(1, len(drift) + 1):
         allocation = propose(drift, specialists)
-        table.add_row(str(specialists), str(allocation), f"{100 * within(drift, allocation):.1f} %")
+        table.add_row(str(specialists), str(allocation), f"{100 * variance_within(drift, allocation):.1f} %")
     Console().print(table)
 
 
@@ -48,7 +48,7 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
     for config in sorted(Path(run).glob("draft-*/config.json")):
         if len(allocation := json.loads(config.read_text())["allocation"]) > 1:
             raise ValueError(f"{config} is of specialists, {allocation}: drift is read of a single layer's training")
-    runs = {name: by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
+    runs = {name: series_by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
     drifts = [depths for depths in runs.values() if depths]
     if len(drifts) != 1:
         raise ValueError(f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one")
@@ -68,7 +68,7 @@ def propose(drift: Sequence[float], specialists: int) -> list[int]:
     """
     if not 1 <= specialists <= len(drift):
         raise ValueError(f"specialists is {specialists}; it must lie between 1 and {len(drift)}, the positions")
-    return min(allocations(len(drift), specialists), key=lambda runs: within(drift, runs))
+    return min(allocations(len(drift), specialists), key=lambda runs: variance_within(drift, runs))
 
 
 def allocations(positions: int, specialists: int) -> Iterator[list[int]]:
@@ -77,9 +77,9 @@ def allocations(positions: int, specialists: int) -> Iterator[list[int]]:
         yield [stop - start for start, stop in pairwise((0, *cuts, positions))]
 
 
-def within(drift: Sequence[float], allocation: Sequence[int]) -> float:
+def variance_within(drift: Sequence[float], allocation: Sequence[int]) -> float:
     """Share of the drift's variance over positions that is left within the runs: 1 for one run, 0 for one each."""
     values = np.asarray(drift, dtype=float)
     runs = np.split(values, np.cumsum(allocation)[:-1])
-    whole = values.var() * len(values)
-    return float(sum(run.var() * len(run) for run in runs) / whole) if whole else 0.0
+    total = values.var() * len(values)
+    return float(sum(run.var() * len(run) for run in runs) / total) if total else 0.0

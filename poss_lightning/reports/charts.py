@@ -1,11 +1,11 @@
-"""Charts as inline SVG: no ids, no outside references, colours left to the page's style sheet.
+"""Charts as inline SVG: no ids, no outside references; colours come from the page's style sheet.
 
-Colour i is the class `s{i}`, which the page fills for light and for dark; from the ninth on they come again, dashed. A
+Colour i is the class `s{i}`, which the page defines for light and for dark. After the eighth, colours repeat, dashed. A
 chart is 360 units wide, about the width of a phone, so its letters stay readable there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -30,7 +30,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axis:
-    """Values to units of the drawing."""
+    """Maps values to units of the drawing."""
 
     label: str
     ticks: list[float]
@@ -39,45 +39,55 @@ class Axis:
     pad: float = 0.0  # units kept free at both ends
 
     def at(self, value: float) -> float:
-        """Where `value` lies."""
+        """The place of `value`, in units of the drawing."""
         low, high = self.ticks[0], self.ticks[-1]
         free = math.copysign(self.pad, self.end - self.start)
         return round(self.start + free + (value - low) / (high - low) * (self.end - self.start - 2 * free), 1)
 
 
-def line_chart(curves: Sequence[Curve], x_label: str, y_label: str, whole: bool = False) -> Markup:
-    """Curves with bars for intervals, or bands where there are many points; values that are nan are left out.
+def line_chart(curves: Sequence[Curve], x_label: str, y_label: str, integer_ticks: bool = False) -> Markup:
+    """Curves with bars for intervals, or bands where there are many points; nan values are left out.
 
-    `whole`: one tick for each whole x.
+    `integer_ticks`: one tick for each integer x.
     """
     xs = [x for curve in curves for x in curve.x]
     ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high) if math.isfinite(y)]
-    across = [float(x) for x in range(int(min(xs)), max(int(max(xs)), int(min(xs)) + 1) + 1)] if whole else _ticks(xs)
+    across = (
+        [float(x) for x in range(int(min(xs)), max(int(max(xs)), int(min(xs)) + 1) + 1)]
+        if integer_ticks
+        else _ticks(xs)
+    )
     x_axis = Axis(x_label, across, LEFT, WIDTH - RIGHT, pad=10)
     y_axis = Axis(y_label, _ticks(ys or [0.0]), HEIGHT - BOTTOM, TOP)
-    drawn = [_curve(curve, place, len(curves), x_axis, y_axis) for place, curve in enumerate(curves)]
+    drawn = [
+        _curve(curve, place=place, count=len(curves), x_axis=x_axis, y_axis=y_axis)
+        for place, curve in enumerate(curves)
+    ]
     return _svg(HEIGHT, f"{y_label} by {x_label}", _grid(x_axis, y_axis) + Markup("").join(drawn))
 
 
-def stacked_chart(rows: dict[str, Sequence[float]], parts: Sequence[str], unit: str) -> Markup:
-    """A horizontal bar a row, made of its parts, with the row's name above it and its sum behind it."""
+def stacked_chart(rows: Mapping[str, Sequence[float]], parts: Sequence[str], unit: str) -> Markup:
+    """A horizontal bar for each row, made of its parts, with the row's name above it and its sum behind it."""
     longest = max(map(sum, rows.values()))
     scale = (WIDTH - 70) / longest  # room for the sum
-    drawn = [_bar(name, values, parts, unit, 40 * place, scale) for place, (name, values) in enumerate(rows.items())]
+    drawn = [
+        _bar(name, values, parts, unit=unit, top=40 * place, scale=scale)
+        for place, (name, values) in enumerate(rows.items())
+    ]
     return _svg(40 * len(rows), f"{unit} by part: {', '.join(parts)}", Markup("").join(drawn))
 
 
-def wears(colour: int) -> str:
-    """The classes of a colour."""
+def colour_class(colour: int) -> str:
+    """The style sheet's classes of a colour."""
     return f"s{colour % COLOURS}" + (" dashed" if colour >= COLOURS else "")
 
 
-def _curve(curve: Curve, place: int, of: int, x_axis: Axis, y_axis: Axis) -> Markup:
+def _curve(curve: Curve, *, place: int, count: int, x_axis: Axis, y_axis: Axis) -> Markup:
     """Line, points and intervals; curves with interval bars stand a little beside each other."""
     bounds = zip(curve.low, curve.high, strict=True) if curve.low else [(math.nan, math.nan)] * len(curve.y)
     points = [(x, y, low, high) for x, y, (low, high) in zip(curve.x, curve.y, bounds, strict=True) if math.isfinite(y)]
     marked = len(points) <= MARKED
-    aside = min(4, 24 / of) * (place - (of - 1) / 2) if curve.low and marked else 0.0
+    aside = min(4, 24 / count) * (place - (count - 1) / 2) if curve.low and marked else 0.0
     known = [
         (x_axis.at(x) + aside, y_axis.at(low), y_axis.at(high)) for x, _, low, high in points if math.isfinite(low)
     ]
@@ -93,15 +103,15 @@ def _curve(curve: Curve, place: int, of: int, x_axis: Axis, y_axis: Axis) -> Mar
     elif known:
         around = [f"{x:g},{low}" for x, low, _ in known] + [f"{x:g},{high}" for x, _, high in reversed(known)]
         inside += Markup('<polygon points="{}"/>').format(" ".join(around))
-    return Markup('<g class="{}"><title>{}</title>{}</g>').format(wears(curve.colour), curve.name, inside)
+    return Markup('<g class="{}"><title>{}</title>{}</g>').format(colour_class(curve.colour), curve.name, inside)
 
 
-def _bar(name: str, values: Sequence[float], parts: Sequence[str], unit: str, top: int, scale: float) -> Markup:
+def _bar(name: str, values: Sequence[float], parts: Sequence[str], *, unit: str, top: int, scale: float) -> Markup:
     segments, start = Markup(""), 0.0
     for place, (part, value) in enumerate(zip(parts, values, strict=True)):
         segments += Markup(
             '<rect class="{}" x="{:.1f}" y="{}" width="{:.1f}" height="16"><title>{}: {:.2f} {}</title></rect>'
-        ).format(wears(place), start * scale, top + 16, value * scale, part, value, unit)
+        ).format(colour_class(place), start * scale, top + 16, value * scale, part, value, unit)
         start += value
     labels = Markup('<text x="0" y="{}">{}</text><text x="{:.1f}" y="{}">{:.1f} {}</text>')
     return segments + labels.format(top + 12, name, start * scale + 5, top + 28, start, unit)

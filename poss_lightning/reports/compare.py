@@ -1,4 +1,4 @@
-"""`poss compare`: the tables of records in the terminal, those of the page."""
+"""`poss compare`: the tables of the report in the terminal."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,14 @@ from poss_lightning.reports.tables import Cell, Table
 
 WIDTH = 100  # of tables, at least: narrower ones would break numbers
 LEGEND = (
-    "Below a difference or a ratio also its p, Holm-corrected for all that are held against the same one, and as ± the "
-    "smallest true effect that it would find with 80 % power, so corrected."
+    "Under a difference or a ratio also stand its p and, as ±, its minimum detectable effect: the smallest true effect "
+    "that it would find with 80 % power. Both are Holm-corrected for all comparisons with the same reference."
 )
 
 
 def compare(
     records: list[str] | str,
+    *,
     baseline: str = "autoregressive",
     reference: str | None = None,
     resamples: int = 2000,
@@ -26,31 +27,31 @@ def compare(
 ) -> None:
     """Compare the methods of benchmark records: acceptance, speed and positions, each with its 95 % interval.
 
-    One training of each method: the intervals come from a bootstrap over prompts, paired between methods, as every
-    method is given the same prompts in each draw. All methods must have answered the same prompts.
+    If each method was trained once, the intervals come from a bootstrap over prompts. It is paired: in each draw every
+    method gets the same prompts. So all methods must have answered the same prompts.
 
-    Several trainings of a method, in folders CHOICE/seed-N: means over seeds, and differences paired by seed, with
-    seeds and prompts both taken as random.
+    If a method was trained several times, in folders CHOICE/seed-N, the tables show means over seeds, and differences
+    paired by seed. Both seeds and prompts count as random.
 
-    Beside each comparison stand its p, Holm-corrected for the methods held against the same one, and the smallest true
-    effect that it would find with 80 % power.
+    Each comparison has a p and a minimum detectable effect: the smallest true effect that it would find with 80 %
+    power. Both are Holm-corrected for the methods that are compared with the same one.
 
     Args:
-        records: Files of records, or folders that hold a records.jsonl or records.jsonl.gz, or have such below them;
-            several as [a,b].
-        baseline: The method whose speed is 1 and whose tokens the others should give.
-        reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
-        resamples: Draws of the bootstrap over prompts, where each method was trained once.
-        seed: Of the bootstrap.
+        records: files of records, or folders with a records.jsonl or records.jsonl.gz in them or below; several as
+            [a,b].
+        baseline: the method whose speed is 1; the others should give its tokens.
+        reference: the method that acceptance lengths and speeds are compared with, for example the single-layer draft.
+        resamples: draws of the bootstrap over prompts, where each method was trained once.
+        seed: of the bootstrap.
     """
-    found = find(records, baseline, reference, resamples, seed)
-    show(found.tables, note=found.note)
+    found = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
+    print_tables(found.tables, note=found.note)
 
 
-def show(
+def print_tables(
     tables: Iterable[Table], console: Console | None = None, note: str = "Under each value stands its 95 % interval."
 ) -> None:
-    """Print tables, after how to read them."""
+    """Print how to read the tables, and then the tables."""
     console = console or Console()
     console.width = max(console.width, WIDTH)
     console.print(f"\n{note} {LEGEND}\n")
@@ -65,10 +66,9 @@ def _grid(table: Table) -> Grid:
     for lines in table.columns:
         grid.add_column(Text("\n".join(lines)), justify="right", overflow="fold")
     for names, cells in table.rows:
-        grid.add_row(*map(Text, names), *map(_said, cells))
+        grid.add_row(*map(Text, names), *map(_text, cells))
     return grid
 
 
-def _said(cell: Cell) -> Text:
-    notes = [note.removeprefix("could see ") for note in cell.notes]  # the legend says what ± is
-    return Text.assemble((cell.text, "bold"), *(("\n" + note, "dim") for note in notes))
+def _text(cell: Cell) -> Text:
+    return Text.assemble((cell.text, "bold"), *(("\n" + note, "dim") for note in cell.notes))

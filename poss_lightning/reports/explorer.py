@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 
-from poss_lightning.evaluation.drawing import Guesses
+from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
 from poss_lightning.evaluation.records import Record
-from poss_lightning.evaluation.rounds import Round
+from poss_lightning.evaluation.rounds import AnswerKey, Round
 from poss_lightning.reports.summary import Answers
 
 NODES = 24  # of a tree, at most; what was accepted is always there
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Step:
-    """One round: the end of the text so far, what was drafted, how much of it was accepted, and what it said."""
+    """One round: the end of the text so far, its tree, how many tokens were drafted and accepted, and their text."""
 
     before: str
     accepted: str
@@ -51,8 +51,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """An answer: its record, its text in spans, and as many of its rounds as were recorded and have room."""
+class ShownAnswer:
+    """An answer: its record, its text in spans, and its rounds, where these were recorded, up to a limit."""
 
     record: Record
     spans: list[Span]
@@ -60,20 +60,19 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Text:
+class ShownPrompt:
     """One prompt's answers, by method."""
 
     title: str
-    answers: list[Shown]
+    answers: list[ShownAnswer]
 
 
 def decoded_texts(
-    methods: dict[str, Answers], rounds: dict[tuple, list[Round]], depths: dict[str, int], prompts: int
-) -> list[Text]:
-    """First turn and repeat of some prompts: the first of each suite, then the second of each, and so on.
+    methods: dict[str, Answers], rounds: dict[AnswerKey, list[Round]], depths: dict[str, int], prompts: int
+) -> list[ShownPrompt]:
+    """First turn and first repeat of some prompts: the first prompt of each suite, then the second of each, and so on.
 
-    Prompts whose rounds were recorded come first; replayed answers, which have no text, are left out. `depths` has K by
-    method.
+    Prompts with recorded rounds come first. Replayed answers have no text and are left out. `depths` has K by method.
     """
     with_rounds = {answer[:2] for answer in rounds}
     by_suite: dict[str, list[tuple]] = {}
@@ -83,39 +82,38 @@ def decoded_texts(
     chosen = [key for level in zip_longest(*by_suite.values()) for key in level if key is not None][:prompts]
     recorded = sum((*key[:3], name) in rounds for key in chosen for name in methods)
     most = min(ROUNDS, ALL_ROUNDS // max(recorded, 1))
-    return [
-        Text(
-            f"{key[0]}, prompt {key[1]}",
-            [
-                Shown(own[key], spans(own[key], depths[name]), steps(own[key], rounds.get((*key[:3], name), []), most))
-                for name, own in methods.items()
-            ],
-        )
-        for key in chosen
-    ]
+    prompts_shown = []
+    for key in chosen:
+        answers = []
+        for name, own in methods.items():
+            record, recorded_rounds = own[key], rounds.get((*key[:3], name), [])
+            answers.append(ShownAnswer(record, spans(record, depths[name]), steps(record, recorded_rounds, most)))
+        prompts_shown.append(ShownPrompt(f"{key[0]}, prompt {key[1]}", answers))
+    return prompts_shown
 
 
 def spans(record: Record, depth: int) -> list[Span]:
-    """The text cut at rounds: the prefill's token, then each round's accepted run and its bonus or stop token.
+    """The text split at rounds: the prefill's token, then each round's accepted run and its bonus or stop token.
 
-    A last round that the limit cut ends within its accepted run.
+    The last round may end within its accepted run, where the limit of new tokens cut it.
     """
     if record.pieces is None or not record.accepted:
         return [Span("plain", record.text)]
     cut, start = [Span("plain", record.pieces[0])], 1
     for number, accepted in enumerate(record.accepted):
         end, strength = start + accepted, min(accepted / depth, 1.0) if depth else 0.0
-        cut += [Span("accepted", _seen(record.pieces[start:end]), strength, number)] if accepted else []
-        cut += [Span("bonus", _seen([piece]), 0.0, number) for piece in record.pieces[end : end + 1]]  # not if cut
+        cut += [Span("accepted", _mark_line_ends(record.pieces[start:end]), strength, number)] if accepted else []
+        bonus = record.pieces[end : end + 1]  # none where the limit cut the round
+        cut += [Span("bonus", _mark_line_ends(bonus), 0.0, number)] if bonus else []
         start = end + 1
     return cut
 
 
 def steps(record: Record, rounds: list[Round], most: int = ROUNDS) -> list[Step]:
-    """The recorded rounds of an answer, at most so many of them.
+    """The recorded rounds of an answer, `most` at most.
 
     Raises:
-        ValueError: they are not the record's.
+        ValueError: they do not fit the record.
     """
     if not rounds:
         return []
@@ -131,11 +129,11 @@ def steps(record: Record, rounds: list[Round], most: int = ROUNDS) -> list[Step]
 def _step(pieces: list[str], start: int, guesses: Guesses[str]) -> Step:
     taken = len(guesses.path) - 1
     end = start + taken
-    shown = likeliest(guesses, NODES)
+    shown = likeliest_nodes(guesses, NODES)
     return Step(
         before="".join(pieces[:start])[-TAIL:],
-        accepted=_seen(pieces[start:end]),
-        bonus=_seen(pieces[end : end + 1]),
+        accepted=_mark_line_ends(pieces[start:end]),
+        bonus=_mark_line_ends(pieces[end : end + 1]),
         drafted=len(guesses.tokens) - 1,
         taken=taken,
         root=_node(guesses, 0, shown),
@@ -151,19 +149,19 @@ def _node(guesses: Guesses[str], node: int, shown: set[int]) -> Node:
     )
     below = [_node(guesses, child, shown) for child in children]
     if node == path[-1] and bonus is not None:
-        below.append(Node("bonus", _sign(bonus)))
+        below.append(Node("bonus", _show_blanks(bonus)))
     if node == 0:
-        return Node("root", _sign(tokens[0]), "", below)
+        return Node("root", _show_blanks(tokens[0]), "", below)
     chance = 100 * math.exp(scores[node])
     words = f"{chance:.0f}" if chance >= 10 else f"{chance:.2g}"
-    return Node("accepted" if node in path else "refused", _sign(tokens[node]), words, below)
+    return Node("accepted" if node in path else "refused", _show_blanks(tokens[node]), words, below)
 
 
-def _seen(pieces: list[str]) -> str:
-    """Joined, with a sign where a line ends: a coloured run of blanks shows nothing."""
+def _mark_line_ends(pieces: list[str]) -> str:
+    """Join pieces, and mark line ends: in a coloured run of blanks they would not be visible."""
     return "".join(pieces).replace("\n", "↵\n")
 
 
-def _sign(token: str) -> str:
-    """A token on one line."""
+def _show_blanks(token: str) -> str:
+    """A token on one line, with marks for line ends and tabs."""
     return token.replace("\n", "↵").replace("\t", "⇥")

@@ -1,17 +1,17 @@
 """The figures of the page: acceptance, seconds and training as charts, a colour a method or choice."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from poss_lightning.reports.charts import Curve, line_chart, stacked_chart, wears
-from poss_lightning.reports.scalars import Scalars, by_depth, mean, over_runs
+from poss_lightning.reports.charts import Curve, colour_class, line_chart, stacked_chart
+from poss_lightning.reports.scalars import Scalars, mean, mean_over_runs, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import Answers
 
-PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is a round as a whole
+PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is timed as one part, `round`
 DRIFT = {  # tag -> what it is
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
     "val_drift_l2": "relative L2 distance to the target's feature (0 is best)",
@@ -58,34 +58,34 @@ class Training:
     seeds: int
 
 
-def palette(names: Iterable[str]) -> dict[str, int]:
-    """A colour for every name, the same in all figures."""
+def assign_colours(names: Iterable[str]) -> dict[str, int]:
+    """Give every name a colour, the same in all figures."""
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
-def position_figure(shares: dict[str, Sequence[Estimate]], colours: dict[str, int]) -> Figure | None:
+def position_figure(shares: Mapping[str, Sequence[Estimate]], colours: dict[str, int]) -> Figure | None:
     """pos-acc by position, a curve a method; None where nothing was accepted."""
     curves = [_curve(name, colours[name], dict(enumerate(own, 1))) for name, own in shares.items() if own]
-    return _lines("pos-acc by position", curves, "position", "pos-acc", whole=True) if curves else None
+    return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True) if curves else None
 
 
 def seconds_figure(methods: dict[str, Answers]) -> Figure:
-    """Milliseconds per new token by method, stacked by part; `rest` is what the total has beyond the named parts."""
+    """Milliseconds per new token by method, stacked by part; `rest` is the time outside the named parts."""
     rows: dict[str, list[float]] = {}
-    seen = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
-    measured = [part for part in PARTS if part in seen]
+    present = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
+    measured = [part for part in PARTS if part in present]
     for name, own in ((name, list(answers.values())) for name, answers in methods.items()):
         per_token = 1000 / sum(record.new_tokens for record in own)
         parts = [per_token * sum(record.seconds.get(part, 0.0) for record in own) for part in measured]
         total = per_token * sum(record.seconds.get("total", 0.0) for record in own)
         rows[name] = [*parts, max(total - sum(parts), 0.0)]
     names = [*measured, "rest"]
-    legend = [(name, wears(place)) for place, name in enumerate(names)]
+    legend = [(name, colour_class(place)) for place, name in enumerate(names)]
     return Figure("Milliseconds per new token", stacked_chart(rows, names, "ms"), legend)
 
 
-def training(runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Training:
-    """The figures of every choice's runs, as far as they logged what is drawn."""
+def training_figures(runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Training:
+    """The figures of every choice's runs, where these logged the scalars."""
     ends = [figure for tag, title in ENDS.items() if (figure := _ends(tag, title, runs, colours))]
     steps = [figure for tag, title in STEPS.items() if (figure := _steps(tag, title, runs, colours))]
     depths = {
@@ -97,19 +97,19 @@ def training(runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Trainin
 
 
 def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
-    """What `tag` was at the last validation, by depth: a curve a choice, over the runs that have it."""
+    """`tag` at the last validation by depth, a curve a choice, averaged over the runs that have it."""
     curves = []
     for choice, own in runs.items():
-        last = [{k: series[-1][1] for k, series in by_depth(run, tag).items()} for run in own]
+        last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in own]
         depths = sorted(set().union(*last))
         means = {k: mean([end[k] for end in last if k in end]) for k in depths}
         curves.append(_curve(choice, colours[choice], means))
-    return _lines(title, curves, "depth", title, whole=True)
+    return _lines(title, curves, "depth", title, integer_ticks=True)
 
 
 def _steps(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
     """`tag` by step, a curve a choice."""
-    means = {choice: over_runs([run[tag] for run in own if tag in run]) for choice, own in runs.items()}
+    means = {choice: mean_over_runs([run[tag] for run in own if tag in run]) for choice, own in runs.items()}
     return _lines(
         title, [_curve(choice, colours[choice], own) for choice, own in means.items() if len(own) > 1], "step", title
     )
@@ -117,9 +117,9 @@ def _steps(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[s
 
 def _depths(tag: str, title: str, runs: list[Scalars]) -> Figure | None:
     """One choice's `tag` by step, a curve a depth."""
-    found = [by_depth(run, tag) for run in runs]
+    found = [series_by_depth(run, tag) for run in runs]
     depths = sorted(set().union(*found))
-    means = {k: over_runs([own[k] for own in found if k in own]) for k in depths}
+    means = {k: mean_over_runs([own[k] for own in found if k in own]) for k in depths}
     return _lines(title, [_curve(f"depth {k}", k - 1, own) for k, own in means.items() if len(own) > 1], "step", title)
 
 
@@ -129,8 +129,12 @@ def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
     return Curve(name, colour, list(means), value, low if spread else (), high if spread else ())
 
 
-def _lines(title: str, curves: list[Curve], x_label: str, y_label: str, whole: bool = False) -> Figure | None:
+def _lines(title: str, curves: list[Curve], x_label: str, y_label: str, integer_ticks: bool = False) -> Figure | None:
     drawn = [curve for curve in curves if curve.x]
     if not drawn:
         return None
-    return Figure(title, line_chart(drawn, x_label, y_label, whole), [(one.name, wears(one.colour)) for one in drawn])
+    return Figure(
+        title,
+        line_chart(drawn, x_label, y_label, integer_ticks),
+        [(one.name, colour_class(one.colour)) for one in drawn],
+    )

@@ -1,29 +1,36 @@
-"""What records say: over training seeds where choices have several, or decoded each in a folder; else over prompts."""
+"""What records say: over training seeds where choices have several, or a folder each; else over prompts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from poss_lightning.evaluation.records import (
     BASELINES,
     Record,
+    by_cell,
+    by_folder,
     check_drafts,
-    depths,
-    read_cells,
-    read_records,
-    read_runs,
-    sized,
-    timed,
+    find_depths,
+    has_auto_trees,
+    has_seconds,
+    read_sources,
 )
 from poss_lightning.reports.costs import cost_table, read_costs
-from poss_lightning.reports.seeds import Cells, SeedSummary, over_seeds
+from poss_lightning.reports.seeds import Cells, summarise_seeds
 from poss_lightning.reports.statistics import LEVEL, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary, summarise
-from poss_lightning.reports.tables import Measured, Table, method_tables, of_choices, positions, seed_tables
+from poss_lightning.reports.tables import (
+    Measured,
+    Table,
+    group_by_choice,
+    method_tables,
+    position_summaries,
+    seed_tables,
+)
 
 AUTO = (
-    " Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ tell "
-    "of a draft and this machine together."
+    " Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ "
+    "depend on the draft and on this machine."
 )
 
 
@@ -32,16 +39,16 @@ class Findings(NamedTuple):
 
     headline: str
     note: str  # how to read the tables
-    made: str  # how intervals were
-    shares: dict[str, Sequence[Estimate]]  # pos-acc of every method that drafts
+    made: str  # how the intervals were computed
+    shares: Mapping[str, Sequence[Estimate]]  # pos-acc of every method that drafts
     tables: list[Table]
-    rows: list[MethodSummary] | list[SeedSummary]  # what the tables show
     answers: list[Record]  # of one training of each method
-    cells: list[tuple[str, int]]  # choice and seed of these trainings, where the records tell
+    cells: list[tuple[str, int]]  # choice and seed of these trainings, where the folders have them
 
 
 def find(
     records: Iterable[str | Path] | str | Path,
+    *,
     baseline: str = "autoregressive",
     reference: str | None = None,
     resamples: int = 2000,
@@ -50,63 +57,70 @@ def find(
     """What records say.
 
     Args:
-        records: files, or folders that hold some or have such below them; a sweep's, in folders CHOICE/seed-N.
-        baseline: the method whose speed is 1 and whose tokens the others should give.
-        reference: the method or choice that the others are held against.
+        records: files, or folders that have some in them or below; those of a sweep are in folders CHOICE/seed-N.
+        baseline: the method whose speed is 1; the others should give its tokens.
+        reference: the method or choice that the others are compared with.
         resamples: draws of the bootstrap over prompts.
         seed: of the bootstrap.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_records`, `check_drafts`, `summarise` and `over_seeds`.
+        FileNotFoundError, ValueError: as `read_sources`, `check_drafts`, `summarise` and `summarise_seeds`.
     """
-    runs, cells = read_runs(records), read_cells(records)
-    known, chosen = depths(runs), one_seed(cells)
-    answers = own_records(cells, chosen) if cells else read_records(records)
+    sources = read_sources(records)
+    runs, cells = by_folder(sources), by_cell(sources)
+    known, chosen = find_depths(runs), choose_cells(cells)
+    answers = select_records(cells, chosen) if cells else [record for source in sources for record in source.records]
     if not cells:  # whose folders tell the trainings of a choice apart
         check_drafts(runs)
-    if len(chosen) < len(cells) or (cells and timed(answers)):  # speeds compare with a folder's own baseline alone
-        found = across_seeds(cells, baseline, reference, known)._replace(answers=answers)
+    if len(chosen) < len(cells) or (cells and has_seconds(answers)):  # speeds compare within a folder only
+        found = _find_over_seeds(cells, baseline, reference, known)._replace(answers=answers)
     else:
-        over = baseline if timed(answers) else None
-        found = across_prompts(answers, over, reference, known, resamples, seed)
+        over = baseline if has_seconds(answers) else None
+        summaries = summarise(answers, baseline=over, reference=reference, depths=known, resamples=resamples, seed=seed)
+        found = _find_over_prompts(summaries, over, reference)._replace(
+            made=f"{resamples} draws of the bootstrap, seed {seed}", answers=answers
+        )
         if costs := read_costs(runs):
-            speed_ups = {
-                row.method: row.speed_up[over] for row in found.rows if row.suite == ALL and over in row.speed_up
-            }
+            overall = [row for row in summaries if row.suite == ALL]
+            speed_ups = {row.method: row.speed_up[over] for row in overall if over in row.speed_up} if over else {}
             found.tables.insert(1, cost_table(costs, speed_ups))
-    return found._replace(cells=chosen, note=found.note + (AUTO if sized(runs) else ""))
+    return found._replace(cells=chosen, note=found.note + (AUTO if has_auto_trees(runs) else ""))
 
 
-def across_prompts(
-    answers: list[Record], baseline: str | None, reference: str | None, known: dict[str, int], resamples: int, seed: int
-) -> Findings:
-    """One training of each method: other prompts might come."""
-    summaries = summarise(answers, baseline, reference, known, resamples, seed)
+def _find_over_prompts(summaries: list[MethodSummary], baseline: str | None, reference: str | None) -> Findings:
+    """One training of each method: intervals are for other prompts."""
     overall = [row for row in summaries if row.suite == ALL]
     note = (
         f"{overall[0].prompts} prompts. Each method was trained once: under each value stands its 95 % interval for "
-        "other prompts, which says nothing of another training."
+        "other prompts, which says nothing about other trainings."
     )
     shares = {row.method: row.pos_acc for row in overall if row.rounds}
-    tables, made = method_tables(summaries, baseline, reference), f"{resamples} draws of the bootstrap, seed {seed}"
-    return Findings(headline(overall, baseline), note, made, shares, tables, summaries, answers, [])
+    tables = method_tables(summaries, baseline, reference)
+    headline = write_headline(overall, baseline)
+    return Findings(headline=headline, note=note, made="", shares=shares, tables=tables, answers=[], cells=[])
 
 
-def across_seeds(cells: Cells, baseline: str, reference: str | None, known: dict[str, int]) -> Findings:
+def _find_over_seeds(cells: Cells, baseline: str, reference: str | None, depths: dict[str, int]) -> Findings:
     """Several trainings of each choice."""
-    summaries = over_seeds(cells, reference, baseline, known)
-    overall = of_choices(summaries)
+    summaries = summarise_seeds(cells, reference=reference, baseline=baseline, depths=depths)
+    overall = group_by_choice(summaries)
     note = (
         f"{len(overall)} choices, {len(cells)} trainings. Under each mean over seeds stand its 95 % interval for other "
         "seeds, and the standard deviation of one training."
     )
-    shares = {choice: [one.mean for one in positions(own)] for choice, own in overall.items()}
-    tables, made = seed_tables(summaries, reference), "intervals from the spread over seeds and prompts"
-    return Findings(headline_over_seeds(overall, baseline, reference), note, made, shares, tables, summaries, [], [])
+    return Findings(
+        headline=write_seed_headline(overall, baseline, reference),
+        note=note,
+        made="intervals from the spread over seeds and prompts",
+        shares={choice: [one.mean for one in position_summaries(own)] for choice, own in overall.items()},
+        tables=seed_tables(summaries, reference),
+        answers=[],
+        cells=[],
+    )
 
 
-def headline(overall: list[MethodSummary], baseline: str | None) -> str:
-    """The fastest drafting method against the baseline, in a sentence or two; or acceptance alone."""
+def write_headline(overall: list[MethodSummary], baseline: str | None) -> str:
+    """Say in a sentence or two how fast the fastest draft is against the baseline; or only what is accepted."""
     if baseline is None:
         taus = ", ".join(f"{row.method} {row.tau_macro.text()}{_within(row.tau_macro)}" for row in overall)
         return f"Replayed rounds, without seconds. Tokens a round (τ macro): {taus}."
@@ -116,8 +130,8 @@ def headline(overall: list[MethodSummary], baseline: str | None) -> str:
         return f"No method here drafts; tokens per second: {speeds}."
     best = max(drafting, key=lambda row: row.speed_up[baseline].value)
     gain = best.speed_up[baseline]
-    sure = gain.holm < LEVEL  # the best of several was chosen to be told here
-    verdict = "no difference shown" if not sure else "faster" if gain.value > 1 else "slower"
+    significant = gain.holm < LEVEL  # corrected, as the best of several was chosen
+    verdict = "no difference shown" if not significant else "faster" if gain.value > 1 else "slower"
     return (
         f"{best.method} decodes at {gain.text()} times the speed of {baseline}{_within(gain)}: {verdict}. "
         f"It emits {best.tau_micro.text()} tokens a round{_within(best.tau_micro)}, "
@@ -125,8 +139,8 @@ def headline(overall: list[MethodSummary], baseline: str | None) -> str:
     )
 
 
-def headline_over_seeds(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
-    """The choice with the largest τ, its speed, and what is certain of it against the reference."""
+def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
+    """Say which choice has the largest τ, its speed, and how it compares with the reference."""
     best, own = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
     tau = own["tau_macro"]
     words = f"{best} has the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
@@ -141,8 +155,8 @@ def headline_over_seeds(overall: dict[str, Measured], baseline: str, reference: 
     )
 
 
-def one_seed(cells: Cells) -> list[tuple[str, int]]:
-    """One cell of each choice: the first seed that all choices have, or else each one's first."""
+def choose_cells(cells: Cells) -> list[tuple[str, int]]:
+    """Choose one cell of each choice: the first seed that all choices have, or else the first of its own."""
     seeds: dict[str, set[int]] = {}
     for choice, seed in cells:
         seeds.setdefault(choice, set()).add(seed)
@@ -150,8 +164,8 @@ def one_seed(cells: Cells) -> list[tuple[str, int]]:
     return [(choice, min(shared or own)) for choice, own in seeds.items()]
 
 
-def own_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:
-    """Of the chosen cells each choice's own records, and those of the baselines from the first cell."""
+def select_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:
+    """Each choice's own records from its chosen cell, and those of the baselines from the first chosen cell."""
     return [
         record
         for place, cell in enumerate(chosen)

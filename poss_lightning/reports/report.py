@@ -8,20 +8,21 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from poss_lightning import __version__
-from poss_lightning.evaluation.records import read_runs, timed
+from poss_lightning.evaluation.records import has_seconds, read_runs
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.files import atomic
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
-from poss_lightning.reports.figures import palette, position_figure, seconds_figure, training
+from poss_lightning.reports.figures import assign_colours, position_figure, seconds_figure, training_figures
 from poss_lightning.reports.findings import Findings, find
-from poss_lightning.reports.scalars import by_choice, read_scalars
+from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import group
 
 
 def report(
     records: list[str] | str,
     runs: list[str] | str | None = None,
+    *,
     out: str = "report.html",
     baseline: str = "autoregressive",
     reference: str | None = None,
@@ -31,38 +32,38 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: tables, curves, rounds and decoded text of benchmarks and training runs.
 
-    Where choices were trained with several seeds, in folders CHOICE/seed-N, tables and curves are over seeds, and text
-    and seconds are of the first seed that all choices have.
+    If choices were trained with several seeds, in folders CHOICE/seed-N, tables and curves are over seeds. Text and
+    seconds are those of the first seed that all choices have.
 
     Args:
-        records: Files of records, folders that hold a records.jsonl, or a sweep's; several as [a,b].
-        runs: Folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
-        out: The page to write.
-        baseline: The method whose speed is 1 and whose tokens the others should give.
-        reference: The method that acceptance lengths and speeds are held against, for example the single-layer draft.
-        prompts: Prompts whose decoded text is shown, spread over the suites.
-        resamples: Draws of the bootstrap over prompts, where each method was trained once.
-        seed: Of the bootstrap.
+        records: files of records, or folders with a records.jsonl in them or below; several as [a,b].
+        runs: folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
+        out: page to write.
+        baseline: the method whose speed is 1; the others should give its tokens.
+        reference: the method that acceptance lengths and speeds are compared with, for example the single-layer draft.
+        prompts: number of prompts whose decoded text is shown, spread over the suites.
+        resamples: draws of the bootstrap over prompts, where each method was trained once.
+        seed: of the bootstrap.
     """
     if Path(out).suffix != ".html":
         raise ValueError(f"out is {out}; the page's name must end in .html")
     facts = read_runs(records)
-    found = find(records, baseline, reference, resamples, seed)
+    found = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
     if found.cells:
         runs = runs or list(facts)
         facts = {folder: own for folder, own in facts.items() if _cell(folder) in found.cells}
     methods = group(found.answers)
-    trained = by_choice(read_scalars(runs or []))
-    colours = palette([*found.shares, *trained])
+    trained = group_by_choice(read_scalars(runs or []))
+    colours = assign_colours([*found.shares, *trained])
     most = {name: len(found.shares.get(name, ())) for name in methods}
     page = _template().render(
         found=found,
         reference=reference,
         positions=position_figure(found.shares, colours),
-        seconds=seconds_figure(methods) if _together(found) else None,
-        training=training(trained, colours),
+        seconds=seconds_figure(methods) if _timed_in_turn(found) else None,
+        training=training_figures(trained, colours),
         texts=decoded_texts(methods, read_rounds(facts), most, prompts),
-        facts={folder: list(readable(entries)) for folder, entries in facts.items()},
+        facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {found.made}",
     )
     with atomic(out) as path:
@@ -70,15 +71,15 @@ def report(
     print(f"{out}: {len(found.answers)} records of {len(methods)} methods")
 
 
-def _together(found: Findings) -> bool:
-    """Whether the answers were timed, and in turn: trainings decoded one after another have seconds of other hours."""
-    return timed(found.answers) and len(found.cells) < 2
+def _timed_in_turn(found: Findings) -> bool:
+    """Whether methods were timed in turn; seconds of trainings that were decoded one after another do not compare."""
+    return has_seconds(found.answers) and len(found.cells) < 2
 
 
 # --- the page ---
 
 
-def readable(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def format_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Facts of a run as names and texts: a list of strings as a command line, nested facts as JSON of several lines."""
     for name, value in facts.items():
         if isinstance(value, dict) and not any(isinstance(part, dict | list) for part in value.values()):

@@ -1,4 +1,4 @@
-"""Scalars of training runs, read back from their TensorBoard event files; the seeds of a choice taken together.
+"""Scalars of training runs, read from their TensorBoard event files; the seeds of a choice are taken together.
 
 A run in `CHOICE/seed-N` is one of its choice's seeds; any other run is a choice of its own.
 """
@@ -40,15 +40,15 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
     return {name: scalars for name, scalars in found.items() if scalars}
 
 
-def by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
+def series_by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
     """The series `name/depth_1`, `name/depth_2` and so on, by depth."""
     tags = {tag: re.fullmatch(rf"{re.escape(name)}/depth_(\d+)", tag) for tag in scalars}
     depths = {int(match[1]): tag for tag, match in tags.items() if match}
     return {depth: scalars[depths[depth]] for depth in sorted(depths)}
 
 
-def by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
-    """The runs of each choice, by what its folder shares with no other: `runs/hass`, `runs/eagle` -> hass, eagle."""
+def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
+    """The runs of each choice, named by its path without what all share: of `runs/hass`, `runs/eagle` hass, eagle."""
     folders: dict[Path, dict[str, Scalars]] = {}
     for folder, scalars in runs.items():
         parts = Path(folder).absolute().parts
@@ -66,7 +66,7 @@ def by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
     }
 
 
-def over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
+def mean_over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
     """The mean over runs at every step that all of them have; a step logged twice counts as it was last logged."""
     runs = [dict(own) for own in series]
     steps = sorted(set.intersection(*map(set, runs))) if runs else []
@@ -74,7 +74,7 @@ def over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of independent runs and its t-interval; nothing is known of its spread where there is one."""
+    """The mean of independent runs and its t-interval; no interval for a single run."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return interval(fmean(values), error, len(values) - 1)
 

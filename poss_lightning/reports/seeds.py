@@ -1,24 +1,24 @@
 """Methods trained with several seeds: mean, spread, and which is better for sure.
 
-Training seeds matter as much as prompts: two trainings of one configuration differ, often by more than two
-configurations do. So a claim about methods needs several trainings of each, on the same prompts, and the same seed (the
-same order of data) for both, which pairs them. With d[s, q] the difference at seed s and prompt q there are three
-questions, and each has its own interval:
+Training seeds matter as much as prompts: two trainings of one configuration often differ by more than two
+configurations do. So a claim about methods needs several trainings of each, on the same prompts. The trainings are
+paired by their seed, which gives the same order of data. With d[s, q] the difference at seed s and prompt q there are
+three questions, and each has its own interval:
 
-    on                            these prompts                              prompts like these
+    for                           these prompts                              prompts like these
     these trainings               decided by counting                        `summary.py`, the bootstrap
     trainings like these          `gain_these_prompts`, paired t over seeds  `gain`, seeds and prompts both random
 
-"A has a larger τ than B" means the last: another training, other prompts. The first two leave out a source of chance
-and look surer than they are, so `gain` is the default. It is the crossed analysis of variance (Clark 1973, where
-subjects and words are what seeds and prompts are here), with mean squares S, Q and I of seeds, prompts and their
-interaction:
+"A has a larger τ than B" is the last question: other trainings, other prompts. The first two leave out a source of
+chance, so their intervals are too narrow for it, and `gain` is the default. It is the crossed analysis of variance
+(Clark 1973, with subjects and words in place of seeds and prompts), with mean squares S, Q and I of seeds, prompts and
+their interaction:
 
     variance of the mean of d = (I + max(S - I, 0) + max(Q - I, 0)) / (seeds · prompts)
     degrees of freedom by Satterthwaite (1946), S, Q and I all counted
 
-A measure that is no mean over prompts (micro τ, pos-acc, speed) enters by its jackknife pseudo-values (Tukey 1958).
-How often the 95 % interval holds the true difference, for 5 seeds and 120 prompts, by the standard deviations of the
+For a measure that is no mean over prompts (micro τ, pos-acc, speed), d are its jackknife pseudo-values (Tukey 1958).
+How often the 95 % interval contains the true difference, for 5 seeds and 120 prompts, by the standard deviations of the
 parts of d (`make coverage`):
 
     seed, prompt, interaction    this one    crossed bootstrap    paired t over seeds    prompts alone
@@ -28,8 +28,8 @@ parts of d (`make coverage`):
     0.03  0.3   0.3                 .96            .97                   .82                 .94
 
 The bootstrap that draws seeds and prompts (the pigeonhole bootstrap, Owen 2007) counts the interaction three times, and
-the spread of a few seeds too low. Where nothing differs, `gain` calls 1 to 6 of 100 drawn experiments significant with
-5 seeds, up to 7 with 3: take 5 at least, and a p just below 0.05 for no proof.
+underestimates the spread of a few seeds. Where nothing differs, `gain` finds 1 to 6 of 100 simulated experiments
+significant with 5 seeds, and up to 7 with 3. So take at least 5 seeds, and do not trust a p just below 0.05.
 """
 
 import math
@@ -48,11 +48,20 @@ from poss_lightning.reports.statistics import (
     interval,
     quotient,
 )
-from poss_lightning.reports.summary import ALL, Answers, check_same, depth_of, group, say, sum_by_prompt, within
+from poss_lightning.reports.summary import (
+    ALL,
+    Answers,
+    check_same,
+    choose_depth,
+    describe_answer,
+    group,
+    select_suite,
+    sum_by_prompt,
+)
 
 Cells = dict[tuple[str, int], list[Record]]  # (choice, training seed) -> what its folder holds
-Held = dict[str, dict[int, Floats]]  # choice -> seed -> (1+Q,): the value, then that without each prompt in turn
-RATIOS = ("tokens_per_second", "speed_up")  # measures that are compared by ratio, all others by difference
+Values = dict[str, dict[int, Floats]]  # choice -> seed -> (1+Q,): the value, then that without each prompt in turn
+RATIOS = ("tokens_per_second", "speed_up")  # measures that are compared by ratio; all others by difference
 
 
 @dataclass(frozen=True)
@@ -66,10 +75,10 @@ class SeedSummary:
         values: by training seed.
         mean: over seeds, with its t-interval: these prompts, other trainings.
         deviation: standard deviation over seeds; nan for one.
-        gain: against the reference, seeds and prompts both random; a ratio (geometric mean over seeds) for the measures
-            in `RATIOS`, else a difference. None for the reference itself, and without a seed in common.
-        gain_these_prompts: the same by the paired t-test over seeds, prompts as they are.
-        pairs: the seeds that both have, on which both gains rest; one alone gives no interval.
+        gain: compared with the reference, seeds and prompts both random; a ratio (geometric mean over seeds) for the
+            measures in `RATIOS`, else a difference. None for the reference itself, and without a seed in common.
+        gain_these_prompts: the same by the paired t-test over seeds, for these prompts.
+        pairs: the seeds that both have, from which both gains are computed; a single one gives no interval.
     """
 
     suite: str
@@ -83,17 +92,17 @@ class SeedSummary:
     pairs: tuple[int, ...]
 
 
-def over_seeds(
+def summarise_seeds(
     cells: Cells, reference: str | None = None, baseline: str = "autoregressive", depths: dict[str, int] | None = None
 ) -> list[SeedSummary]:
     """Every choice in every measure, over all prompts, then over each suite if there are several.
 
     Args:
-        cells: the records of each (choice, training seed); the choice is the name of its method in them, and other
-            methods but the baseline are passed over.
-        reference: the choice that the others are held against.
-        baseline: the method over whose speed "speed_up" is, where every cell has it.
-        depths: K by choice; the most ever accepted for one that is not named.
+        cells: the records of each (choice, training seed). The choice is the name of its method in the records; other
+            methods than this and the baseline are ignored.
+        reference: the choice that the others are compared with.
+        baseline: "speed_up" is relative to its speed, where every cell has it.
+        depths: K by choice; for other choices the most tokens ever accepted in a round.
 
     Raises:
         ValueError: no choice is called `reference`, a cell lacks its choice, a depth is exceeded, or the cells do not
@@ -106,7 +115,7 @@ def over_seeds(
     _check_prompts({cell: own[cell[0]] for cell, own in methods.items()})
     most = dict.fromkeys(choices, 0)
     for (choice, _), own in methods.items():
-        most[choice] = max(most[choice], depth_of(choice, own[choice], (depths or {}).get(choice)))
+        most[choice] = max(most[choice], choose_depth(choice, own[choice], (depths or {}).get(choice)))
     over = baseline if all(baseline in own for own in methods.values()) else None
     known = {record.method for records in cells.values() for record in records} & set(BASELINES)
     if known and not any(baseline in own for own in methods.values()):
@@ -114,26 +123,26 @@ def over_seeds(
     suites = sorted({record.suite for records in cells.values() for record in records})
     summaries = []
     for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:
-        held: dict[str, Held] = {}
+        values: dict[str, Values] = {}  # by measure
         for (choice, seed), own in methods.items():
-            for measure, values in _measure(within(suite, own), choice, over, most[choice]).items():
-                held.setdefault(measure, {}).setdefault(choice, {})[seed] = values
-        summaries += [row for measure, own in held.items() for row in _summarise(suite, measure, own, reference)]
+            for measure, own_values in _measure(select_suite(suite, own), choice, over, most[choice]).items():
+                values.setdefault(measure, {}).setdefault(choice, {})[seed] = own_values
+        summaries += [row for measure, own in values.items() for row in _summarise(suite, measure, own, reference)]
     return summaries
 
 
 def leave_one_out(prompts: int) -> Floats:
-    """Counts as a bootstrap draw has them, (1+Q, Q): all prompts, then all but one."""
+    """Counts like those of bootstrap draws, (1+Q, Q): all prompts, then all but one."""
     return np.concatenate([np.ones((1, prompts)), 1 - np.eye(prompts)])
 
 
 def pseudo_values(values: Floats) -> Floats:
-    """From (..., 1+Q), the value of all prompts and without each, what each says (..., Q); of a mean its own value."""
+    """From the value of all prompts and without each (..., 1+Q), that of each prompt (..., Q); for a mean, its own."""
     prompts = values.shape[-1] - 1
     return prompts * values[..., :1] - (prompts - 1) * values[..., 1:]
 
 
-def crossed(effects: Floats) -> tuple[Floats, Floats]:
+def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
     """Standard error of the mean of effects (..., S, Q), both seeds and prompts random, and its degrees of freedom."""
     seeds, prompts = effects.shape[-2:]
     mean = effects.mean((-2, -1), keepdims=True)
@@ -143,7 +152,7 @@ def crossed(effects: Floats) -> tuple[Floats, Floats]:
     squares = (prompts * (by_seed - mean) ** 2, seeds * (by_prompt - mean) ** 2, rest**2)
     s, q, i = (part.sum((-2, -1)) / free for part, free in zip(squares, freedom, strict=True))
     variance = i + np.maximum(s - i, 0) + np.maximum(q - i, 0)
-    below = sum(part**2 / free for part, free in zip((s, q, i), freedom, strict=True))
+    below = s**2 / freedom[0] + q**2 / freedom[1] + i**2 / freedom[2]
     satterthwaite = statistics.ratio(variance**2, below)
     return np.sqrt(variance / (seeds * prompts)), np.fmax(satterthwaite, min(freedom))
 
@@ -161,29 +170,29 @@ def _measure(methods: dict[str, Answers], choice: str, baseline: str | None, dep
     return measures
 
 
-def _summarise(suite: str, measure: str, held: Held, reference: str | None) -> list[SeedSummary]:
-    """A row a choice; the gains are corrected for the choices held against the reference."""
-    others = {} if reference is None else held.get(reference, {})
-    paired = {choice: sorted(own.keys() & others) for choice, own in held.items() if choice != reference}
+def _summarise(suite: str, measure: str, values: Values, reference: str | None) -> list[SeedSummary]:
+    """A row for each choice; the gains are corrected for all choices that are compared with the reference."""
+    others = {} if reference is None else values.get(reference, {})
+    paired = {choice: sorted(own.keys() & others) for choice, own in values.items() if choice != reference}
     change, compare = (np.log, quotient) if measure in RATIOS else (np.asarray, difference)
     gains, gains_these = {}, {}
     for choice, seeds in paired.items():
         if seeds:
-            effects = np.stack([change(held[choice][seed]) - change(others[seed]) for seed in seeds])  # (S, 1+Q)
+            effects = np.stack([change(values[choice][seed]) - change(others[seed]) for seed in seeds])  # (S, 1+Q)
             mean = float(effects[:, 0].mean())
             gains_these[choice] = compare(mean, _deviation(effects[:, 0]) / len(seeds) ** 0.5, len(seeds) - 1)
             gains[choice] = compare(mean, *_error(pseudo_values(effects)))
     gains, gains_these = correct(gains), correct(gains_these)
     rows = []
-    for choice, own in held.items():
-        values = {seed: float(own[seed][0]) for seed in sorted(own)}
-        mean, deviation = float(np.mean([*values.values()])), _deviation(np.array([*values.values()]))
+    for choice, own in values.items():
+        by_seed = {seed: float(own[seed][0]) for seed in sorted(own)}
+        mean, deviation = float(np.mean([*by_seed.values()])), _deviation(np.array([*by_seed.values()]))
         row = SeedSummary(
             suite=suite,
             choice=choice,
             measure=measure,
-            values=values,
-            mean=interval(mean, deviation / len(values) ** 0.5, len(values) - 1),
+            values=by_seed,
+            mean=interval(mean, deviation / len(by_seed) ** 0.5, len(by_seed) - 1),
             deviation=deviation,
             gain=gains.get(choice),
             gain_these_prompts=gains_these.get(choice),
@@ -194,10 +203,10 @@ def _summarise(suite: str, measure: str, held: Held, reference: str | None) -> l
 
 
 def _error(effects: Floats) -> tuple[float, float]:
-    """`crossed` of one comparison's (S, Q); nan with one seed or prompt, which show no spread."""
+    """`crossed_error` of one comparison's (S, Q); nan with one seed or one prompt, which have no spread."""
     if min(effects.shape) < 2:
         return math.nan, math.nan
-    error, freedom = crossed(effects)
+    error, freedom = crossed_error(effects)
     return float(error), float(freedom)
 
 
@@ -207,7 +216,7 @@ def _deviation(values: Floats) -> float:
 
 
 def _methods(choice: str, seed: int, records: list[Record], baseline: str) -> dict[str, Answers]:
-    """One cell's answers by the choice and, where it is there, the baseline."""
+    """One cell's answers by the choice, and by the baseline where there is one."""
     methods = group([record for record in records if record.method in (choice, baseline)])
     if choice not in methods:
         there = ", ".join(dict.fromkeys(record.method for record in records))
@@ -218,7 +227,7 @@ def _methods(choice: str, seed: int, records: list[Record], baseline: str) -> di
 def _check_prompts(answers: dict[tuple[str, int], Answers]) -> None:
     first = next(iter(answers), ("", 0))
     for cell, these in answers.items():
-        if differing := sorted(map(say, these.keys() ^ answers[first].keys())):
+        if differing := sorted(map(describe_answer, these.keys() ^ answers[first].keys())):
             raise ValueError(
                 f"choice {cell[0]!r}, seed {cell[1]} and choice {first[0]!r}, seed {first[1]} differ in "
                 f"{len(differing)} answers, such as {differing[0]}. Choices are compared on the same prompts"

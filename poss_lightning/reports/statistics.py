@@ -1,10 +1,10 @@
-"""The measures of METHOD.md section 7 over sums by prompt, with 95 % intervals, tests, and what a design can detect.
+"""The measures of METHOD.md section 7 over sums by prompt, with 95 % intervals, tests and minimum detectable effects.
 
-**Prompts.** The bootstrap draws prompts, not rounds or turns: a prompt brings all its turns and repeats along. Every
-method gets the same drawn prompts, and a ratio or difference between methods is taken inside each draw, so what makes a
-prompt easy for all of them cancels. A draw is a row of counts, how often each prompt was drawn; row 0 is the sample
-itself, one of each. So each measure is written once, as counts times sums by prompt, and gives its value and its draws
-together. Such an interval speaks of these drafts on prompts like these; another training is another draft (`seeds.py`).
+**Prompts.** The bootstrap draws prompts, not rounds or turns: a drawn prompt counts with all its turns and repeats. In
+each draw every method gets the same prompts, and a ratio or difference between methods is taken within the draw. So the
+effect of prompts that are easy for all methods cancels. A draw is a row of counts: how often each prompt was drawn. Row
+0 is the sample itself, each prompt once. So each measure is written once, as counts times sums by prompt, and gives its
+value and its draws together. The interval is for these drafts on prompts like these; `seeds.py` is for other trainings.
 
 **The interval** is value ± t(Q-1) · the spread of the draws · sqrt(Q / (Q-1)); ratios in logarithms. The middle 95 % of
 the draws would be too narrow with few prompts. Coverage of both, measured on drawn rounds of prompts of known hardness
@@ -14,21 +14,23 @@ the draws would be too narrow with few prompts. Coverage of both, measured on dr
     percentiles     .75 (.74)    .81 (.82)    .90 (.89)    .94 (.93)    .95 (.92)
     this one        .94 (.95)    .93 (.96)    .94 (.94)    .96 (.95)    .96 (.94)
 
-**A test** is the same t, so p < 0.05 exactly where the interval leaves "no effect" out. Several methods held against
-one are corrected by Holm (1979); several measures, positions and suites are not.
+**A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect". Holm's correction
+(1979) is for several methods that are compared with one; it is not made for several measures, positions or suites.
 
 Letters: R draws, Q prompts, K draft positions. 0/0 is nan, shown as a dash. A share that is 0 or 1 in every prompt has
-an interval without width, however few the prompts: it says what was seen, not what is certain.
+an interval of width 0, however few the prompts: it describes this sample, and proves nothing about others.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 
 Floats = NDArray[np.float64]
 LEVEL = 0.05  # of two-sided tests and of intervals
@@ -50,7 +52,7 @@ class Estimate:
         """The interval, or nothing."""
         return "" if math.isnan(self.low) else f"{self.low:{form}}…{self.high:{form}}"
 
-    def percent(self) -> "Estimate":
+    def percent(self) -> Self:
         """The same share in per cent."""
         return replace(self, value=100 * self.value, low=100 * self.low, high=100 * self.high)
 
@@ -61,10 +63,11 @@ class Comparison(Estimate):
 
     Attributes:
         p: of the two-sided test that there is no effect.
-        holm: the same, corrected for the methods held against the same one.
-        detectable: the smallest true effect, in either direction from "no effect", that such a sample finds with 80 %
-            power at 5 % two-sided, by Holm's first step, the strictest; 0.03 is a ratio of 1.03. Itself estimated from
-            the spread seen: over 5 seeds it may well be half as large again, or two thirds.
+        holm: the same, corrected for all methods that are compared with the same one.
+        detectable: minimum detectable effect, in either direction from "no effect": the smallest true effect that such
+            a sample finds with 80 % power at 5 % two-sided, by Holm's first step, the strictest. 0.03 is a ratio of
+            1.03. It is an estimate from the spread of this sample: over 5 seeds the true one may well be two thirds of
+            it, or half as large again.
         error: standard error of the difference, or of the ratio's logarithm.
         freedom: its degrees of freedom.
     """
@@ -79,25 +82,28 @@ class Comparison(Estimate):
         """The corrected p, or nothing."""
         return "" if math.isnan(self.holm) else "p < 0.001" if self.holm < 0.001 else f"p {self.holm:.3f}"
 
-    def smallest(self, form: str = ".2f") -> str:
+    def detectable_text(self, form: str = ".2f") -> str:
         """The minimum detectable effect, or nothing."""
         return "" if math.isnan(self.detectable) else f"±{self.detectable:{form}}"
 
-    def percent(self) -> "Comparison":
-        """The same difference of shares in per cent points."""
+    def percent(self) -> Self:
+        """The same difference of shares in percentage points."""
         return replace(super().percent(), detectable=100 * self.detectable, error=100 * self.error)
 
-    def among(self, tests: int, holm: float) -> "Comparison":
-        """The same as one of so many that are held against one method, with its corrected p."""
+    def correct(self, tests: int, holm: float) -> Self:
+        """The same as one of several comparisons with one method, and its corrected p."""
         return replace(self, holm=holm, detectable=detectable(self.error, self.freedom, tests))
 
 
 class Ratio(Comparison):
     """A comparison whose `detectable` is of the ratio, and whose `error` of its logarithm."""
 
-    def among(self, tests: int, holm: float) -> "Ratio":
-        found = super().among(tests, holm)
-        return replace(found, detectable=math.expm1(found.detectable))
+    def correct(self, tests: int, holm: float) -> Self:
+        corrected = super().correct(tests, holm)
+        return replace(corrected, detectable=math.expm1(corrected.detectable))
+
+
+Compared = TypeVar("Compared", bound=Comparison)
 
 
 @dataclass(frozen=True)
@@ -148,19 +154,19 @@ def share(counts: Floats, holds: Floats) -> Floats:
 
 def ratio(above: Floats, below: Floats) -> Floats:
     """Quotients, nan where `below` is 0."""
-    return np.divide(above, below, out=np.full(np.shape(below), np.nan), where=below != 0)
+    return np.divide(above, below, out=np.full(np.shape(below), np.nan), where=np.not_equal(below, 0))
 
 
 # --- the bootstrap ---
 
 
 def draw_counts(prompts: int, resamples: int, seed: int) -> Floats:
-    """How often each draw has each prompt: (1+R, Q), row 0 all ones. One prompt shows no spread: R is 0 then."""
+    """How often each draw has each prompt: (1+R, Q), row 0 all ones. With one prompt there is no spread, and R is 0."""
     sample = np.ones((1, prompts))
     if prompts < 2:
         return sample
     drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
-    return np.concatenate([sample, drawn])
+    return np.concatenate([sample, drawn.astype(float)])
 
 
 def standard_error(values: Floats, prompts: int) -> float:
@@ -177,12 +183,12 @@ def estimate(values: Floats, prompts: int) -> Estimate:
 
 
 def estimate_share(values: Floats, prompts: int) -> Estimate:
-    """The same for a share: no interval goes beyond 0 or 1."""
+    """The same for a share: its interval ends at 0 and 1."""
     found = estimate(values, prompts)
     return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0)) if found.interval() else found
 
 
-# --- from a standard error to what it says ---
+# --- from a standard error to intervals and tests ---
 
 
 def interval(value: float, error: float, freedom: float) -> Estimate:
@@ -192,7 +198,7 @@ def interval(value: float, error: float, freedom: float) -> Estimate:
 
 
 def difference(value: float, error: float, freedom: float) -> Comparison:
-    """A difference held against 0; not yet corrected for others."""
+    """A difference compared with 0; not yet corrected for other comparisons."""
     error = _spread(value, error)
     found = interval(value, error, freedom)
     p = _p(value, error, freedom)
@@ -200,21 +206,21 @@ def difference(value: float, error: float, freedom: float) -> Comparison:
 
 
 def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
-    """A ratio held against 1, from its logarithm and the standard error of that; not yet corrected for others."""
+    """A ratio compared with 1, from its logarithm and the logarithm's standard error; not yet corrected for others."""
     error = _spread(logarithm, error)
     found = interval(logarithm, error, freedom)
     p = _p(logarithm, error, freedom)
-    smallest = math.expm1(detectable(error, freedom))
-    return Ratio(*map(math.exp, (found.value, found.low, found.high)), p, p, smallest, error, freedom)
+    low, high = math.exp(found.low), math.exp(found.high)
+    return Ratio(math.exp(found.value), low, high, p, p, math.expm1(detectable(error, freedom)), error, freedom)
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:
-    """The true effect found with 80 % power at 5 % two-sided, over so many tests; of one, about 2.8 errors."""
+    """The true effect found with 80 % power at 5 % two-sided, over several tests; for one test about 2.8 errors."""
     return error * _factor(freedom, LEVEL / max(tests, 1))
 
 
 def holm(p: list[float]) -> list[float]:
-    """Holm's step-down correction: times as many as are left, never below a smaller one's; nan do not count."""
+    """Holm's step-down correction: each p times the number of those not smaller, never decreasing; nan stays nan."""
     order = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
     corrected, least = [math.nan] * len(p), 0.0
     for passed, (value, place) in enumerate(order):
@@ -223,11 +229,11 @@ def holm(p: list[float]) -> list[float]:
     return corrected
 
 
-def correct(comparisons: dict[str, Comparison]) -> dict[str, Comparison]:
-    """Methods held against the same one, by name, each corrected for the others."""
+def correct(comparisons: Mapping[str, Compared]) -> dict[str, Compared]:
+    """Comparisons with the same method, by the other one's name, each corrected for the others."""
     corrected = holm([comparison.p for comparison in comparisons.values()])
     tests = sum(not math.isnan(p) for p in corrected)
-    return {name: own.among(tests, p) for (name, own), p in zip(comparisons.items(), corrected, strict=True)}
+    return {name: own.correct(tests, p) for (name, own), p in zip(comparisons.items(), corrected, strict=True)}
 
 
 @lru_cache
@@ -236,7 +242,7 @@ def _quantile(freedom: float, level: float = LEVEL) -> float:
 
 
 def _spread(value: float, error: float) -> float:
-    """None at all, as two prompts may happen to show, makes nothing sure but that equal is equal."""
+    """The error; but nan for an error of 0, as two prompts may give by chance, unless the value is 0 too."""
     return math.nan if error == 0 and value != 0 else error
 
 
@@ -248,8 +254,8 @@ def _p(value: float, error: float, freedom: float) -> float:
 
 @lru_cache
 def _factor(freedom: float, level: float) -> float:
-    """The noncentrality at which t passes the upper point of the level in 80 of 100; the other tail in none."""
+    """The noncentrality at which t exceeds the upper critical value with probability 0.8, without the other tail."""
     if not freedom > 0:
         return math.nan
     point = _quantile(freedom, level)
-    return float(brentq(lambda shift: stats.nct.sf(point, freedom, shift) - 0.8, 0, 2 * point))
+    return root_scalar(lambda shift: stats.nct.sf(point, freedom, shift) - 0.8, bracket=(0, 2 * point)).root

@@ -1,7 +1,7 @@
-"""Records summed up by method and suite: what the tables of `poss compare` and `poss report` show.
+"""Records summed up by method and suite, for the tables of `poss compare` and `poss report`.
 
-The drafts are taken as they are, one training each, and the prompts as drawn: what is said holds for other prompts, not
-for another training seed. Of several trainings `seeds.py` tells.
+Each draft is one training, and the prompts are a random sample: intervals are for other prompts, not for other training
+seeds. `seeds.py` is for several trainings.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class MethodSummary:
         identical: share of prompts whose tokens, in all turns and repeats, are the first baseline's.
         tau_micro_gain: difference to the reference method; None for itself, or if none was named.
         tau_macro_gain: the same for `tau_macro`.
-        pos_acc_gain: the same by position, as far as both draft; empty where the others are None.
+        pos_acc_gain: the same by position, for the positions that both draft; empty where the others are None.
         speed_gain: ratio of tokens per second to the reference method; None likewise.
 
-    All that is held against one method is Holm-corrected over the methods held against it.
+    Comparisons are Holm-corrected for all methods that are compared with the same one.
     """
 
     suite: str
@@ -55,6 +55,7 @@ class MethodSummary:
 
 def summarise(
     records: list[Record],
+    *,
     baseline: str | None = "autoregressive",
     reference: str | None = None,
     depths: dict[str, int] | None = None,
@@ -64,10 +65,10 @@ def summarise(
     """Every method over all prompts, then over each suite if there are several; baselines first.
 
     Args:
-        baseline: the method that `speed_up` and `identical` hold the others against; `BASELINES` that are present
-            count for `speed_up` as well. None where nothing was timed: rounds that were replayed.
-        reference: the method that the gains are differences to, and `speed_gain` a ratio.
-        depths: K by method; the most ever accepted for one that is not named.
+        baseline: the method that `speed_up` and `identical` compare the others with; `speed_up` has the `BASELINES`
+            that are present as well. None for replayed rounds, which have no times.
+        reference: the method that the gains compare the others with.
+        depths: K by method; for other methods the most tokens ever accepted in a round.
 
     Raises:
         ValueError: `baseline` or `reference` is no method of the records, `resamples` is below 1, a depth is exceeded,
@@ -79,12 +80,20 @@ def summarise(
     for role, name in (("baseline", baseline), ("reference", reference)):
         if name is not None and name not in methods:
             raise ValueError(f"{role} is {name!r}; these records have the methods {', '.join(methods)}")
-    most = {name: depth_of(name, answers, (depths or {}).get(name)) for name, answers in methods.items()}
+    most = {name: choose_depth(name, answers, (depths or {}).get(name)) for name, answers in methods.items()}
     suites = sorted({record.suite for record in records})
     return [
         summary
         for suite in ([ALL, *suites] if len(suites) > 1 else [ALL])
-        for summary in _summarise_suite(suite, within(suite, methods), most, baseline, reference, resamples, seed)
+        for summary in _summarise_suite(
+            suite,
+            select_suite(suite, methods),
+            depths=most,
+            baseline=baseline,
+            reference=reference,
+            resamples=resamples,
+            seed=seed,
+        )
     ]
 
 
@@ -100,11 +109,11 @@ def group(records: list[Record]) -> dict[str, Answers]:
         if key in methods.setdefault(record.method, {}):
             own = record.method not in BASELINES
             how = "name the methods of several runs apart" if own else "decode all drafts in one benchmark"
-            raise ValueError(f"{record.method!r} answers {say(key)} twice; {how}")
+            raise ValueError(f"{record.method!r} answers {describe_answer(key)} twice; {how}")
         methods[record.method][key] = record
     every = sorted(set().union(*methods.values()), key=lambda key: (key[0], str(key[1]), *key[2:]))
     for name, answers in methods.items():
-        if missing := [say(key) for key in every if key not in answers]:
+        if missing := [describe_answer(key) for key in every if key not in answers]:
             shown = "; ".join(missing[:5]) + ("; …" if len(missing) > 5 else "")
             raise ValueError(
                 f"{name!r} lacks {len(missing)} of {len(every)} answers that other methods have: {shown}. "
@@ -116,13 +125,13 @@ def group(records: list[Record]) -> dict[str, Answers]:
 
 
 def check_same(first: tuple[str, Record], *others: tuple[str, Record]) -> None:
-    """Refuse answers, each with the name of whose it is, to prompts that only have their names in common.
+    """Refuse answers to different prompts under one name; each answer comes with the name of its method.
 
-    Prompts are alike if they are as long: those of the first turn, as later ones hold the target's answers, which ties
-    may change. What was replayed was read from an answer, so that must be the same too, as far as both go.
+    Prompts of the first turn must have the same length. Prompts of later turns hold the target's answers, which ties
+    may change. Replayed rounds were read from an answer, so the tokens that both have must be the same too.
 
     Raises:
-        ValueError: naming the answer and whose it is.
+        ValueError: the message names the answer and its methods.
     """
     whose, own = first
     for other, record in others:
@@ -134,7 +143,8 @@ def check_same(first: tuple[str, Record], *others: tuple[str, Record]) -> None:
         else:
             continue
         key = (own.suite, own.id, own.turn, own.repeat)
-        raise ValueError(f"{whose} and {other} have {differ} at {say(key)}; methods are compared on the same texts")
+        where = describe_answer(key)
+        raise ValueError(f"{whose} and {other} have {differ} at {where}; methods are compared on the same texts")
 
 
 def sum_by_prompt(answers: Answers, depth: int) -> Sums:
@@ -162,6 +172,7 @@ def same_tokens(answers: Answers, others: Answers) -> Floats:
 def _summarise_suite(
     suite: str,
     methods: dict[str, Answers],
+    *,
     depths: dict[str, int],
     baseline: str | None,
     reference: str | None,
@@ -176,12 +187,12 @@ def _summarise_suite(
     speed = {name: statistics.tokens_per_second(counts, own) for name, own in sums.items()}
     shares = {name: statistics.pos_acc(counts, own).T for name, own in sums.items()}  # (K, 1+R)
     baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
-    speed_ups = {other: _hold(speed, other, prompts, ratios=True) for other in baselines}
-    micro_gains = _hold(micro, reference, prompts)
-    macro_gains = _hold(macro, reference, prompts)
-    speed_gains = _hold(speed, reference, prompts, ratios=True)
+    speed_ups = {other: _compare(speed, other, prompts, ratios=True) for other in baselines}
+    micro_gains = _compare(micro, reference, prompts)
+    macro_gains = _compare(macro, reference, prompts)
+    speed_gains = _compare(speed, reference, prompts, ratios=True)
     share_gains = [
-        _hold({name: own[k] for name, own in shares.items() if k < len(own)}, reference, prompts)
+        _compare({name: own[k] for name, own in shares.items() if k < len(own)}, reference, prompts)
         for k in range(depths[reference] if reference else 0)
     ]
     return [
@@ -194,7 +205,7 @@ def _summarise_suite(
             tau_macro=estimate(macro[name], prompts),
             pos_acc=tuple(statistics.estimate_share(values, prompts) for values in shares[name]),
             tokens_per_second=estimate(speed[name], prompts),
-            speed_up={other: held[name] for other, held in speed_ups.items() if other != name},
+            speed_up={other: gains[name] for other, gains in speed_ups.items() if other != name},
             identical=statistics.estimate_share(
                 statistics.share(counts, same_tokens(methods[name], methods[baseline or name])), prompts
             ),
@@ -207,14 +218,14 @@ def _summarise_suite(
     ]
 
 
-def _hold(
+def _compare(
     values: dict[str, Floats], reference: str | None, prompts: int, ratios: bool = False
 ) -> dict[str, Comparison]:
-    """Every other method against the reference: differences of (1+R,) values, or ratios; corrected for each other."""
+    """Compare (1+R,) values of every other method with the reference's: differences or ratios, corrected."""
     if reference is None:
         return {}
-    held = {name: np.log(own) if ratios else own for name, own in values.items()}
-    gains = {name: own - held[reference] for name, own in held.items() if name != reference}
+    scaled = {name: np.log(own) if ratios else own for name, own in values.items()}
+    gains = {name: own - scaled[reference] for name, own in scaled.items() if name != reference}
     compare = statistics.quotient if ratios else statistics.difference
     return statistics.correct(
         {
@@ -224,7 +235,7 @@ def _hold(
     )
 
 
-def within(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
+def select_suite(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
     """The answers of one suite, or of `ALL`."""
     return {
         name: {key: record for key, record in answers.items() if suite in (ALL, record.suite)}
@@ -233,24 +244,24 @@ def within(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
 
 
 def _rows(answers: Answers) -> list[int]:
-    """The row of each answer's prompt, (suite, id) in order of first sight."""
+    """The row of each answer's prompt; prompts (suite, id) are numbered in their order."""
     order = {prompt: row for row, prompt in enumerate(dict.fromkeys(key[:2] for key in answers))}
     return [order[key[:2]] for key in answers]
 
 
-def depth_of(name: str, answers: Answers, given: int | None) -> int:
-    """K: as given, or the most ever accepted.
+def choose_depth(name: str, answers: Answers, depth: int | None) -> int:
+    """K: `depth`, or else the most tokens ever accepted in a round.
 
     Raises:
-        ValueError: more was accepted than the given depth allows.
+        ValueError: more tokens were accepted than `depth`.
     """
     most = max((accepted for record in answers.values() for accepted in record.accepted), default=0)
-    if given is not None and most > given:
-        raise ValueError(f"{name!r} accepted {most} tokens in a round; its run.json gives it the depth {given}")
-    return most if given is None else given
+    if depth is not None and most > depth:
+        raise ValueError(f"{name!r} accepted {most} tokens in a round; its run.json gives it the depth {depth}")
+    return most if depth is None else depth
 
 
-def say(key: tuple) -> str:
+def describe_answer(key: tuple) -> str:
     """An answer's key in words."""
     suite, prompt, turn, repeat = key
     return f"{suite}/{prompt} turn {turn} repeat {repeat}"

@@ -1,4 +1,4 @@
-"""Tables of the page and the terminal: values with intervals, comparisons with what they prove and what they could."""
+"""Tables of the page and the terminal: values with intervals, comparisons with p and the minimum detectable effect."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,26 +13,26 @@ Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with the small lines below it; `sure` where it is a difference that chance would hardly make."""
+    """A value with the small lines below it; `significant` where it is a comparison with a corrected p below 0.05."""
 
     text: str
     notes: tuple[str, ...] = ()
-    sure: bool = False
+    significant: bool = False
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one or more names and their cells; columns are named by lines. `folded`: shown to those who open it."""
+    """Rows of one or more names and their cells; a column's name may have several lines. `folded`: hidden at first."""
 
     title: str
     names: Sequence[str]
     columns: Sequence[Sequence[str]]
-    rows: list[tuple[Sequence[str], list[Cell]]]
+    rows: Sequence[tuple[Sequence[str], Sequence[Cell]]]
     folded: bool = False
 
 
-def filled(table: Table) -> Table:
-    """Without the columns that say nothing, such as the speeds of replayed rounds."""
+def drop_empty_columns(table: Table) -> Table:
+    """The table without empty columns, such as the speeds of replayed rounds."""
     kept = [
         i
         for i in range(len(table.columns))
@@ -42,13 +42,13 @@ def filled(table: Table) -> Table:
     return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
 
 
-def cell(value: Estimate | None, form: str = ".2f") -> Cell:
-    """The value and its interval; of a comparison also the corrected p and the smallest effect it could have found."""
+def make_cell(value: Estimate | None, form: str = ".2f") -> Cell:
+    """The value and its interval; of a comparison also the corrected p and the minimum detectable effect."""
     if value is None:
         return Cell("")
     notes = [value.interval(form)]
     if isinstance(value, Comparison):
-        notes += [value.significance(), value.smallest(form.replace("+", "")).replace("±", "could see ±")]
+        notes += [value.significance(), value.detectable_text(form.replace("+", ""))]
     return Cell(value.text(form), tuple(filter(None, notes)), isinstance(value, Comparison) and value.holm < LEVEL)
 
 
@@ -67,22 +67,22 @@ def method_tables(summaries: list[MethodSummary], baseline: str | None, referenc
     if by_suite:
         tables.append(_by_suite(by_suite, baseline, reference))
     deepest = max(len(row.pos_acc) for row in overall)
-    positions = [[str(place)] for place in range(1, deepest + 1)]
+    places = [[str(place)] for place in range(1, deepest + 1)]
     if drafted:
-        shares = [([row.method], [cell(share.percent(), ".0f") for share in row.pos_acc]) for row in drafted]
-        tables.append(Table("pos-acc by position, %", ["method"], positions, shares, folded=True))
-    gains = [([row.method], [cell(gain.percent(), "+.1f") for gain in row.pos_acc_gain]) for row in drafted]
+        shares = [([row.method], [make_cell(share.percent(), ".0f") for share in row.pos_acc]) for row in drafted]
+        tables.append(Table("pos-acc by position, %", ["method"], places, shares, folded=True))
+    gains = [([row.method], [make_cell(gain.percent(), "+.1f") for gain in row.pos_acc_gain]) for row in drafted]
     if any(cells for _, cells in gains):
         tables.append(
             Table(
                 f"pos-acc by position, % − {reference}",
                 ["method"],
-                positions,
+                places,
                 [row for row in gains if row[1]],
                 folded=True,
             )
         )
-    return [filled(table) for table in tables]
+    return [drop_empty_columns(table) for table in tables]
 
 
 def _methods(rows: list[MethodSummary], baseline: str | None) -> Table:
@@ -93,9 +93,9 @@ def _methods(rows: list[MethodSummary], baseline: str | None) -> Table:
     columns += [("same tokens as", f"{baseline}, %"), ("rounds",)]
     cells = [
         [_plain(row.speed_up.get(name)) for name in others]
-        + [cell(row.tokens_per_second if baseline else None, ".1f")]
-        + [cell(row.tau_micro if row.rounds else None), cell(row.tau_macro if row.rounds else None)]
-        + [cell(row.identical.percent() if baseline not in (None, row.method) else None, ".0f")]
+        + [make_cell(row.tokens_per_second if baseline else None, ".1f")]
+        + [make_cell(row.tau_micro if row.rounds else None), make_cell(row.tau_macro if row.rounds else None)]
+        + [make_cell(row.identical.percent() if baseline not in (None, row.method) else None, ".0f")]
         + [Cell(str(row.rounds or ""))]
         for row in rows
     ]
@@ -104,7 +104,10 @@ def _methods(rows: list[MethodSummary], baseline: str | None) -> Table:
 
 def _against(rows: list[MethodSummary], reference: str) -> Table:
     columns = [("τ micro −", reference), ("τ macro −", reference), ("speed ×", reference)]
-    cells = [[cell(row.tau_micro_gain, "+.2f"), cell(row.tau_macro_gain, "+.2f"), cell(row.speed_gain)] for row in rows]
+    cells = [
+        [make_cell(row.tau_micro_gain, "+.2f"), make_cell(row.tau_macro_gain, "+.2f"), make_cell(row.speed_gain)]
+        for row in rows
+    ]
     return Table(f"Against {reference}", ["method"], columns, _named(rows, cells))
 
 
@@ -118,9 +121,9 @@ def _by_suite(rows: list[MethodSummary], baseline: str | None, reference: str | 
         [
             (
                 [row.suite, row.method],
-                [cell(row.tau_micro), cell(row.tau_macro)]
-                + ([cell(row.tau_macro_gain, "+.2f")] if reference else [])
-                + [_plain(row.speed_up.get(baseline)), Cell(str(row.prompts))],
+                [make_cell(row.tau_micro), make_cell(row.tau_macro)]
+                + ([make_cell(row.tau_macro_gain, "+.2f")] if reference else [])
+                + [_plain(row.speed_up.get(baseline or "")), Cell(str(row.prompts))],
             )
             for row in rows
         ],
@@ -129,8 +132,8 @@ def _by_suite(rows: list[MethodSummary], baseline: str | None, reference: str | 
 
 
 def _plain(value: Comparison | None) -> Cell:
-    """A ratio as a measure: that decoding with a draft is not as fast as without needs no proof."""
-    return cell(value and Estimate(value.value, value.low, value.high))
+    """A ratio without a test: that decoding with a draft has another speed than without needs no proof."""
+    return make_cell(value and Estimate(value.value, value.low, value.high))
 
 
 def _named(rows: list[MethodSummary], cells: list[list[Cell]]) -> list[tuple[Sequence[str], list[Cell]]]:
@@ -140,7 +143,7 @@ def _named(rows: list[MethodSummary], cells: list[list[Cell]]) -> list[tuple[Seq
 # --- over seeds: several trainings of each choice ---
 
 
-def of_choices(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[str, Measured]:
+def group_by_choice(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[str, Measured]:
     """The summaries of one suite, by choice and measure."""
     found: dict[str, Measured] = {}
     for summary in summaries:
@@ -151,7 +154,7 @@ def of_choices(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[str, 
 
 def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Table]:
     """Acceptance and speed over seeds, against the reference, by position, by suite."""
-    overall = of_choices(summaries)
+    overall = group_by_choice(summaries)
     tables = [
         Table("Over training seeds", ["choice"], _COLUMNS, [([name], _means(own)) for name, own in overall.items()])
     ]
@@ -159,26 +162,26 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     if reference:
         tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]
     suites = dict.fromkeys(summary.suite for summary in summaries if summary.suite != ALL)
-    by_suite = [([suite, name], own) for suite in suites for name, own in of_choices(summaries, suite).items()]
+    by_suite = [([suite, name], own) for suite in suites for name, own in group_by_choice(summaries, suite).items()]
     if by_suite:
         rows = [(names, _means(own) + ([_gain(own, "tau_macro")] if reference else [])) for names, own in by_suite]
         columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
         tables.append(Table("By suite", ["suite", "choice"], columns, rows, folded=True))
-    shares = {name: positions(own) for name, own in overall.items()}
+    shares = {name: position_summaries(own) for name, own in overall.items()}
     places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
-    rows = [([name], [cell(one.mean.percent(), ".1f") for one in own]) for name, own in shares.items()]
+    rows = [([name], [make_cell(one.mean.percent(), ".1f") for one in own]) for name, own in shares.items()]
     tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
     if reference and len(shares) > 1:
         rows = [
-            ([name], [cell(one.gain and one.gain.percent(), "+.1f") for one in own])
+            ([name], [make_cell(one.gain and one.gain.percent(), "+.1f") for one in own])
             for name, own in shares.items()
             if name != reference
         ]
         tables.append(Table(f"pos-acc by position, % − {reference}", ["choice"], places, rows, folded=True))
-    return [filled(table) for table in tables]
+    return [drop_empty_columns(table) for table in tables]
 
 
-def positions(own: Measured) -> list[SeedSummary]:
+def position_summaries(own: Measured) -> list[SeedSummary]:
     """One choice's pos-acc, position by position."""
     names = (f"pos_acc_{place}" for place in range(1, len(own) + 1))
     return [own[name] for name in names if name in own]
@@ -196,7 +199,7 @@ def _mean(one: SeedSummary | None, form: str) -> Cell:
     """The mean over seeds, its interval, and the standard deviation of a training."""
     if one is None:
         return Cell("")
-    shown = cell(one.mean, form)
+    shown = make_cell(one.mean, form)
     spread = () if one.deviation != one.deviation else (f"sd {one.deviation:{form}}",)  # nan for a single seed
     return Cell(shown.text, shown.notes + spread)
 
@@ -210,10 +213,10 @@ def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> 
     rows = []
     for name, own in others.items():
         held = [(own.get(measure), form) for measure, _, form in measures]
-        gains = [cell(one and (one.gain_these_prompts if these_prompts else one.gain), form) for one, form in held]
+        gains = [make_cell(one and (one.gain_these_prompts if these_prompts else one.gain), form) for one, form in held]
         rows.append(([name], [Cell(str(len(own["tau_macro"].pairs))), *gains]))
     return Table(title, ["choice"], columns, rows, folded=these_prompts)
 
 
 def _gain(own: Measured, measure: str) -> Cell:
-    return cell(own[measure].gain, "+.2f")
+    return make_cell(own[measure].gain, "+.2f")
