@@ -12,22 +12,28 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from poss_lightning import cli
 from poss_lightning.demo import CORPUS
+from poss_lightning.draft.specialists import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import Record, read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.extract import extract
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.training.fit import fit_once
 
-FIT = """
-model: {allocation: [2, 2, 2], start_from: embedded-hass, vocabulary_size: 32768, learning_rate: 5.0e-4}
-data: {batch_tokens: 512, validation: 0.2, noise: 0.1}
-trainer:
-  {accelerator: cpu, devices: 1, precision: 32-true, max_steps: 20, val_check_interval: 10, limit_val_batches: 2,
-   check_val_every_n_epoch: null, enable_progress_bar: false, enable_model_summary: false,
-   logger: {class_path: TensorBoardLogger, init_args: {save_dir: OUT, name: fit, version: ""}}}
-"""
+MODEL = {"allocation": [2, 2, 2], "start_from": "embedded-hass", "vocabulary_size": 32768, "learning_rate": 5.0e-4}
+DATA = {"batch_tokens": 512, "validation": 0.2, "noise": 0.1}
+TRAINER = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "precision": "32-true",
+    "max_steps": 20,
+    "val_check_interval": 10,
+    "limit_val_batches": 2,
+    "check_val_every_n_epoch": None,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -45,20 +51,19 @@ def of_records(records: Iterable[Record]) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as out:
-        store, settings = f"{out}/store", Path(out) / "fit.yaml"
+        store = f"{out}/store"
         extract(str(CORPUS), store, limit=16, dtype="float32", device="cpu")
         samples = FeatureStore(store)
         rows = [samples[i] for i in range(len(samples))]
         features = digest(part.numpy().tobytes() for row in rows for part in (row.tokens, row.greedy, row.features))
-        settings.write_text(FIT.replace("OUT", out))
-        cli.run("fit", ["--config", str(settings), "--data.store", store])
-        weights = load_file(f"{out}/fit/draft-last/model.safetensors")
+        draft = fit_once(Path(out) / "fit", [], {"model": MODEL, "data": DATA | {"store": store}, "trainer": TRAINER})
+        weights = load_file(draft / WEIGHTS)
         common = {"dtype": "float32", "device": "cpu"}
-        drafts = {"hass": "embedded-hass", "fitted": f"{out}/fit/draft-last"}
-        sizes = {"suites": ["code", "questions"], "limit": 1, "new_tokens": 32}
-        benchmark(f"{out}/greedy", drafts, **sizes, **common)
-        benchmark(f"{out}/drawn", drafts, temperature=0.8, seed=1, **sizes, **common)
-        replay(f"{out}/replay", store, drafts, **common)
+        drafts = {"hass": "embedded-hass", "fitted": str(draft)}
+        sizes = {"suites": ["code", "questions"], "limit": 1, "max_new_tokens": 32}
+        benchmark(f"{out}/greedy", drafts=drafts, **sizes, **common)
+        benchmark(f"{out}/drawn", drafts=drafts, temperature=0.8, seed=1, **sizes, **common)
+        replay(store, f"{out}/replay", drafts=drafts, **common)
         found = {
             "features": features,
             "weights": digest(weights[name].numpy().tobytes() for name in sorted(weights)),
