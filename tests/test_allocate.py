@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from poss_lightning.reports.allocate import allocate, allocations, propose, read_drift, within
+from poss_lightning.reports.allocate import allocate, allocations, propose, read_drift, variance_within
 
 
 def test_what_has_drifted_alike_is_served_together():
@@ -22,7 +22,7 @@ def test_every_cut_is_tried_once():
 
 def test_more_specialists_leave_less():
     drift = [0.2, 0.45, 0.5, 0.7, 0.72, 0.9]
-    left = [within(drift, propose(drift, count)) for count in range(1, 7)]
+    left = [variance_within(drift, propose(drift, count)) for count in range(1, 7)]
     assert left == sorted(left, reverse=True) and left[0] == pytest.approx(1) and left[-1] == 0
 
 

@@ -28,7 +28,7 @@ def suite(tmp_path):
 
 
 def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
-    answer(str(tmp_path / "out.jsonl"), [suite], new_tokens=12, batch_size=2, dtype="float32")
+    answer(str(tmp_path / "out.jsonl"), suites=[suite], max_new_tokens=12, batch_size=2, dtype="float32")
     found = {conversation.id: conversation.messages for conversation in read_conversations(str(tmp_path / "out.jsonl"))}
     assert list(found) == [f"odd/{i}" for i in range(len(TURNS))]
     for (name, messages), turns in zip(found.items(), TURNS, strict=True):
@@ -40,7 +40,7 @@ def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
-    options = {"suites": [suite], "new_tokens": 12, "batch_size": 2, "dtype": "float32"}
+    options = {"suites": [suite], "max_new_tokens": 12, "batch_size": 2, "dtype": "float32"}
     answer(str(tmp_path / "whole.jsonl"), **options)
     calls, plain = [], module.generate
 
@@ -55,7 +55,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
         answer(str(tmp_path / "killed.jsonl"), **options)
     assert not (tmp_path / "killed.jsonl").exists()
     with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun with other settings \(new_tokens\)"):
-        answer(str(tmp_path / "killed.jsonl"), **(options | {"new_tokens": 9}))
+        answer(str(tmp_path / "killed.jsonl"), **(options | {"max_new_tokens": 9}))
     answer(str(tmp_path / "killed.jsonl"), **options)
     assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
@@ -64,16 +64,16 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
 def test_what_has_no_room_is_left_out_and_told(tmp_path, capsys, suite):
     with open(suite, "a") as file:
         file.write(json.dumps({"question_id": "long", "turns": ["x " * 600]}) + "\n")
-    answer(str(tmp_path / "out.jsonl"), [suite], new_tokens=12, dtype="float32")
+    answer(str(tmp_path / "out.jsonl"), suites=[suite], max_new_tokens=12, dtype="float32")
     assert "1 of 6 questions are left out" in capsys.readouterr().out
     assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5
 
 
 def test_a_file_that_nothing_reads_is_refused_at_once(tmp_path, suite):
     with pytest.raises(ValueError, match=r"out.txt; its name must end in .jsonl or .jsonl.gz"):
-        answer(str(tmp_path / "out.txt"), [suite])
+        answer(str(tmp_path / "out.txt"), suites=[suite])
 
 
 def test_sizes_below_one_are_refused(tmp_path, suite):
     with pytest.raises(ValueError, match="new_tokens is 0"):
-        answer(str(tmp_path / "out.jsonl"), [suite], new_tokens=0)
+        answer(str(tmp_path / "out.jsonl"), suites=[suite], max_new_tokens=0)

@@ -15,7 +15,7 @@ from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import Question
-from poss_lightning.files import records_lock
+from poss_lightning.work import Work
 
 QUESTIONS = [
     {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
@@ -42,7 +42,7 @@ def run(inputs, tiny_folder):
 
     def start(out: Path, **changes):
         drafts = {name: str(inputs / name) for name in ("chain", "poss")}
-        settings = {"suites": [str(inputs / "suite.jsonl")], "new_tokens": 12, "nodes": 9, "top_k": 3, "repeats": 2}
+        settings = {"suites": [str(inputs / "suite.jsonl")], "max_new_tokens": 12, "nodes": 9, "tree_width": 3, "repeats": 2}
         benchmark(str(out), **{"drafts": drafts, "target": tiny_folder, "dtype": "float32", **settings, **changes})
 
     return start
@@ -137,10 +137,10 @@ def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
     assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
     assert {"python", "torch", "transformers", "poss-lightning"} <= facts["versions"].keys()
     assert facts["git"] is None or facts["git"]
-    assert facts["config"]["new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
+    assert facts["config"]["max_new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
     assert list(facts["methods"]) == list(METHODS)
     poss = facts["methods"]["poss"]
-    assert (poss["depth"], poss["nodes"], poss["top_k"], poss["allocation"]) == (2, 9, 3, [1, 1])
+    assert (poss["depth"], poss["nodes"], poss["tree_width"], poss["allocation"]) == (2, 9, 3, [1, 1])
 
 
 # --- killed, resumed, refused ---
@@ -150,17 +150,19 @@ def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
 def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
     decode, calls = module.Speculative.decode, []
 
-    def dying(self, *args):
+    def dying(self, *args, **options):
         calls.append(args)
         if len(calls) > answers:
             raise KeyboardInterrupt
-        return decode(self, *args)
+        return decode(self, *args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module.Speculative, "decode", dying)
         run(tmp_path)
-    begun = (tmp_path / "records.jsonl").read_text() if (tmp_path / "records.jsonl").exists() else ""
+    receipts = [json.loads(path.read_text()) for path in sorted((tmp_path / "unfinished").glob("question-*.json"))]
+    begun = "".join(f"{line}\n" for receipt in receipts for line in receipt["records"])
     assert len({json.loads(line)["id"] for line in begun.splitlines()}) == questions
+    assert not (tmp_path / "records.jsonl").exists()
     run(tmp_path)
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
@@ -183,10 +185,10 @@ def test_a_finished_run_is_left_alone(whole, run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"new_tokens": 11}, "new_tokens 12, now 11"),
-        ({"top_k": 2}, "top_k 3, now 2; nodes, top_k of "),
+        ({"max_new_tokens": 11}, "max_new_tokens 12, now 11"),
+        ({"tree_width": 2}, r"tree_width 3, now 2; methods.chain.nodes \d, now \d; methods.chain.tree_width 3, now 2"),
         ({"limit": 1}, "limit None, now 1; questions "),
-        ({"drafts": {}}, "drafts {.*}, now {}; "),
+        ({"drafts": {}}, "drafts None, now {}; .*methods.poss.weights '.*', now None"),
         ({"repeats": 1}, "repeats 2, now 1"),
     ],
 )
@@ -202,14 +204,14 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
     tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
     run(tmp_path / "out", drafts=drafts, limit=1)
     tiny_draft(target, [2], seed=1).save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match=r"other settings \(weights of 'd'\)"):
+    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
         run(tmp_path / "out", drafts=drafts, limit=1)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"new_tokens": 0}, "new_tokens is 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"repeats": 0}, "repeats 0"),
         ({"show": -1}, "show is -1"),
         ({"limit": 0}, "limit is 0"),
@@ -264,17 +266,35 @@ def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_go_o
     assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
 
 
+def test_a_killed_run_does_not_go_on_with_other_settings(run, tmp_path, monkeypatch):
+    kill_after_first(run, tmp_path / "out", suite(tmp_path, ["Hi"], ["Ho"]), monkeypatch)
+    with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
+        run(tmp_path / "out", suites=[str(tmp_path / "made.jsonl")], repeats=1)
+
+
+def kill_after_first(run, out: Path, suites: list[str], monkeypatch) -> None:
+    """Kill a run in its second question."""
+    decode_question, calls = Run._decode_question, []
+
+    def dying(self, question, *args, **options):
+        calls.append(question)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode_question(self, question, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "_decode_question", dying)
+        run(out, suites=suites)
+
+
 def test_seconds_of_two_machines_do_not_meet_in_one_file(run, tmp_path, monkeypatch):
     suites = suite(tmp_path, ["Hi"], ["Ho"])
-    run(tmp_path / "out", suites=suites)
-    whole = (tmp_path / "out" / "records.jsonl").read_text().splitlines(keepends=True)
-    half = [line for line in whole if json.loads(line)["id"] == 0]
-    (tmp_path / "out" / "records.jsonl").write_text("".join(half))
+    kill_after_first(run, tmp_path / "out", suites, monkeypatch)
     there = module.provenance(torch.device("cpu"))
-    monkeypatch.setattr(module, "surroundings", lambda device: there | {"threads": 99})
+    monkeypatch.setattr(module, "provenance", lambda device: there | {"threads": 99})
     with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
         run(tmp_path / "out", suites=suites)
-    monkeypatch.setattr(module, "surroundings", lambda device: there | {"git": "later"})
+    monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
     run(tmp_path / "out", suites=suites)
     facts = json.loads((tmp_path / "out" / "run.json").read_text())
     assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
@@ -291,35 +311,36 @@ def test_packed_records_are_not_begun_anew(run, tmp_path):
 
 
 def test_two_benchmarks_of_one_folder_do_not_overwrite_each_other(run, tmp_path):
-    with records_lock(tmp_path / "out"), pytest.raises(ValueError, match="out: another process writes records there"):
+    work = Work(tmp_path / "out" / "unfinished")
+    with work.exclusive(), pytest.raises(ValueError, match="out: another process writes there"):
         run(tmp_path / "out", suites=suite(tmp_path, ["Hi"]))
 
 
-# --- the loop, with decoders that only say what they are told ---
+# --- the loop, with decoders of a fixed answer ---
 
 
-class Says:
-    """A decoder with one answer, that notes what it was asked."""
+class FixedAnswer:
+    """A decoder with one answer, that notes its prompts."""
 
     def __init__(self, tokens: list[int], asked: list[tuple[str, list[int]]], name: str):
         self.tokens, self.asked, self.name = tokens, asked, name
 
-    def decode(self, prompts: list[list[int]], limit: int, *law) -> list[Decoded]:
+    def decode(self, prompts: list[list[int]], limit: int, **options) -> list[Decoded]:
         self.asked.append((self.name, prompts[0]))
         accepted = [] if self.name in METHODS[:2] else [0] * (len(self.tokens) - 1)
         return [Decoded(self.tokens, accepted, {"total": 0.1})]
 
 
-def told(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, list[int]]]]:
+def fixed_run(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, list[int]]]]:
     asked: list[tuple[str, list[int]]] = []
     methods = {
-        name: Says(target.tokenizer(text).input_ids, asked, name) for name, text in zip(METHODS, texts, strict=False)
+        name: FixedAnswer(target.tokenizer(text).input_ids, asked, name) for name, text in zip(METHODS, texts, strict=False)
     }
     return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
 
 
 def test_the_autoregressive_answer_is_the_context_for_all(target, tmp_path):
-    loop, asked = told(target, tmp_path, "autoregressive words", "other words", "wrong words")
+    loop, asked = fixed_run(target, tmp_path, "autoregressive words", "other words", "wrong words")
     loop.decode([Question("s", 1, "", ["Hi", "And?"])], 8, repeats=1)
     messages = [("user", "Hi"), ("assistant", "autoregressive words"), ("user", "And?")]
     second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
@@ -328,7 +349,7 @@ def test_the_autoregressive_answer_is_the_context_for_all(target, tmp_path):
 
 
 def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
-    loop, asked = told(target, tmp_path, "a", "b", "c")
+    loop, asked = fixed_run(target, tmp_path, "a", "b", "c")
     loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)], 8, repeats=2)
     rounds = [tuple(name for name, _ in asked[start : start + 3]) for start in range(3, len(asked), 3)]
     assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
@@ -337,11 +358,10 @@ def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
 
 
 def test_line_separators_inside_an_answer_break_no_record(target, tmp_path):
-    questions = [Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])]
-    loop, _ = told(target, tmp_path, "a\u2028b\u0085c")
-    loop.decode(questions[:1], 8, repeats=1)
-    again, _ = told(target, tmp_path, "a\u2028b\u0085c")
-    again.decode(questions, 8, repeats=1)
+    loop, _ = fixed_run(target, tmp_path, "a\u2028b\u0085c")
+    loop.decode([Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])], 8, repeats=1)
+    again, asked = fixed_run(target, tmp_path, "a\u2028b\u0085c")
+    assert again.decode([Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])], 8, repeats=1) == 2 and not asked
     assert [(record.id, record.text) for record in read_records(tmp_path)] == [
         (1, "a\u2028b\u0085c"),
         (2, "a\u2028b\u0085c"),

@@ -5,14 +5,14 @@ import json
 import pytest
 from synthetic import make_records
 
-from poss_lightning.decoding.budget import Costs
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.records import to_line
-from poss_lightning.reports.compare import show
-from poss_lightning.reports.costs import cost_table, read_costs, verdict
+from poss_lightning.reports.compare import print_tables
+from poss_lightning.reports.costs import cost_table, read_costs, say_if_faster
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.statistics import Comparison
 
-COSTS = Costs.measured(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 60: 0.17})
+COSTS = Costs.interpolate(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 60: 0.17})
 
 
 def run_folder(folder, costs):
@@ -37,12 +37,12 @@ def test_the_table_gives_milliseconds_and_the_tau_that_pays():
 
 @pytest.mark.parametrize(("low", "high", "words"), [(1.1, 1.3, "yes"), (0.7, 0.9, "no"), (0.9, 1.1, "not shown")])
 def test_drafting_pays_where_the_interval_says_so(low, high, words):
-    assert verdict(Comparison((low + high) / 2, low, high, 0.1, 0.1, 0.1, 0.1, 9)) == words
+    assert say_if_faster(Comparison((low + high) / 2, low, high, 0.1, 0.1, 0.1, 0.1, 9)) == words
 
 
 def test_compare_shows_them_where_they_were_measured(tmp_path, capsys):
     titles = [table.title for table in find(run_folder(tmp_path / "fixed", {}), resamples=20).tables]
     assert not any("costs" in title for title in titles)
-    show(find(run_folder(tmp_path / "auto", {"costs": {"eagle": COSTS._asdict()}}), resamples=20).tables)
+    print_tables(find(run_folder(tmp_path / "auto", {"costs": {"eagle": COSTS._asdict()}}), resamples=20).tables)
     said = capsys.readouterr().out
     assert "What drafting costs on this machine" in said and "170.0" in said and "3.43" in said

@@ -16,7 +16,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
-from poss_lightning.evaluation.generate import Ask, generate, guesses_of
+from poss_lightning.evaluation.generate import Question, generate, guesses_of
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.chat import Chat
 
@@ -32,7 +32,7 @@ def draft(target, tmp_path_factory) -> str:
 
 @pytest.fixture
 def common(tiny_folder, draft) -> dict:
-    return {"target": tiny_folder, "draft": draft, "dtype": "float32", "new_tokens": 20, "nodes": 12, "top_k": 4}
+    return {"target": tiny_folder, "draft": draft, "dtype": "float32", "max_new_tokens": 20, "nodes": 12, "tree_width": 4}
 
 
 class Scripted(Decoder):
@@ -40,12 +40,12 @@ class Scripted(Decoder):
 
     def __init__(self, target, script: list[list[int]], look):
         self.target, self.script, self.look = target, script, look
-        self.forward_tree: list[str] = []
+        self.shown: list[str] = []
 
     def rounds(self, request, clock) -> Iterator[Progress]:
         for tokens in self.script:
             yield Progress({0: tokens})
-            self.forward_tree.append(self.look())
+            self.shown.append(self.look())
 
 
 def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys):
@@ -53,8 +53,8 @@ def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys)
     tokens = target.tokenizer("a€🐴!")["input_ids"]  # 1 + 3 + 4 + 1 tokens
     script = [tokens[:2], tokens[2:3], tokens[3:6], tokens[6:]]
     speaker = Scripted(target, script, lambda: capsys.readouterr().out)
-    module._tell(Ask([1], 9, GREEDY, 0), speaker, None)
-    assert speaker.forward_tree == ["a", "", "€", "🐴!"] and capsys.readouterr().out == "\n"
+    module._print_answer(Question([1], 9, GREEDY, 0), speaker, None)
+    assert speaker.shown == ["a", "", "€", "🐴!"] and capsys.readouterr().out == "\n"
 
 
 def test_what_watching_takes_does_not_count(target, monkeypatch):
@@ -64,21 +64,21 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
     def watch(step: Progress) -> None:
         now[0] += 5
 
-    answer = Ask([5, 6, 7], 9, GREEDY, 0).of(Autoregressive(target), watch)
+    answer = Question([5, 6, 7], 9, GREEDY, 0).answer(Autoregressive(target), watch)
     assert now[0] == 45 and answer.seconds["total"] == 0
 
 
 @pytest.mark.parametrize("tree", ["auto", "fixed"])
-@pytest.mark.parametrize("law", [{}, {"temperature": 0.8, "sample_top_k": 30, "top_p": 0.9, "seed": 4}])
-def test_an_answer_its_speed_and_the_plain_one(common, target, capsys, tree, law):
-    generate("How many legs?", tree=tree, **law, **common)
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}])
+def test_an_answer_its_speed_and_the_plain_one(common, target, capsys, tree, sampled):
+    generate("How many legs?", tree=tree, **sampled, **common)
     text, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
     measured = rf" \(after {NUMBER} s to measure this machine\)" if tree == "auto" else ""
     plain = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
     assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}" + plain, line)
     prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
-    sampling = Sampling(law["temperature"], law["sample_top_k"], law["top_p"]) if law else GREEDY
-    seeded = torch.Generator().manual_seed(law.get("seed", 0))
+    sampling = Sampling(sampled["temperature"], sampled["top_k"], sampled["top_p"]) if sampled else GREEDY
+    seeded = torch.Generator().manual_seed(sampled.get("seed", 0))
     (expected,) = Autoregressive(target).decode([prompt], 20, sampling=sampling, generator=seeded)
     assert text == target.chat.text(expected.tokens)
 
@@ -133,7 +133,7 @@ def test_json_is_one_object_with_all_that_was_asked_and_measured(common, target,
 def test_json_without_a_draft_has_no_tree(common, capsys):
     generate("Hi", json=True, **common | {"draft": None})
     said = json.loads(capsys.readouterr().out)
-    none = ("draft", "tree", "depth", "nodes", "top_k", "tau", "speed_up", "equal")
+    none = ("draft", "tree", "depth", "nodes", "tree_width", "tau", "speed_up", "equal")
     assert [said[name] for name in none] == [None] * len(none) and said["accepted"] == []
 
 
@@ -205,7 +205,7 @@ def test_a_text_that_ended_within_a_round_is_drawn_so_far(stops, path, bonus):
 
 
 def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
-    speculative = Speculative(target, tiny_draft(target, [1, 2]), nodes=400, top_k=320)  # so many guesses must hit
+    speculative = Speculative(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so many guesses must hit
     drawn = []
 
     def watch(now: Progress) -> None:
@@ -213,6 +213,6 @@ def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
             guesses = guesses_of(now, frozenset())
             drawn.append([guesses.tokens[node] for node in guesses.path[1:]] + [guesses.bonus])
 
-    answer = Ask([5, 6, 7], 30, GREEDY, 0).of(speculative, watch)
+    answer = Question([5, 6, 7], 30, GREEDY, 0).answer(speculative, watch)
     assert [len(tokens) - 1 for tokens in drawn] == answer.accepted
     assert [token for tokens in drawn for token in tokens][:29] == answer.tokens[1:] and sum(answer.accepted) > 3

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from poss_lightning.evaluation.records import Record, check_drafts, depths, read_cells, read_records, read_runs, to_line
+from poss_lightning.evaluation.records import Record, check_drafts, find_depths, read_cells, read_records, read_runs, to_line
 
 RECORD = {
     "suite": "chat", "id": 1, "turn": 0, "method": "poss-2", "repeat": 0, "seed": 0, "prompt_tokens": 41,
@@ -135,7 +135,7 @@ def test_run_facts_tolerate_gaps(tmp_path):
             (tmp_path / name / "run.json").write_text(json.dumps(facts))
     runs = read_runs([tmp_path / name for name in "abc"])
     assert list(runs) == [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert depths(runs) == {"poss-2": 6}
+    assert find_depths(runs) == {"poss-2": 6}
     check_drafts(runs)
 
 

@@ -16,7 +16,7 @@ PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 50
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
 DRAFTS += [((3, 3), {"kind": "eagle3", "kv": "shared"})]
-TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, top_k; every draft meets two of them
+TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width; every draft meets two of them
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
     common = Counter(token for answer in answers for token in answer).most_common(8)
     words = torch.tensor(sorted({token for token, _ in common}))
     torch.manual_seed(seed)
-    config = DraftConfig(target.spec, allocation, sum(allocation), vocabulary_size=len(words), **options)
+    config = DraftConfig(
+        target=target.spec, allocation=allocation, depth=sum(allocation), vocabulary_size=len(words), **options
+    )
     return Specialists(config, words).eval()
 
 
@@ -60,7 +62,7 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
     ids=str,
 )
 def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tree):
-    depth, nodes, top_k = tree
+    depth, nodes, width = tree
     draft = lucky(target, plain, allocation, sum(tree), **options)
     decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT)
     cut = [answer[-1] not in target.chat.stops for answer in plain]
@@ -68,7 +70,9 @@ def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tre
     layers = draft.config.layers
     samples = [(ended if own else read)(target, prompt, answer, layers=layers) for own, prompt, answer in given]
     for rows in (2, 16):  # the fifth alone, all side by side
-        replayed = replay_rounds(draft, target.embed_head, samples, depth, nodes, top_k, rows)
+        replayed = replay_rounds(
+            draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width, rows=rows
+        )
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
                 assert rounds == own.accepted
@@ -85,28 +89,28 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     plain = Autoregressive(target).decode(PROMPTS[:1], LIMIT, frozenset())[0].tokens
     end = next(i for i, token in enumerate(plain) if i > 10 and token not in plain[:i] and i % 2 == drafted)
     whole = target.spec.vocab_size
-    draft = Specialists(DraftConfig(target.spec, (1,), 1)).eval()
+    draft = Specialists(DraftConfig(target=target.spec, allocation=(1,), depth=1)).eval()
     own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
     assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
     sample = read(target, PROMPTS[0], own.tokens, more=5)
-    assert replay_rounds(draft, target.embed_head, [sample], 1, whole + 1, whole) == [[own.accepted]]
+    assert replay_rounds(
+        draft, target.embed_head, [sample], depth=1, nodes=whole + 1, tree_width=whole
+    ) == [[own.accepted]]
 
 
 def test_several_answers_of_a_conversation_stay_apart(target):
     sample = read(target, PROMPTS[1], list(range(100, 140)))
     draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
-    (whole,) = replay_rounds(draft, target.embed_head, [sample._replace(spans=[(5, 20), (25, 45)])], 4)
+    (whole,) = replay_rounds(draft, target.embed_head, [sample._replace(spans=[(5, 20), (25, 45)])], depth=4)
     for span, rounds in zip([(5, 20), (25, 45)], whole, strict=True):
-        assert replay_rounds(draft, target.embed_head, [sample._replace(spans=[span])], 4) == [[rounds]]
+        assert replay_rounds(draft, target.embed_head, [sample._replace(spans=[span])], depth=4) == [[rounds]]
 
 
 def test_nothing_to_replay(target):
     sample = read(target, PROMPTS[0], [5, 6, 7])
     draft = lucky(target, [[5, 6, 7]], (6,), 0)
-    assert replay_rounds(draft, target.embed_head, [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])], 6) == [
-        [],
-        [],
-    ]
+    without = [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])]
+    assert replay_rounds(draft, target.embed_head, without, depth=6) == [[], []]
 
 
 def test_answers_that_the_target_would_not_write_are_told(target, plain):
@@ -119,6 +123,6 @@ def test_answers_that_the_target_would_not_write_are_told(target, plain):
     assert greedy_mismatch([tied] * 2 + own * 2) is None
     begun = long._replace(greedy=long.greedy.clone())
     begun.greedy[long.spans[0][0]] += 1  # the second token of the answer
-    assert "stray within 8 tokens" in greedy_mismatch([begun])
+    assert "differ within 8 tokens" in greedy_mismatch([begun])
     others = [read(target, prompt, answer[::-1]) for prompt, answer in zip(PROMPTS, plain, strict=True)]
     assert "not the target's own greedy ones" in greedy_mismatch(others)

@@ -14,16 +14,16 @@ from scipy import stats
 from synthetic import make_records
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation.drawing import Guesses
+from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
 from poss_lightning.evaluation.records import read_cells
 from poss_lightning.evaluation.rounds import NAME, Round, to_line
 from poss_lightning.reports.charts import COLOURS, MARKED, Curve, line_chart
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.explorer import NODES, Node, spans, steps
-from poss_lightning.reports.findings import find, headline, one_seed
+from poss_lightning.reports.findings import choose_cells, find, write_headline
 from poss_lightning.reports.report import report
-from poss_lightning.reports.scalars import by_choice, by_depth, mean, over_runs, read_scalars
-from poss_lightning.reports.seeds import over_seeds
+from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
+from poss_lightning.reports.seeds import summarise_seeds
 from poss_lightning.reports.statistics import Ratio
 from poss_lightning.reports.summary import summarise
 
@@ -73,11 +73,11 @@ class Balance(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.forward_tree, self.classes = [], Counter(), Counter()
+        self.open, self.tags, self.classes = [], Counter(), Counter()
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.forward_tree[tag] += 1
+        self.tags[tag] += 1
         self.classes.update((dict(attrs).get("class") or "").split())
         if tag not in self.void:
             self.open.append(tag)
@@ -103,7 +103,7 @@ def test_the_page_shows_the_numbers(tmp_path, run, training):
     for words in ("pos-acc by position", "cosine to the target", "validation loss", "poss benchmark"):
         assert words in page
     for gain, form in ((rows[3].tau_macro_gain, "+.2f"), (rows[3].speed_gain, ".2f")):
-        notes = (gain.interval(form), gain.significance(), f"could see {gain.smallest()}")
+        notes = (gain.interval(form), gain.significance(), f"{gain.detectable_text()}")
         assert f"<b>{gain.text(form)}</b>" + "".join(f"<small>{escape(note)}</small>" for note in notes) in page
 
 
@@ -120,8 +120,8 @@ def test_a_page_is_complete_in_itself_and_well_formed(tmp_path, run, training, l
         assert not re.search(r"https?:|\ssrc\s*=|\shref\s*=|@import|url\(", page)
         assert "default-src 'none'" in page  # and the browser sees to it
         balance = Balance(page)
-        assert not balance.open and balance.forward_tree["script"] == balance.forward_tree["style"] == 1
-        assert not balance.forward_tree.keys() & {"link", "img", "iframe", "object"}
+        assert not balance.open and balance.tags["script"] == balance.tags["style"] == 1
+        assert not balance.tags.keys() & {"link", "img", "iframe", "object"}
 
 
 def test_text_from_models_and_machines_is_escaped(tmp_path, run):
@@ -169,7 +169,7 @@ def test_the_headline_says_no_more_than_its_table(holm, verdict):
     """It tells of the fastest of all, so an interval that was not corrected for the choice would say too much."""
     gain = Ratio(1.10, 1.02, 1.19, 0.02, holm, 0.1, 0.04, 7)
     row = replace(summarise(make_records(), resamples=20)[0], method="poss-1", speed_up={"autoregressive": gain})
-    assert f"1.10 times the speed of autoregressive (95 % interval 1.02…1.19): {verdict}. " in headline(
+    assert f"1.10 times the speed of autoregressive (95 % interval 1.02…1.19): {verdict}. " in write_headline(
         [row], "autoregressive"
     )
 
@@ -229,7 +229,7 @@ def test_a_large_tree_is_cut_to_its_likeliest_nodes():
     guesses = Guesses(list(map(str, range(60))), [0] * 60, [0.0, *(-i / 10 for i in range(1, 60))], [0, 59], "c")
     (step,) = steps(record, [Round("chat", 0, 0, "eagle", 0, guesses)])
     shown = {int(node.token) for node in flat(step.root) if node.kind != "bonus"}
-    assert shown == likeliest(guesses, NODES) and 59 in shown and len(shown) + step.hidden == 60
+    assert shown == likeliest_nodes(guesses, NODES) and 59 in shown and len(shown) + step.hidden == 60
     assert [node.chance for node in step.root.below[:2]] == ["90", "82"]
 
 
@@ -263,14 +263,14 @@ def test_every_recorded_round_of_what_is_shown_can_be_stepped_to(lab):
 
 def test_a_sweep_is_one_page_over_seeds(lab):
     sweep, page = lab
-    summaries = [one for one in over_seeds(read_cells(str(sweep)), "eagle") if one.suite == "all"]
+    summaries = [one for one in summarise_seeds(read_cells(str(sweep)), "eagle") if one.suite == "all"]
     for one in summaries:
         if one.measure in ("tau_macro", "tau_micro", "speed_up"):
             notes = f"<small>{one.mean.interval()}</small><small>sd {one.deviation:.2f}</small>"
             assert f"<b>{one.mean.text()}</b>{notes}" in page
         if one.measure == "tau_macro" and one.gain:
             assert (
-                f"<small>{escape(one.gain.significance())}</small><small>could see {one.gain.smallest()}</small>"
+                f"<small>{escape(one.gain.significance())}</small><small>{one.gain.detectable_text()}</small>"
                 in page
             )
             assert f"poss-1 has the largest τ by prompt, {one.mean.text()} over {SEEDS} seeds" in page
@@ -293,37 +293,37 @@ def test_runs_of_a_choice_are_one_curve_with_a_band(lab):
 
 def test_the_seed_shown_is_one_that_all_choices_have():
     cells = {("a", 1): [], ("a", 2): [], ("b", 2): [], ("b", 5): []}
-    assert one_seed(cells) == [("a", 2), ("b", 2)]
-    assert one_seed({("a", 3): [], ("a", 1): [], ("b", 2): []}) == [("a", 1), ("b", 2)]
+    assert choose_cells(cells) == [("a", 2), ("b", 2)]
+    assert choose_cells({("a", 3): [], ("a", 1): [], ("b", 2): []}) == [("a", 1), ("b", 2)]
 
 
 def test_runs_are_named_by_what_their_folders_do_not_share():
     own = {"loss": [(1, 0.5)]}
     runs = {f"out/{choice}/seed-{seed}": own for choice in ("a", "b") for seed in (0, 1)}
-    assert {name: len(found) for name, found in by_choice(runs).items()} == {"a": 2, "b": 2}
-    assert by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
-    assert by_choice({"x/hass": own}).keys() == {"hass"}
+    assert {name: len(found) for name, found in group_by_choice(runs).items()} == {"a": 2, "b": 2}
+    assert group_by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
+    assert group_by_choice({"x/hass": own}).keys() == {"hass"}
     again = {"out/a/seed-0/v0": {"loss": [(2, 0.2)]}, "out/a/seed-0/v1": {"loss": [(1, 0.5)], "tau": [(1, 2.0)]}}
-    assert by_choice(again) == {"a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]}  # one run, in two folders
+    assert group_by_choice(again) == {"a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]}  # one run, in two folders
 
 
 def test_a_curve_over_runs_is_the_mean_where_all_have_come_and_its_t_interval():
     draw = np.random.default_rng(0)
     values = draw.normal(size=(4, 5))
     runs = [[(step, float(values[run, step])) for step in range(5 - (run == 2))] for run in range(4)]
-    found = over_runs([*runs[:3], [(0, 99.0), *runs[3]]])  # step 0 logged again
+    found = mean_over_runs([*runs[:3], [(0, 99.0), *runs[3]]])  # step 0 logged again
     assert list(found) == [0, 1, 2, 3]
     for step, one in found.items():
         own = values[:, step]
         low, high = stats.t.interval(0.95, 3, own.mean(), stats.sem(own))
         assert (one.value, one.low, one.high) == pytest.approx((own.mean(), low, high))
     assert mean([0.5]).value == 0.5 and not mean([0.5]).interval()
-    assert over_runs([]) == {}
+    assert mean_over_runs([]) == {}
 
 
 def test_scalars_by_depth_are_in_order_of_number(training):
     (own,) = read_scalars(training).values()
-    drift = by_depth(own, "val_drift_cosine")
+    drift = series_by_depth(own, "val_drift_cosine")
     assert list(drift) == list(range(1, 13))  # not 1, 10, 11, 12, 2, ...
     assert drift[2] == [(10, pytest.approx(0.8)), (20, pytest.approx(0.9))]
 

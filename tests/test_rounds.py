@@ -11,7 +11,7 @@ from poss_lightning.decoding.decoder import Progress
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation.drawing import Guesses
-from poss_lightning.evaluation.rounds import Round, RoundLog, read_out, read_rounds, to_line
+from poss_lightning.evaluation.rounds import Round, as_text, read_rounds, recorder, to_line
 
 GUESSES = Guesses(["the", " cat", "\n", "\u2028 sat"], [0, 0, 0, 1], [0.0, -0.5, -1.25, -1.5], [0, 1, 3], " down")
 ANSWER = ("chat", "seven", 1, "poss2")
@@ -68,9 +68,9 @@ def test_a_file_that_is_not_whole_is_named(tmp_path):
 
 def test_read_out_says_the_same_tree_in_words():
     ids = Guesses([5, 6, 7], [0, 0, 1], [0.0, -0.123456, -1e-9], [0, 1], None)
-    words = read_out(ids, str)
+    words = as_text(ids, str)
     assert words == (["5", "6", "7"], [0, 0, 1], [0.0, -0.1235, 0.0], [0, 1], None)
-    assert read_out(ids._replace(bonus=8), str).bonus == "8"
+    assert as_text(ids._replace(bonus=8), str).bonus == "8"
 
 
 def target() -> SimpleNamespace:
@@ -78,17 +78,15 @@ def target() -> SimpleNamespace:
     return SimpleNamespace(tokenizer=tokenizer, chat=SimpleNamespace(stops=frozenset()))
 
 
-def test_a_log_keeps_whole_questions_only_and_copies_what_it_is_shown(tmp_path):
-    (tmp_path / "rounds.jsonl").write_text(to_line(Round("chat", 1, 0, "m", 0, GUESSES)) + "\n")
+def test_recorded_rounds_are_numbered_and_copied():
+    earlier = Round("chat", 0, 0, "m", 0, GUESSES)
     tree = Tree(torch.tensor([[3, 4]]), torch.tensor([[0, 0]]), torch.tensor([[0.0, -1.0]]))
     verdict = Verdict(torch.tensor([[0, 1]]), torch.tensor([[4, 5]]), torch.tensor([1]))
-    log = RoundLog(tmp_path, done=set())  # killed before question 1 had its records
-    watch = log.watch(("chat", 1, 0, "m"), target())
+    rounds = [earlier]
+    watch = recorder(("chat", 1, 0, "m"), target(), rounds)
     watch(Progress({0: [3]}))  # the prefill has no tree
-    watch(Progress({0: [4, 5]}, tree=tree, verdict=verdict))
+    for _ in range(2):
+        watch(Progress({0: [4, 5]}, tree=tree, verdict=verdict))
     tree.tokens.zero_()  # the next round's
-    log.write()
-    assert read_rounds([tmp_path]) == {
-        ("chat", 1, 0, "m"): [Round("chat", 1, 0, "m", 0, Guesses(["w3", "w4"], [0, 0], [0.0, -1.0], [0, 1], "w5"))]
-    }
-    assert RoundLog(tmp_path, done={("chat", 1)}).lines == log.lines
+    guesses = Guesses(["w3", "w4"], [0, 0], [0.0, -1.0], [0, 1], "w5")
+    assert rounds == [earlier, *(Round("chat", 1, 0, "m", number, guesses) for number in range(2))]

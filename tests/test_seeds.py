@@ -12,7 +12,7 @@ from synthetic import draw_reach, make_records, true_tau
 from poss_lightning.evaluation.records import to_line
 from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import compare
-from poss_lightning.reports.seeds import crossed, leave_one_out, over_seeds, pseudo_values
+from poss_lightning.reports.seeds import crossed_error, leave_one_out, pseudo_values, summarise_seeds
 from poss_lightning.reports.statistics import Sums, correct, detectable, difference, holm
 
 
@@ -62,12 +62,12 @@ def test_the_crossed_error_is_the_textbooks(shape):
     for seed in range(20):
         draw = np.random.default_rng(seed)
         effects = draw.normal(size=shape) + draw.normal(size=shape[0])[:, None] + draw.normal(size=shape[1])
-        assert crossed(effects) == pytest.approx(naive_crossed(effects))
+        assert crossed_error(effects) == pytest.approx(naive_crossed(effects))
 
 
 def test_gains_are_scipys_paired_t_test_and_the_crossed_error_of_prompt_means():
     cells = make_cells()
-    rows = rows_of(over_seeds(cells, reference="eagle"))
+    rows = rows_of(summarise_seeds(cells, reference="eagle"))
     own, other = rows["poss-1", "tau_macro"], rows["eagle", "tau_macro"]
     test = stats.ttest_rel(list(own.values.values()), list(other.values.values()))
     bounds = test.confidence_interval()
@@ -88,7 +88,7 @@ def test_gains_are_scipys_paired_t_test_and_the_crossed_error_of_prompt_means():
 
 
 def test_speeds_are_compared_by_the_mean_of_logarithms():
-    rows = rows_of(over_seeds(make_cells(), reference="eagle"))
+    rows = rows_of(summarise_seeds(make_cells(), reference="eagle"))
     for measure in ("tokens_per_second", "speed_up"):
         own, other = (list(rows[choice, measure].values.values()) for choice in ("poss-1", "eagle"))
         gain = rows["poss-1", measure].gain_these_prompts
@@ -98,7 +98,7 @@ def test_speeds_are_compared_by_the_mean_of_logarithms():
 
 def test_values_are_those_of_one_training_alone():
     cells = make_cells()
-    rows = rows_of(over_seeds(cells))
+    rows = rows_of(summarise_seeds(cells))
     for (choice, seed), records in cells.items():
         rounds = np.array([a for record in records if record.method == choice for a in record.accepted])
         assert rows[choice, "tau_micro"].values[seed] == pytest.approx(1 + rounds.mean())
@@ -146,7 +146,7 @@ def covered(effects, truth, error, freedom):
 def test_intervals_hold_the_truth_for_other_seeds_and_prompts(spread):
     """Where nothing varies but the rounds themselves, more often than they say: the seeds' share is never below 0."""
     effects, truth = draw_effects(("eagle", "poss-1"), *SPREADS[spread])
-    assert 0.935 <= covered(effects, truth, *crossed(effects)) <= (0.995 if spread == "neither" else 0.98)
+    assert 0.935 <= covered(effects, truth, *crossed_error(effects)) <= (0.995 if spread == "neither" else 0.98)
 
 
 def test_a_view_that_leaves_a_source_of_chance_out_is_too_sure():
@@ -160,7 +160,7 @@ def test_a_view_that_leaves_a_source_of_chance_out_is_too_sure():
 
 def test_without_an_effect_few_are_found_and_at_the_detectable_effect_four_in_five():
     effects, _ = draw_effects(("eagle", "eagle"), *SPREADS["seeds and prompts"], count=6000)
-    error, freedom = crossed(effects)
+    error, freedom = crossed_error(effects)
     gains = effects.mean((-2, -1))
 
     def found(shift):
@@ -198,7 +198,7 @@ def test_gains_are_corrected_over_choices_and_so_is_what_they_could_find():
         cells["third", seed] = [
             replace(record, method="third") if record.method == "poss-1" else record for record in cells["poss-1", seed]
         ]
-    rows = rows_of(over_seeds(cells, "eagle"))
+    rows = rows_of(summarise_seeds(cells, "eagle"))
     gains = [rows[choice, "tau_macro"].gain for choice in ("poss-1", "third")]
     assert [gain.holm for gain in gains] == holm([gain.p for gain in gains])
     assert all(gain.detectable == detectable(gain.error, gain.freedom, tests=2) for gain in gains)
@@ -209,18 +209,18 @@ def test_gains_are_corrected_over_choices_and_so_is_what_they_could_find():
 def test_only_seeds_that_both_have_are_paired_and_one_gives_no_interval():
     cells = make_cells()
     del cells["poss-1", 0]
-    row = rows_of(over_seeds(cells, "eagle"))["poss-1", "tau_macro"]
+    row = rows_of(summarise_seeds(cells, "eagle"))["poss-1", "tau_macro"]
     assert row.pairs == (1, 2) and row.gain.interval() and list(row.values) == [1, 2]
     del cells["poss-1", 2]
-    row = rows_of(over_seeds(cells, "eagle"))["poss-1", "tau_macro"]
+    row = rows_of(summarise_seeds(cells, "eagle"))["poss-1", "tau_macro"]
     assert row.gain.text() != "–" and not row.gain.interval() and not row.mean.interval() and math.isnan(row.deviation)
     del cells["eagle", 1]
-    row = rows_of(over_seeds(cells, "eagle"))["poss-1", "tau_macro"]
+    row = rows_of(summarise_seeds(cells, "eagle"))["poss-1", "tau_macro"]
     assert (row.pairs, row.gain, row.gain_these_prompts) == ((), None, None)
 
 
 def test_all_suites_come_first_and_a_choice_that_drafts_less_deep_has_fewer_positions():
-    summaries = over_seeds(make_cells(), "eagle", depths={"poss-1": 5})
+    summaries = summarise_seeds(make_cells(), "eagle", depths={"poss-1": 5})
     assert list(dict.fromkeys(row.suite for row in summaries)) == ["all", "chat", "code"]
     rows = rows_of(summaries, "chat")
     assert ("poss-1", "pos_acc_5") in rows and ("eagle", "pos_acc_5") not in rows
@@ -230,11 +230,11 @@ def test_all_suites_come_first_and_a_choice_that_drafts_less_deep_has_fewer_posi
 def test_without_a_baseline_everywhere_there_is_no_speed_up():
     cells = make_cells()
     cells["eagle", 0] = [record for record in cells["eagle", 0] if record.method == "eagle"]
-    assert not any(row.measure == "speed_up" for row in over_seeds(cells))
+    assert not any(row.measure == "speed_up" for row in summarise_seeds(cells))
     with pytest.raises(
         ValueError, match="baseline is 'autoregresive'; these records have the baselines autoregressive"
     ):
-        over_seeds(cells, baseline="autoregresive")
+        summarise_seeds(cells, baseline="autoregresive")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_without_a_baseline_everywhere_there_is_no_speed_up():
 )
 def test_what_cannot_be_compared_is_said(change, reference, said):
     with pytest.raises(ValueError, match=said):
-        over_seeds(change(make_cells()), reference)
+        summarise_seeds(change(make_cells()), reference)
 
 
 @pytest.mark.parametrize("reference", [None, "eagle"])
