@@ -106,7 +106,7 @@ class NaiveRounds:
         nodes, frontier, rows = [Node(self.text[-1], 0, 0.0)], [0], [fresh - 1]  # the root's slot is the last fresh one
         for k in range(1, self.depth + 1):
             # Without the batch dimension: a product with a part of (1, n, D) would first copy the whole head.
-            predicted = self._run(self.draft.config.serving(k))[0, -len(frontier) :]  # (M, D)
+            predicted = self._run(self.draft.config.specialist_at(k))[0, -len(frontier) :]  # (M, D)
             logs, tokens = self.embed_head.logits(predicted).float().log_softmax(-1).topk(self.top_k, dim=-1)
             tokens, level = self.embed_head.token_ids(tokens).tolist(), []
             for parent, logs_of, tokens_of in zip(frontier, logs.tolist(), tokens, strict=True):
@@ -139,7 +139,7 @@ class NaiveRounds:
         device, slots = self.left.device, self.slots[start:]
         tokens = torch.tensor([[token for token, _, _ in slots]], device=device)
         z = self.draft.join(self.embed_head.embed(tokens), self.left[:, start:])  # (1, n, D)
-        rope = self.draft.rope_angles(torch.tensor([[place for _, place, _ in slots]], device=device))
+        rope = self.draft.rope_at(torch.tensor([[place for _, place, _ in slots]], device=device))
         grown = zip(self.grown[specialist], layer.keys_values(z, rope), strict=True)
         keys, values = (torch.cat(pair, dim=2) for pair in grown)
         table = [[slot in seen for slot in range(len(self.slots))] for _, _, seen in slots]

@@ -32,7 +32,19 @@ ALLOWED = 0.15
 
 def sizes(width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> TargetSpec:
     """A made-up target."""
-    return TargetSpec("made up", "", "", width, inner, heads, kv_heads, head_dim, vocabulary, 8192, 1e4, 1e-5, layers=8)
+    return TargetSpec(
+        name="made up",
+        hidden_size=width,
+        intermediate_size=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocabulary,
+        context=8192,
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        layers=8,
+    )
 
 
 class Case(NamedTuple):
@@ -51,7 +63,12 @@ class Case(NamedTuple):
 
     def config(self) -> DraftConfig:
         return DraftConfig(
-            self.target, self.allocation, self.depth, self.detach, vocabulary_size=self.vocabulary, kind=self.kind
+            target=self.target,
+            allocation=self.allocation,
+            depth=self.depth,
+            detach=self.detach,
+            vocabulary_size=self.vocabulary,
+            kind=self.kind,
         )
 
     def setup(self) -> Setup:

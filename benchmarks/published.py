@@ -8,7 +8,7 @@ The target's probabilities are made once for all passes, which is better than so
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.draft.layer import RopeAngles
+from poss_lightning.draft.layer import Rope
 from poss_lightning.draft.specialists import Specialists
 
 
@@ -30,14 +30,14 @@ def step(
         counts: (B, T), pass k counts where k <= counts.
     """
     w_feature, w_token, w_topk = weights
-    rope = draft.rope_angles(torch.arange(inputs.shape[1], device=inputs.device)[None])
+    rope = draft.rope_at(torch.arange(inputs.shape[1], device=inputs.device)[None])
     p = nn.functional.linear(features.to(head.dtype), head).float().softmax(-1)  # (B, T, V)
     top = p.topk(topk, dim=-1).indices  # (B, T, topk)
     joined, losses = [], []
     own = inputs
     for k in range(1, draft.config.depth + 1):
         joined.append(draft.join(embedded, own))
-        predicted = layer(draft.serving(k), joined, rope)  # (B, T, D)
+        predicted = layer(draft.specialist_at(k), joined, rope)  # (B, T, D)
         live = counts >= k  # (B, T)
         log_q = nn.functional.linear(predicted.to(head.dtype), head).float().log_softmax(-1)  # (B, T, V)
         products = p * log_q  # (B, T, V)
@@ -49,7 +49,7 @@ def step(
     return losses
 
 
-def layer(specialist: nn.Module, joined: list[Tensor], rope: RopeAngles) -> Tensor:
+def layer(specialist: nn.Module, joined: list[Tensor], rope: Rope) -> Tensor:
     """One pass with one full score matrix: z^0 gives it, and the later sets overwrite its diagonals."""
     queries = specialist.queries(joined[-1], rope)  # (B, H, T, d)
     groups = specialist.heads // specialist.kv_heads

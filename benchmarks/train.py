@@ -35,21 +35,32 @@ class Problem:
 
     def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype):
         torch.manual_seed(0)
-        spec = TargetSpec("random", "", "", *sizes, context=8192, rope_theta=1e5, norm_eps=1e-5)
-        width, vocabulary = sizes[0], sizes[-1]
+        width, inner, heads, kv_heads, head_dim, vocabulary = sizes
+        spec = TargetSpec(
+            name="random",
+            hidden_size=width,
+            intermediate_size=inner,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=vocabulary,
+            context=8192,
+            rope_theta=1e5,
+            norm_eps=1e-5,
+        )
         with torch.device(device):
-            self.draft = Specialists(DraftConfig(spec, ALLOCATION, DEPTH))
+            self.draft = Specialists(DraftConfig(target=spec, allocation=ALLOCATION, depth=DEPTH))
             self.head = (torch.randn(vocabulary, width) * 0.1).to(dtype)
             self.embedded, self.inputs, self.features = torch.randn(3, 1, slots, width).to(dtype)
             self.counts = torch.full((1, slots), DEPTH)
             self.counts[0, :DEPTH] = torch.arange(1, DEPTH + 1)  # a pass is real from its own slot on
-            self.packing = Packing.whole(1, slots, torch.device(device))
+            self.packing = Packing.one_per_row(1, slots, torch.device(device))
         self.device, self.mixed, self.slots = device, dtype == torch.bfloat16, slots
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.0)
 
     def ours(self) -> Tensor:
         predictions = self.draft(self.embedded, self.inputs, DEPTH, self.packing)
-        return pass_losses(predictions, self.features, self.counts, self.head, guessing=False).total
+        return pass_losses(predictions, self.features, self.counts, self.head, find_top=False).total
 
     def twin(self) -> Tensor:
         given = self.embedded, self.inputs, self.features, self.counts

@@ -24,7 +24,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def model(reference) -> Model:
-    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), nodes=20, top_k=4)
+    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), nodes=20, tree_width=4)
 
 
 def padded(side: str) -> dict[str, torch.Tensor]:

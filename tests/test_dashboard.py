@@ -14,14 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from test_training import store  # noqa: F401  (a fixture)
 
-from poss_lightning.evaluation.probe import Replay, answered
+from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.stream import collate, counted_passes
+from poss_lightning.features.store import FeatureStore, Sample
+from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
 from poss_lightning.training import hyperparameters, panels
-from poss_lightning.training.dashboard import Dashboard, pick
+from poss_lightning.training.dashboard import Dashboard, pick_slots
 from poss_lightning.training.module import SpecialistTraining
 
 DEPTH, EVERY = 4, 10**6
@@ -41,7 +41,7 @@ def fit(store, folder, logger, steps, **options):  # noqa: F811
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Replay(EVERY, nodes=12, top_k=4), Dashboard(slots=6)],  # and a sanity check, which leaves nothing
+        callbacks=[Replay(EVERY, nodes=12, tree_width=4), Dashboard(slots=6)],  # and a sanity check, which leaves nothing
         default_root_dir=folder,
     )
     trainer.fit(training, data)
@@ -77,8 +77,8 @@ def test_histograms_are_the_drift_slot_by_slot(run):
 def test_depths_without_slots_have_no_histogram():
     counts = torch.zeros(3, BINS, dtype=torch.long)
     counts[0, 50], counts[2, 60] = 2, 3
-    drawn = panels.histograms(counts)
-    assert drawn.keys() == {1, 3} and panels.histograms(counts * 0) == {}
+    drawn = panels.count_histograms(counts)
+    assert drawn.keys() == {1, 3} and panels.count_histograms(counts * 0) == {}
     assert [(own["min"], own["max"]) for own in drawn.values()] == [pytest.approx((0, 0.22))] * 2
 
 
@@ -116,31 +116,31 @@ def test_points_against_a_loop(store):  # noqa: F811
     batch = collate([[FeatureStore(store)[i] for i in (0, 20)], [FeatureStore(store)[39]]])
     outputs = [torch.randn(*batch.features[:, 1:].shape) for _ in range(2)]
     rows, slots = (batch.counts >= 2).nonzero(as_tuple=True)
-    found = pick(outputs, batch, EVERY)
+    found = pick_slots(outputs, batch, EVERY)
     for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         assert torch.equal(found.target[i], batch.features[row, slot + 1].float())
         assert all(torch.equal(found.draft[k, i], outputs[k][row, slot]) for k in range(2))
-        assert (found.read[i], found.following[i]) == tuple(batch.tokens[row, slot + 1 : slot + 3].tolist())
-    assert pick(outputs * EVERY, batch._replace(counts=batch.counts * 0), 6) is None
-    assert len(pick(outputs, batch, 3).target) == 3
+        assert (found.tokens[i], found.following[i]) == tuple(batch.tokens[row, slot + 1 : slot + 3].tolist())
+    assert pick_slots(outputs * EVERY, batch._replace(counts=batch.counts * 0), 6) is None
+    assert len(pick_slots(outputs, batch, 3).target) == 3
 
 
 def test_tokens_are_spelt_where_the_tokenizer_is_at_hand(tiny_folder):
-    spell = panels.speller(tiny_folder)
+    spell = panels.load_speller(tiny_folder)
     assert spell(1) == "<|im_end|>" and all("\t" not in spell(i) and "\n" not in spell(i) for i in range(320))
-    assert panels.speller("somebody/unknown")(7) == "7" and panels.speller("no folder, no id/ at all/")(7) == "7"
+    assert panels.load_speller("somebody/unknown")(7) == "7" and panels.load_speller("no folder, no id/ at all/")(7) == "7"
 
 
 def test_a_figure_shows_every_kind_that_was_logged(run):
     assert [image.step for image in run.events.Images("val_pos_acc/by_position")] == [10, 20]
     logged = {f"val_pos_acc_{kind}/depth_1": 0.5 for kind in panels.KINDS} | {"val/tau_tree": 1.5}
-    axes = panels.acceptance(logged, 3, 7).axes[0]
+    axes = panels.draw_acceptance(logged, 3, 7).axes[0]
     assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50"]
-    assert not panels.acceptance({}, 3, 7).axes[0].lines
+    assert not panels.draw_acceptance({}, 3, 7).axes[0].lines
 
 
 def test_another_logger_gets_the_scalars_alone(store, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(panels, "acceptance", None)  # would be called
+    monkeypatch.setattr(panels, "draw_acceptance", None)  # would be called
     fit(store, tmp_path, CSVLogger(tmp_path, name="", version=""), steps=2)
     with (tmp_path / "metrics.csv").open() as file:
         assert {"val/tau_tree", "val_pos_acc_chain/depth_1"} <= set(next(csv.reader(file)))
@@ -154,8 +154,8 @@ def test_another_logger_gets_the_scalars_alone(store, tmp_path, monkeypatch):  #
 def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):  # noqa: F811
     training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=vocabulary)
     held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
-    for kind, nodes, top_k in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
-        found = replay_rounds(draft, data.source.embed_head(), held, DEPTH, nodes, top_k)
+    for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
+        found = replay_rounds(draft, data.source.embed_head(), held, DEPTH, nodes, tree_width)
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
         assert float(trainer.callback_metrics[f"val/tau_{kind}"]) == pytest.approx(tau)
@@ -164,10 +164,12 @@ def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):  
     assert 1 + np.cumprod(values).sum() == pytest.approx(tau, rel=1e-5)
 
 
-def test_spans_come_back_from_counts():
+def test_answers_of_two_tokens_or_more_are_replayed():
     for spans in ([(1, 3)], [(2, 9), (9, 12)], [(4, 8), (10, 20)], [(3, 5), (6, 7), (8, 20)], []):
         long = [span for span in spans if span[1] - span[0] > 1]
-        assert answered(counted_passes(20, np.array(spans).reshape(-1, 2))) == long
+        tokens = torch.arange(20)
+        batch = collate([[Sample("a", tokens, tokens, spans, torch.zeros(20, 4))]])
+        assert [sample.spans for sample in answered_samples(batch)] == ([long] if long else [])
 
 
 def test_few_answers_are_whole_batches(store):  # noqa: F811

@@ -21,7 +21,7 @@ from poss_lightning.features.extract import write_store
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.target import masks
-from poss_lightning.target.generation import pad, prefill
+from poss_lightning.target.generation import pad_right, prefill
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 
@@ -126,7 +126,7 @@ def test_a_tree_behind_a_cache_equals_its_paths_read_alone(target):
     for prompt, (tokens, above, features) in zip(prompts, read_trees(target, prompts), strict=True):
         paths = [[token for token, on in zip(tokens, seen, strict=True) if on] for seen in above]
         assert max(map(len, paths)) > WINDOW + 1
-        alone = target.read(pad([prompt + path for path in paths], target.device))
+        alone = target.text_features(pad_right([prompt + path for path in paths], target.device))
         last = [len(prompt + path) - 1 for path in paths]
         torch.testing.assert_close(features, alone[range(len(paths)), last], rtol=1e-3, atol=1e-4)
 
@@ -213,7 +213,7 @@ def test_in_bfloat16_logits_are_rounded_as_the_model_rounds_them(name):
     """A tie that the model's rounding makes must be a tie for the engine too."""
     target = Target(family(name).model.to(torch.bfloat16), tiny_tokenizer(), name)
     tokens = torch.arange(200)[None]
-    assert torch.equal(target.embed_head.logits(target.read(tokens)), target.model(tokens).logits)
+    assert torch.equal(target.embed_head.logits(target.text_features(tokens)), target.model(tokens).logits)
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2"])

@@ -20,11 +20,11 @@ class Sick(FeatureData):
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
         batch = super().on_after_batch_transfer(batch, dataloader_idx)
-        inputs = batch.inputs.clone()
+        inputs = batch.draft_input.clone()
         for (row, here), name in zip(batch.parts(), batch.ids, strict=True):
             if name == "7" and self.trainer.training:
                 inputs[row, here.stop - 1 - 5] = torch.nan  # read by pass 1, five slots before the end
-        return batch._replace(inputs=inputs)
+        return batch._replace(draft_input=inputs)
 
 
 def fit(data, module, tmp_path, **options):

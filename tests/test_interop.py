@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
-from poss_lightning.interop.layouts import LAYOUTS, check_holds
+from poss_lightning.interop.layouts import LAYOUTS, check_expressible
 from poss_lightning.interop.tensors import check_frozen
 from poss_lightning.target.model import Target
 
@@ -123,8 +123,8 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
 ):
     tensors = published(target, len(allocation or [6]), bias, dtype)
     theirs = put(tmp_path / "theirs", tensors, kind, **({} if bias else {"bias": False}))
-    convert(theirs, tmp_path / "ours", "--from", name, *(["--allocation", allocation] if allocation else []))
-    convert(tmp_path / "ours", tmp_path / "back", f"--to={name}")
+    convert(theirs, tmp_path / "ours", "--input_format", name, *(["--allocation", allocation] if allocation else []))
+    convert(tmp_path / "ours", tmp_path / "back", f"--output_format={name}")
     assert same(read(tmp_path / "back"), tensors)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     untold = {"max_position_embeddings", "torch_dtype"}  # the target's, and the tensors'
@@ -144,9 +144,9 @@ def test_ours_comes_back_but_for_what_only_training_knows(convert, target, tmp_p
     draft = tiny_draft(target, [2, 2, 2], intermediate_size=40, depth=8, detach=False)
     torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--to", "poss", "--file", file)
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "poss", "--file", file)
     assert (tmp_path / "theirs" / "pytorch_model.bin").exists() == (file == "bin")
-    convert(tmp_path / "theirs", tmp_path / "back", "--from", "poss", "--allocation", [2, 2, 2])
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "poss", "--allocation", [2, 2, 2])
     assert same(read(tmp_path / "back"), read(tmp_path / "ours"))
     back = Specialists.from_pretrained(tmp_path / "back").config
     assert back.target.difference(target.spec) is None
@@ -160,8 +160,8 @@ def test_the_scale_goes_into_the_weights(convert, target, tmp_path, exact):
     exponents = torch.randint(-6, 6, (2 * D,), generator=torch.Generator().manual_seed(0))
     draft.scale.copy_(2.0 ** (exponents if exact else exponents + 0.3))
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--to", "eagle")
-    convert(tmp_path / "theirs", tmp_path / "back", "--from", "eagle")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle")
     back, some = Specialists.from_pretrained(tmp_path / "back"), torch.randn(2, 1, 9, D)
     assert (back.scale == 1).all()
     assert torch.equal(back.join(*some), draft.join(*some)) or not exact
@@ -178,8 +178,8 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.float()
     head = {"lm_head.weight": model.get_output_embeddings().weight.detach().float()}
     put(tmp_path / "theirs", tensors | {name: tensor.clone() for name, tensor in head.items()})
-    convert(tmp_path / "theirs", tmp_path / "ours", "--from", "eagle", target=tmp_path / "target")
-    convert(tmp_path / "ours", tmp_path / "back", "--to", "eagle", target=tmp_path / "target")
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle", target=tmp_path / "target")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle", target=tmp_path / "target")
     assert same(read(tmp_path / "back"), tensors)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is tied
 
@@ -209,14 +209,14 @@ def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
     turned = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | turned):
-        config = settings.read(given, LAYOUTS["eagle"], [6], target.spec, VOCABULARY)
-        assert config == DraftConfig(target.spec, (6,), 1)
+        config = settings.parse(given, LAYOUTS["eagle"], [6], target.spec, vocabulary_size=VOCABULARY)
+        assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 
 
 def test_a_rotary_base_of_its_own_is_kept(convert, target, tmp_path):
     theirs = put(tmp_path / "theirs", published(target, 1, bias=False), bias=False, rope_theta=50.0)
-    convert(theirs, tmp_path / "ours", "--from", "eagle")
-    convert(tmp_path / "ours", tmp_path / "back", "--to", "vllm")
+    convert(theirs, tmp_path / "ours", "--input_format", "eagle")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "vllm")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_theta"] == 50.0
     agree(tmp_path / "back", Specialists.from_pretrained(tmp_path / "ours"), target)
 
@@ -261,7 +261,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, target, tmp_path, e
     draft.scale.uniform_(0.5, 2)
     torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--to", engine)
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
     names, keys = ENGINES[engine]
     assert read(tmp_path / "theirs").keys() == names
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
@@ -274,7 +274,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, target, tmp_path, e
 @pytest.mark.parametrize(("engine", "rest"), [("vllm", set()), ("sglang", {"fc.bias"})])
 def test_a_published_draft_without_a_bias_goes_to_engines(convert, target, tmp_path, engine, rest):
     put(tmp_path / "theirs", published(target, 1, bias=False), bias=False)
-    convert(tmp_path / "theirs", tmp_path / "served", "--from", "eagle", "--to", engine)
+    convert(tmp_path / "theirs", tmp_path / "served", "--input_format", "eagle", "--output_format", engine)
     assert read(tmp_path / "served").keys() == {"fc.weight"} | LAYER | rest
     assert not json.loads((tmp_path / "served" / "config.json").read_text()).get("attention_bias")
 
@@ -283,7 +283,7 @@ def test_a_smaller_vocabulary_is_sglangs_token_map(convert, target, tmp_path, ca
     kept = torch.arange(0, VOCABULARY, 3)
     draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=len(kept)), kept)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--to", "sglang")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "sglang")
     assert torch.load(tmp_path / "theirs" / "token_map.pt", weights_only=True) == kept.tolist()
     assert f"--speculative-token-map {tmp_path}/theirs/token_map.pt" in capsys.readouterr().out
 
@@ -294,7 +294,7 @@ def test_a_vocabulary_of_all_tokens_is_none(convert, target, tmp_path):
     draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=VOCABULARY), every)
     draft.save_pretrained(tmp_path / "ours")
     for engine in ENGINES:
-        convert(tmp_path / "ours", tmp_path / engine, "--to", engine)
+        convert(tmp_path / "ours", tmp_path / engine, "--output_format", engine)
         assert read(tmp_path / engine).keys() <= ENGINES[engine][0]
         assert not (tmp_path / engine / "token_map.pt").exists()
 
@@ -363,7 +363,7 @@ def refused(convert, tmp_path: Path, words: str, *arguments: object) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("missing", "does not fit --from poss: layers.1.mlp.up_proj.weight is missing"),
+        ("missing", "does not fit --input_format poss: layers.1.mlp.up_proj.weight is missing"),
         ("gap", "is missing (and 7 more)"),
         ("extra", "layers.0.self_attn.q_proj.bias has no place in this layout"),
         ("shape", "layers.1.mlp.up_proj.weight is torch.float16 [47, 32]; it must be floats [48, 32]"),
@@ -389,27 +389,27 @@ def refused(convert, tmp_path: Path, words: str, *arguments: object) -> None:
 def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatch, how, words):
     monkeypatch.chdir(tmp_path)
     broken(tmp_path / "theirs", published(target, 3), how)
-    refused(convert, tmp_path, words, "theirs", "out", "--from", "poss", "--allocation", [2, 2, 2])
+    refused(convert, tmp_path, words, "theirs", "out", "--input_format", "poss", "--allocation", [2, 2, 2])
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (
-            ["theirs", "out", "--from", "poss"],
+            ["theirs", "out", "--input_format", "poss"],
             "it has 3 layers, and does not say how many positions each",
         ),
-        (["theirs", "out", "--from", "poss", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
-        (["theirs", "out", "--from", "poss", "--allocation", [2, 2, 0]], "allocation is [2, 2, 0]; it must be"),
-        (["theirs", "out", "--from", "eagle"], "it has 3 layers; if they are specialists, say --from poss"),
-        (["theirs", "out", "--from", "poss", "--to", "poss"], "from and to are both poss"),
-        (["theirs", "out", "--from", "poss", "--file", "bin"], "file is bin"),
-        (["theirs", "theirs", "--from", "poss"], "theirs is there already"),
-        (["nowhere", "out", "--from", "poss"], "'nowhere' is neither a local folder nor a hub id"),
-        (["ours", "out", "--to", "poss", "--allocation", [2, 2]], "states its own: leave it out"),
-        (["ours", "out", "--to", "eagle"], "does not fit --to eagle: it has 2 specialists and this layout one layer"),
-        (["another", "out", "--to", "eagle"], "another was trained for another target: fingerprint"),
-        (["cut", "out", "--to", "vllm"], "`poss vocabulary DRAFT CORPUS OUT --size null` gives it back"),
+        (["theirs", "out", "--input_format", "poss", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
+        (["theirs", "out", "--input_format", "poss", "--allocation", [2, 2, 0]], "allocation is [2, 2, 0]; it must be"),
+        (["theirs", "out", "--input_format", "eagle"], "it has 3 layers; if they are specialists, say --input_format poss"),
+        (["theirs", "out", "--input_format", "poss", "--output_format", "poss"], "input_format and output_format are both poss"),
+        (["theirs", "out", "--input_format", "poss", "--file", "bin"], "file is bin"),
+        (["theirs", "theirs", "--input_format", "poss"], "theirs is there already"),
+        (["nowhere", "out", "--input_format", "poss"], "'nowhere' is neither a local folder nor a hub id"),
+        (["ours", "out", "--output_format", "poss", "--allocation", [2, 2]], "states its own: leave it out"),
+        (["ours", "out", "--output_format", "eagle"], "does not fit --output_format eagle: it has 2 specialists and this layout one layer"),
+        (["another", "out", "--output_format", "eagle"], "another was trained for another target: fingerprint"),
+        (["cut", "out", "--output_format", "vllm"], "`poss vocabulary DRAFT CORPUS OUT --size null` gives it back"),
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
 )
@@ -433,7 +433,7 @@ def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeyp
         ([6], {"kv": "shared"}, None),
         ([6], {"logit_scale": 0.5}, "scales or caps logits"),
         ([6], {"logit_cap": 30.0}, "scales or caps logits"),
-        ([6], {"head_dim": 16}, "heads are 16 wide; this layout's readers take hidden_size / heads, 8"),
+        ([6], {"head_dim": 16}, "heads are 16 wide; this layout's code takes hidden_size / heads, 8"),
     ],
 )
 def test_what_poss_files_cannot_say_is_refused(target, allocation, changes, words):
@@ -441,7 +441,7 @@ def test_what_poss_files_cannot_say_is_refused(target, allocation, changes, word
     spec = replace(target.spec, **{key: changes[key] for key in changes.keys() - own.keys()})
     config = replace(tiny_draft(target, allocation, **own).config, target=spec)
     if words is None:
-        return check_holds(config, LAYOUTS["poss"])
+        return check_expressible(config, LAYOUTS["poss"])
     with pytest.raises(ValueError) as caught:
-        check_holds(config, LAYOUTS["poss"])
+        check_expressible(config, LAYOUTS["poss"])
     assert words in str(caught.value)

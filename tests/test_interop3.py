@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.interop.convert import published
-from poss_lightning.interop.layouts import LAYOUTS, check_holds
+from poss_lightning.interop.convert import parse_published
+from poss_lightning.interop.layouts import LAYOUTS, check_expressible
 from poss_lightning.target.model import Target
 
 DEEP = {"num_hidden_layers": 8}
@@ -98,9 +98,9 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
     theirs = put(
         tmp_path / "theirs", tensors | {"embed_tokens.weight": deep.embed_head.embedding.to(dtype)}, kind, **given
     )
-    convert(theirs, tmp_path / "ours", "--from", "eagle3")
+    convert(theirs, tmp_path / "ours", "--input_format", "eagle3")
     assert f"reads the outputs of target layers {FUSED}" in capsys.readouterr().out
-    convert(tmp_path / "ours", tmp_path / "back", "--to", "eagle3")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle3")
     assert same(read(tmp_path / "back"), tensors)  # its readers take the embedding from the target
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     untold = {"max_position_embeddings", "torch_dtype", "architectures"}  # the target's, the tensors', and nobody's
@@ -117,8 +117,8 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
 def test_a_map_of_the_whole_vocabulary_is_none(convert, deep, tmp_path):
     whole = random_file(None)
     put(tmp_path / "theirs", whole | maps(torch.arange(VOCABULARY)))
-    convert(tmp_path / "theirs", tmp_path / "ours", "--from", "eagle3")
-    convert(tmp_path / "ours", tmp_path / "back", "--to", "eagle3")
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle3")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle3")
     assert same(read(tmp_path / "back"), whole)
 
 
@@ -129,13 +129,13 @@ def test_ours_comes_back_and_its_scale_goes_into_the_weights(convert, deep, tmp_
     if scaled:
         draft.scale.uniform_(0.5, 2)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--to", "eagle3")
-    convert(tmp_path / "theirs", tmp_path / "back", "--from", "eagle3", "--allocation", [8])
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle3")
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle3", "--allocation", [8])
     back, some = Specialists.from_pretrained(tmp_path / "back"), torch.randn(1, 9, 3 * D)
     assert same(read(tmp_path / "back"), read(tmp_path / "ours")) is not scaled
     torch.testing.assert_close(back.fuse(some), draft.fuse(some), rtol=1e-5, atol=1e-5)
     assert back.config == replace(draft.config, target=back.config.target, depth=7, kv="separate")
-    convert(tmp_path / "back", tmp_path / "again", "--to", "eagle3")
+    convert(tmp_path / "back", tmp_path / "again", "--output_format", "eagle3")
     assert same(read(tmp_path / "again"), read(tmp_path / "theirs"))
 
 
@@ -150,8 +150,8 @@ def test_speeds_specialists_draft_as_its_trainer_has_it_and_come_back(
 ):
     tensors = random_file(layers=THREE)
     put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
-    convert(tmp_path / "theirs", tmp_path / "ours", "--from", "speed", "--allocation", allocation)
-    convert(tmp_path / "ours", tmp_path / "back", "--to", "speed")
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "speed", "--allocation", allocation)
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "speed")
     assert same(read(tmp_path / "back"), tensors)
     assert f'"num_speculative_tokens": {most}}}' in capsys.readouterr().out
     back = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -170,15 +170,15 @@ def test_speeds_specialists_draft_as_its_trainer_has_it_and_come_back(
         ([2, 2, 2], {}, "all but the last serve [3] or [3, 3] or [1, 3] positions"),
         ([1, 3], {"order": (1, 0, 1, 1)}, "with order (1, 0, 1, 1)"),
         ([3, 3, 2], {"kv": "separate"}, "have keys and values of their own (kv: separate)"),
-        ([8], {}, "--to eagle3 takes one"),
+        ([8], {}, "--output_format eagle3 takes one"),
     ],
 )
 def test_what_speeds_readers_would_draft_otherwise_is_refused(deep, allocation, changes, words):
     config = tiny_draft(deep, allocation, **({"kind": "eagle3", "kv": "shared"} | changes)).config
     if words is None:
-        return check_holds(config, LAYOUTS["speed"])
+        return check_expressible(config, LAYOUTS["speed"])
     with pytest.raises(ValueError) as caught:
-        check_holds(config, LAYOUTS["speed"])
+        check_expressible(config, LAYOUTS["speed"])
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -213,7 +213,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
     draft = Specialists(replace(config, vocabulary_size=None if ids is None else len(ids)), ids)
     draft.scale.uniform_(0.5, 2)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--to", engine)
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
     assert method in capsys.readouterr().out
     # Where all tokens are proposed, vLLM has no parameter for d2t, and stops.
     assert read(tmp_path / "theirs").keys() == NAMES | ({"d2t", "t2d"} if ids is SOME else set())
@@ -259,51 +259,51 @@ def test_a_file_that_is_wrong_is_refused(deep, changes, words):
         (tensors if isinstance(value, Tensor | None) else config)[name] = value
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ValueError) as caught:
-        published(config, kept, LAYOUTS["eagle3"], [7], deep)
+        parse_published(config, kept, LAYOUTS["eagle3"], [7], deep)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_marks_may_be_missing_as_engines_skip_them(deep):
     given, tensors = CONFIG | {KEY: len(SOME)}, random_file()
-    whole = published(given, tensors, LAYOUTS["eagle3"], [7], deep)
-    part = published(given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep)
+    whole = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
+    part = parse_published(given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep)
     assert same(part.state, whole.state) and part.config == whole.config
 
 
 @pytest.mark.parametrize("ids", [{FUSED_BY: FUSED}, {"eagle_config": {FUSED_BY: [1, 3, 4]}}, {FUSED_BY: None}], ids=str)
 def test_layers_may_be_counted_as_engines_do(deep, ids):
-    published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep)
+    parse_published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (
-            ["mapless", "out", "--from", "eagle3"],
-            "does not fit --from eagle3: d2t is missing, and lm_head.weight is [107, 32]",
+            ["mapless", "out", "--input_format", "eagle3"],
+            "does not fit --input_format eagle3: d2t is missing, and lm_head.weight is [107, 32]",
         ),
-        (["code", "out", "--from", "eagle3"], "pytorch_model.bin is not read, as it holds more than plain tensors"),
-        (["theirs", "out", "--from", "eagle3", "--allocation", [4, 4]], "is of 2 specialists, and it has one layer"),
-        (["three", "out", "--from", "eagle3"], "its layers are EAGLE-3's and numbered: say --from speed"),
-        (["three", "out", "--from", "poss", "--allocation", [3, 3, 2]], "and numbered: say --from speed"),
-        (["three", "out", "--from", "speed"], "it has 3 layers, and does not say how many positions each serves"),
-        (["three", "out", "--from", "speed", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
-        (["theirs", "out", "--from", "speed"], "layers.0.self_attn.q_proj.weight is missing (and 9 more)"),
-        (["theirs", "out", "--from", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
+        (["code", "out", "--input_format", "eagle3"], "pytorch_model.bin is not read, as it holds more than plain tensors"),
+        (["theirs", "out", "--input_format", "eagle3", "--allocation", [4, 4]], "is of 2 specialists, and it has one layer"),
+        (["three", "out", "--input_format", "eagle3"], "its layers are EAGLE-3's and numbered: say --input_format speed"),
+        (["three", "out", "--input_format", "poss", "--allocation", [3, 3, 2]], "and numbered: say --input_format speed"),
+        (["three", "out", "--input_format", "speed"], "it has 3 layers, and does not say how many positions each serves"),
+        (["three", "out", "--input_format", "speed", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
+        (["theirs", "out", "--input_format", "speed"], "layers.0.self_attn.q_proj.weight is missing (and 9 more)"),
+        (["theirs", "out", "--input_format", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
         (
-            ["theirs", "out", "--from", "eagle3", "--to", "eagle"],
-            "its kind is eagle3 and this layout's eagle2; --to eagle3 or speed",
+            ["theirs", "out", "--input_format", "eagle3", "--output_format", "eagle"],
+            "its kind is eagle3 and this layout's eagle2; --output_format eagle3 or speed",
         ),
-        (["single", "out", "--to", "eagle3"], "its kind is eagle2 and this layout's eagle3; --to eagle, hass and poss"),
+        (["single", "out", "--output_format", "eagle3"], "its kind is eagle2 and this layout's eagle3; --output_format eagle, hass and poss"),
         (
-            ["several", "out", "--to", "eagle3"],
-            "it has 3 specialists and this layout one layer; --to speed takes several",
+            ["several", "out", "--output_format", "eagle3"],
+            "it has 3 specialists and this layout one layer; --output_format speed takes several",
         ),
         (
-            ["several", "out", "--to", "vllm"],
-            "it has 3 specialists and this layout one layer; --to speed takes several",
+            ["several", "out", "--output_format", "vllm"],
+            "it has 3 specialists and this layout one layer; --output_format speed takes several",
         ),
-        (["shallow", "out", "--to", "eagle3"], "it fuses layers [2, 2, 1] of 4; its readers know three"),
+        (["shallow", "out", "--output_format", "eagle3"], "it fuses layers [2, 2, 1] of 4; EAGLE-3's code takes three"),
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
 )

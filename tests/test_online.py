@@ -62,7 +62,7 @@ def test_online_is_the_store(both, packed, kind):
     assert len(seen) == len(made) > 3
     for ours, theirs in zip(seen, made, strict=True):
         assert ours.tokens.equal(theirs.tokens) and ours.counts.equal(theirs.counts)
-        for a, b in ((ours.features, theirs.features), (ours.inputs, theirs.inputs)):
+        for a, b in ((ours.features, theirs.features), (ours.draft_input, theirs.draft_input)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         known = ours.counts[:, :-1] > 0  # where a guess is judged
         assert ours.greedy[:, 1:][known].equal(theirs.greedy[:, 1:][known]) and (ours.greedy[:, 1:][known] >= 0).all()

@@ -12,13 +12,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from poss_lightning import cli
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.losses import pass_losses
-from poss_lightning.training.costs import head_parameters, parameters, shapes, specialist_parameters, step_flops
+from poss_lightning.training.costs import (
+    count_head_parameters,
+    count_parameters,
+    count_specialist_parameters,
+    shapes,
+    step_flops,
+)
 from poss_lightning.training.memory import memory, most_tokens
-from poss_lightning.training.plan import GIB, TARGETS, find, plan, token_bytes
+from poss_lightning.training.plan import GIB, TARGETS, find_target, plan, token_bytes
 from poss_lightning.training.setup import STRATEGIES, Setup
 
-LLAMA = DraftConfig(TARGETS["llama-3-8b"], (2, 2, 2), 6)
-SETUP = Setup(LLAMA, False, 2048)
+LLAMA = DraftConfig(target=TARGETS["llama-3-8b"], allocation=(2, 2, 2), depth=6)
+SETUP = Setup(config=LLAMA, tied=False, tokens=2048)
 
 
 def shared(strategy: str, **changes) -> Setup:
@@ -39,28 +45,29 @@ def deep():
 def test_parameters_are_those_of_the_real_draft(deep, allocation, kind):
     draft = tiny_draft(deep, allocation, kind=kind)
     assert sorted(shapes(draft.config)) == sorted(tuple(p.shape) for p in draft.parameters())
-    assert parameters(draft.config) == sum(p.numel() for p in draft.parameters())
-    assert specialist_parameters(draft.config) == sum(p.numel() for p in draft.layers[0].parameters())
+    assert count_parameters(draft.config) == sum(p.numel() for p in draft.parameters())
+    assert count_specialist_parameters(draft.config) == sum(p.numel() for p in draft.layers[0].parameters())
 
 
 def test_a_specialist_of_llama_3_8b():
-    assert round(specialist_parameters(LLAMA) / 1e6, 1) == 218.1
+    assert round(count_specialist_parameters(LLAMA) / 1e6, 1) == 218.1
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-2-13b", "qwen3-8b"])
 def test_an_eagle_3_draft_s_parameters_at_real_sizes(name):
-    config = DraftConfig(TARGETS[name], (3, 3, 2), 8, vocabulary_size=32000, kind="eagle3")
+    spec = TARGETS[name]
+    config = DraftConfig(target=spec, allocation=(3, 3, 2), depth=8, vocabulary_size=32000, kind="eagle3")
     with torch.device("meta"):
         draft = Specialists(config, torch.arange(32000, device="cpu"))
     assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
-    assert parameters(config) == sum(p.numel() for p in draft.parameters())
-    assert head_parameters(config) == draft.lm_head.weight.numel()
-    assert specialist_parameters(config) == sum(p.numel() for p in draft.layers[0].parameters())
+    assert count_parameters(config) == sum(p.numel() for p in draft.parameters())
+    assert count_head_parameters(config) == draft.lm_head.weight.numel()
+    assert count_specialist_parameters(config) == sum(p.numel() for p in draft.layers[0].parameters())
 
 
 @pytest.mark.parametrize(("allocation", "depth"), [([6], 1), ([6], 4), ([2, 2, 2], 6), ([1, 3], 6), ([3, 3], 2)])
 def test_keys_are_projected_once_for_every_specialist_that_reads_them(target, allocation, depth):
-    config = DraftConfig(target.spec, tuple(allocation), depth)
+    config = DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth)
     pairs = {(config.specialist_at(k), m) for k in range(1, depth + 1) for m in range(k)}
     assert config.kv_pairs(depth) == pairs
 
@@ -72,14 +79,15 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, detach, kin
     """All but attention's, which torch sees made again in backward: those are the only batched products."""
     draft = tiny_draft(deep, allocation, detach=detach, kind=kind)
     embedded, features = torch.randn(2, 1, 24, 32)
-    inputs = torch.randn(1, 24, 96 if draft.fuses else 32)
-    own = {"own": draft.lm_head.weight, "w_feature": 0.0} if draft.fuses else {}
+    inputs = torch.randn(1, 24, 96 if draft.config.own_head else 32)
+    own = {"draft_head": draft.lm_head.weight, "w_feature": 0.0} if draft.config.own_head else {}
     counts = (torch.arange(24) % 4)[None]
     slots = (counts > 0).sum()
     with FlopCounterMode(display=False) as counter:
         pass_losses(draft(embedded, inputs, 3), features, counts, target.embed_head.head, **own).total.backward()
     plain = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
-    assert step_flops(draft.config, target.spec.vocab_size, 24, slots, 0.0) == sum(plain.values())
+    flops = step_flops(draft.config, vocabulary=target.spec.vocab_size, tokens=24, slots=slots, context=0.0)
+    assert flops == sum(plain.values())
 
 
 def test_attention_s_flops_are_three_times_those_of_its_forward(target):
@@ -87,8 +95,8 @@ def test_attention_s_flops_are_three_times_those_of_its_forward(target):
     queries, keys = torch.randn(2, 4, 24, 8)
     with FlopCounterMode(display=False) as counter:
         (queries @ keys.mT) @ keys
-    more = step_flops(config, 320, 24, 24, 24.0) - step_flops(config, 320, 24, 24, 0.0)
-    assert more == 3 * config.depth * counter.get_total_flops()
+    near, far = (step_flops(config, vocabulary=320, tokens=24, slots=24, context=keys) for keys in (0.0, 24.0))
+    assert far - near == 3 * config.depth * counter.get_total_flops()
 
 
 # --- memory ---
@@ -165,14 +173,14 @@ def test_muon_keeps_one_moment_of_a_matrix():
     vectors = sum(shape[0] for shape in shapes(LLAMA) if len(shape) == 1)
     assert adamw.moment == muon.moment == "forward"
     assert (adamw.optimizer, muon.optimizer) == (
-        8 * parameters(LLAMA),
-        pytest.approx(4 * parameters(LLAMA) + 4 * vectors),
+        8 * count_parameters(LLAMA),
+        pytest.approx(4 * count_parameters(LLAMA) + 4 * vectors),
     )
 
 
 def test_a_gathered_copy_is_as_large_as_the_draft():
     half, whole = (memory(shared("fsdp2", tokens=8192, precision=p)) for p in ("bf16-mixed", "32-true"))
-    assert half.copies == 2 * parameters(LLAMA) and whole.copies == 4 * parameters(LLAMA)
+    assert half.copies == 2 * count_parameters(LLAMA) and whole.copies == 4 * count_parameters(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +206,7 @@ def test_what_cannot_be_is_refused(change, words):
 
 
 def test_a_local_folder_says_what_the_target_itself_would(tiny_folder, target):
-    spec, tied = find(tiny_folder)
+    spec, tied = find_target(tiny_folder)
     assert tied == target.embed_head.tied
     sizes = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size", "rope_theta", "layers")
     for field in sizes:
@@ -209,15 +217,16 @@ def test_an_unknown_target_and_a_broken_config_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"target is 'gpt-5'; it must be llama-3-8b, .* or a folder with a config.json"
     ):
-        find("gpt-5")
+        find_target("gpt-5")
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(ValueError, match=r"config.json is no config of a language model: KeyError 'num_attention"):
-        find(str(tmp_path))
+        find_target(str(tmp_path))
 
 
 def test_bytes_of_a_token_keep_the_bars():
     for spec in TARGETS.values():
-        config, inner = DraftConfig(spec, (6,), 6), DraftConfig(spec, (6,), 6, kind="eagle3")
+        config = DraftConfig(target=spec, allocation=(6,), depth=6)
+        inner = replace(config, kind="eagle3")
         assert token_bytes(config, "exact") == 2 * spec.hidden_size + 8 <= 2 * spec.hidden_size + 16
         assert token_bytes(config, "float8") <= spec.hidden_size + 24
         assert token_bytes(inner, "exact") == 8 * spec.hidden_size + 8  # its own features too, for the target's head

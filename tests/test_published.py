@@ -26,7 +26,7 @@ def test_the_published_step_has_the_same_loss_and_gradients(target, allocation):
         return found
 
     predictions, by = draft(embedded, inputs, 6), torch.arange(1.0, 7)
-    ours = pass_losses(predictions, features, counts, target.embed_head.head, 1.0, 0.1, 1.0, by=by)
+    ours = pass_losses(predictions, features, counts, target.embed_head.head, pass_weights=by)
     twins = torch.stack(published.step(draft, target.embed_head.head, embedded, inputs, features, counts))
     torch.testing.assert_close(ours.weighted, twins, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients(ours.total), gradients((twins * by).sum()), strict=True):
@@ -41,7 +41,7 @@ def test_the_published_mask_is_its_definition(k):
     queries = torch.randn(1, heads, slots, size, generator=generator)
     sets = torch.randn(k, 2, 1, shared, slots, size, generator=generator)  # of z^0 ... z^{k-1}: keys and values
     diagonals = [(sets[k - 1 - i, 0], sets[k - 1 - i, 1]) for i in range(k - 1)]
-    found = published_mask.attend(queries, tuple(sets[0]), diagonals, Packing.whole(1, slots, queries.device))
+    found = published_mask.attend(queries, tuple(sets[0]), diagonals, Packing.one_per_row(1, slots, queries.device))
     table = naive.visible_sets(k, slots)
     for t in range(k - 1, slots):
         for head in range(heads):

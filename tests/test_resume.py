@@ -28,15 +28,15 @@ class Kill(lightning.Callback):
 
     def __init__(self, after: int | None = None, signal: int | None = None):
         self.after, self.signal = after, signal
-        self.forward_tree: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
+        self.seen: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.forward_tree.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
-        if len(self.forward_tree) == self.after:
+        self.seen.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
+        if len(self.seen) == self.after:
             if self.signal:
                 os.kill(os.getpid(), self.signal)
             with atomic(Path(trainer.default_root_dir, f"seen-{trainer.global_rank}.json")) as path:
-                path.write_text(json.dumps(self.forward_tree))
+                path.write_text(json.dumps(self.seen))
             raise Killed
 
 
@@ -46,7 +46,7 @@ class Left(Kill):
     def on_train_batch_end(self, trainer, *rest):
         super().on_train_batch_end(trainer, *rest)
         if (last := Path(trainer.default_root_dir, "last.ckpt")).exists():
-            shutil.copy(last, last.with_name(f"{len(self.forward_tree)}.ckpt"))
+            shutil.copy(last, last.with_name(f"{len(self.seen)}.ckpt"))
 
 
 def fit(store, folder, kill=None, goes_on=None, every=1, **options):  # noqa: F811
@@ -71,7 +71,7 @@ def fit(store, folder, kill=None, goes_on=None, every=1, **options):  # noqa: F8
     )
     data = FeatureData(store, batch_tokens=256, validation=0.2)
     trainer.fit(module, data, ckpt_path=goes_on and folder / goes_on)
-    return module, trainer, kill.forward_tree
+    return module, trainer, kill.seen
 
 
 @pytest.mark.parametrize(

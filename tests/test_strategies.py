@@ -196,7 +196,7 @@ def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
                 module.embed_head.embed(batch.tokens[:, 1:]),
                 Packing(batch.lengths, batch.positions[:, :-1]),
             )
-            predictions = draft(embedded, batch.inputs[:, :-1], depth, packing)
+            predictions = draft(embedded, batch.draft_input[:, :-1], depth, packing)
             counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.embed_head.head)
             sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
             slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
@@ -210,11 +210,11 @@ def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
 
 
 def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Tensor:
-    if not draft.fuses:
+    if not draft.config.own_head:
         return naive.pass_losses(predictions, features, counts, head, 1.0, 0.1, 1.0)
     read = [draft.norm(one) for one in predictions]
     said = torch.isin(greedy, draft.vocabulary)
-    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, own=draft.lm_head.weight)
+    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, draft_head=draft.lm_head.weight)
 
 
 def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:

@@ -18,7 +18,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.fitting import named
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import LayerMasks
-from poss_lightning.training.costs import parameters, shapes, specialist_parameters
+from poss_lightning.training.costs import count_parameters, count_specialist_parameters, shapes
 from poss_lightning.training.plan import TARGETS, token_bytes
 
 LLAMA_3 = {
@@ -110,7 +110,7 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     LayerMasks.of(config, spec.context)  # refuses layers that a tree cannot be read with
 
     with torch.device("meta"):
-        layer = Specialists(DraftConfig(spec, (1,), 1)).layers[0]
+        layer = Specialists(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
     theirs = {key.split(".")[-2]: value.shape for key, value in model.base_model.layers[0].state_dict().items()}
     theirs["norm"] = theirs["post_attention_layernorm"]
     assert {key.removesuffix(".weight"): value.shape for key, value in layer.state_dict().items()} == {
@@ -126,15 +126,15 @@ def test_the_drafts_of_a_target_s_experiment(name):
         choice: tuple(c.fit["model"][key] for key in ("allocation", "depth")) for choice, c in cells.items()
     } == depths
     for allocation, depth in depths.values():
-        config = DraftConfig(spec, tuple(allocation), depth)
+        config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth)
         with torch.device("meta"):
             draft = Specialists(config)
         keys = [f"layers.{i}.{part}.weight" for i in range(len(allocation)) for part in PARTS]
         assert list(draft.state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
         assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
-        assert parameters(config) == sum(p.numel() for p in draft.parameters())
+        assert count_parameters(config) == sum(p.numel() for p in draft.parameters())
         assert not config.unreached(depth)
-        assert round(specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
+        assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
 
 def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
@@ -147,12 +147,12 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
     for cell in cells.values():
         model = whole(cell)["model"]
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
-        config = DraftConfig(TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
+        config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
         vocabulary = torch.arange(32000)
         with torch.device("meta"):
             draft = Specialists(config, vocabulary)
         total = len(config.allocation) * layer + around
-        assert parameters(config) == sum(p.numel() for p in draft.parameters()) == total
+        assert count_parameters(config) == sum(p.numel() for p in draft.parameters()) == total
         assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
         assert config.layers == (2, 16, 29) and not config.unreached(8)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one

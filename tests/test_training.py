@@ -54,7 +54,7 @@ def talks() -> list[Conversation]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, tiny_folder):
     folder = tmp_path_factory.mktemp("store")
-    write_store(folder, Target.load(tiny_folder, "float32"), talks(), 128, 1024, 2**20)
+    write_store(folder, Target.load(tiny_folder, "float32"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20)
     return str(folder)
 
 
@@ -119,7 +119,7 @@ def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true",
 def half(tmp_path_factory, tiny_folder):
     """The same texts, read and kept in bfloat16."""
     folder = tmp_path_factory.mktemp("half")
-    write_store(folder, Target.load(tiny_folder, "bfloat16"), talks(), 128, 1024, 2**20)
+    write_store(folder, Target.load(tiny_folder, "bfloat16"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20)
     return str(folder)
 
 
@@ -187,7 +187,7 @@ def test_an_own_head_is_taught_what_it_can_say(inner, size):
     lightning.seed_everything(0)
     module = SpecialistTraining(inner, [2, 2], **EAGLE3, vocabulary_size=size)
     batch = collate([[FeatureStore(inner).select((2, 3, 4))[i]] for i in (5, 30)])
-    assert batch.inputs.shape[-1] == 3 * batch.features.shape[-1]
+    assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
     losses, predictions = module._losses(batch, 4)
     said = range(320) if size is None else module.draft.vocabulary.tolist()
     counts = batch.counts[:, :-1].clone()
@@ -197,7 +197,7 @@ def test_an_own_head_is_taught_what_it_can_say(inner, size):
     read = [module.draft.norm(prediction) for prediction in predictions]
     given = read, batch.features[:, 1:], counts, module.embed_head.head, 0.0, 1.0, 0.0
     torch.testing.assert_close(
-        losses.weighted.double(), naive.pass_losses(*given, own=module.draft.lm_head.weight), rtol=1e-4, atol=1e-4
+        losses.weighted.double(), naive.pass_losses(*given, draft_head=module.draft.lm_head.weight), rtol=1e-4, atol=1e-4
     )
 
 
@@ -239,9 +239,9 @@ def test_samples_carry_only_the_layers_that_are_read(inner):
     outputs = dict(zip(whole.manifest.layers, whole[3].layers.unbind(1), strict=True))
     chosen = pickle.loads(pickle.dumps(whole.select((4, 2))))[3]  # as a loader's process gets it
     assert torch.equal(chosen.layers, torch.stack([outputs[4], outputs[2]], dim=1))
-    assert torch.equal(chosen.read, torch.cat([outputs[4], outputs[2]], dim=1))
+    assert torch.equal(chosen.draft_input, torch.cat([outputs[4], outputs[2]], dim=1))
     none = whole.select(())[3]
-    assert none.layers.shape[1] == 0 and none.read is none.features
+    assert none.layers.shape[1] == 0 and none.draft_input is none.features
 
 
 @pytest.mark.parametrize("source", ["eagle2", "eagle3"], indirect=True)
@@ -249,7 +249,7 @@ def test_checkpoints_hold_nothing_frozen_and_resume(source, tmp_path):
     store, options = source
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     module, _ = fit(store, tmp_path, steps=4, callbacks=[keep], **options)
-    assert not any("ends" in name for name in module.state_dict())
+    assert not any("embed_head" in name for name in module.state_dict())
     again, _ = fit(store, tmp_path, steps=4, resume=tmp_path / "step=2.ckpt", **options)
     assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
 
@@ -272,7 +272,7 @@ def test_throughput_is_seen(store, tmp_path):
         default_root_dir=tmp_path,
     )
     taken, plain = [], throughput._log
-    throughput._log = lambda *given: (taken.append((throughput.done.tolist(), throughput.begun)), plain(*given))
+    throughput._log = lambda *given: (taken.append((throughput.totals.tolist(), throughput.started)), plain(*given))
     data = FeatureData(store, batch_tokens=256, validation=0.2)
     trainer.fit(module, data)
     ((slots, tokens, flops), _) = taken[0]

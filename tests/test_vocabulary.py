@@ -20,7 +20,7 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.draft.vocabulary import cut
+from poss_lightning.draft.vocabulary import restrict_vocabulary
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
 
@@ -67,7 +67,7 @@ def test_only_the_vocabulary_changes(target, tmp_path, kept):
     draft = tiny_draft(target, [1, 3, 2])
     draft.normalise(torch.rand(32), torch.rand(32))
     before = {name: value.clone() for name, value in draft.state_dict().items()}
-    cut(draft, kept).save_pretrained(tmp_path)
+    restrict_vocabulary(draft, kept).save_pretrained(tmp_path)
     loaded = Specialists.from_pretrained(tmp_path)
     assert loaded.vocabulary.equal(kept)
     assert asdict(loaded.config) == asdict(draft.config) | {"vocabulary_size": len(kept)}
@@ -78,15 +78,15 @@ def test_only_the_vocabulary_changes(target, tmp_path, kept):
 
 def test_cut_then_whole_is_the_identity(target, tmp_path):
     draft = tiny_draft(target, [2, 2])
-    twice = cut(cut(draft, torch.arange(50)), torch.arange(0, 320, 3))  # a cut draft may be cut anew
-    for name, some in (("before", draft), ("after", cut(twice, None))):
+    twice = restrict_vocabulary(restrict_vocabulary(draft, torch.arange(50)), torch.arange(0, 320, 3))  # a cut draft may be cut anew
+    for name, some in (("before", draft), ("after", restrict_vocabulary(twice, None))):
         some.save_pretrained(tmp_path / name)
     assert contents(tmp_path / "before") == contents(tmp_path / "after")
 
 
 def test_a_cut_draft_starts_another(target):
     draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [2, 2], seed=1)
-    other.start_from(cut(draft, torch.arange(50)))
+    other.start_from(restrict_vocabulary(draft, torch.arange(50)))
     assert all(a.equal(b) for a, b in zip(draft.parameters(), other.parameters(), strict=True))
     assert other.vocabulary is None
 
@@ -105,7 +105,7 @@ def decode(target, draft: Specialists) -> tuple[list[list[int]], list]:
 def test_a_cut_draft_is_lossless_and_drafts_nothing_else(target):
     said, kept = tokens_of(Autoregressive(target)), torch.arange(1, 320, 4)
     assert not set(chain(*said)) <= set(kept.tolist())  # else the law would say nothing
-    lossless, trees = decode(target, cut(tiny_draft(target, [2, 2]), kept))
+    lossless, trees = decode(target, restrict_vocabulary(tiny_draft(target, [2, 2]), kept))
     assert lossless == said
     assert set(torch.cat([tree.tokens[:, 1:].flatten() for tree in trees]).tolist()) <= set(kept.tolist())
 
@@ -114,7 +114,7 @@ def test_a_cut_draft_is_lossless_and_drafts_nothing_else(target):
 def test_a_whole_vocabulary_drafts_as_the_draft_did(target, kept):
     draft = tiny_draft(target, [2, 2])
     (said, before), (again, after) = (
-        decode(target, some) for some in (draft, cut(cut(draft, torch.arange(0, 320, 5)), kept))
+        decode(target, some) for some in (draft, restrict_vocabulary(restrict_vocabulary(draft, torch.arange(0, 320, 5)), kept))
     )
     assert again == said and len(before) == len(after) > 5
     for tree, same in zip(before, after, strict=True):

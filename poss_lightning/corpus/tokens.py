@@ -15,7 +15,7 @@ def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
     """How often each of the target's tokens occurs in the answers (token ids each): (vocabulary,) int64."""
     counts = np.zeros(vocabulary, dtype=np.int64)
     for answer in answers:
-        np.add.at(counts, np.asarray(answer), 1)
+        np.add.at(counts, np.asarray(answer, dtype=np.int64), 1)
     return counts
 
 

@@ -190,7 +190,8 @@ def _check_same(folder: Path, key: dict) -> None:
 
 def _check_place(folder: Path, work: Work) -> None:
     """Raise StoreError where `folder` has files that are no beginning of a store."""
-    if folder.is_dir() and not work.folder.is_dir() and not is_finished(folder) and any(folder.iterdir()):
+    has_files = folder.is_dir() and any(folder.iterdir())
+    if has_files and not work.folder.is_dir() and not is_finished(folder):  # in this order: others may write there
         raise StoreError(f"{folder} is not empty, and no beginning of a store: choose another folder")
 
 
