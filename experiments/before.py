@@ -4,8 +4,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from poss_lightning.evaluation.records import depths, read_records, read_runs
-from poss_lightning.reports.compare import show
+from poss_lightning.evaluation.records import find_depths, read_records, read_runs
+from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.summary import summarise
 from poss_lightning.reports.tables import method_tables
 
@@ -16,11 +16,12 @@ def main(before: str, after: str) -> None:
     for head in ("hass", "poss2"):
         answers, known = [], {}
         for sweep in (before, after):
-            folder, name = [HERE / sweep / "cells" / head / "seed-0"], f"{head} of {sweep}"
+            folder, name = HERE / sweep / "cells" / head / "seed-0", f"{head} of {sweep}"
             answers += [replace(record, method=name) for record in read_records(folder)]
-            known[name] = depths(read_runs(folder))[head]
+            known[name] = find_depths(read_runs(folder))[head]
         reference = f"{head} of {before}"
-        show(method_tables(summarise(answers, None, reference, known), None, reference))
+        summaries = summarise(answers, baseline=None, reference=reference, depths=known)
+        print_tables(method_tables(summaries, None, reference))
 
 
 if __name__ == "__main__":
