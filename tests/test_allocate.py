@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.reports.allocate import allocate, allocations, propose, read_drift, variance_within
 
@@ -26,9 +27,15 @@ def test_more_specialists_leave_less():
     assert left == sorted(left, reverse=True) and left[0] == pytest.approx(1) and left[-1] == 0
 
 
+def log(folder, scalars):
+    with SummaryWriter(str(folder)) as writer:
+        for tag, (step, value) in scalars.items():
+            writer.add_scalar(tag, value, step)
+
+
 def test_the_drift_of_a_run_is_read_and_shown(tmp_path, capsys):
     scalars = {f"val_drift_l2/depth_{k}": [9, 0.1 * k] for k in range(1, 5)} | {"val/loss": [9, 3.0]}
-    (tmp_path / "scalars.json").write_text(json.dumps(scalars))
+    log(tmp_path, scalars)
     assert read_drift(str(tmp_path)) == pytest.approx([0.1, 0.2, 0.3, 0.4])
     allocate(str(tmp_path), 4)
     assert "[2, 2]" in capsys.readouterr().out
@@ -39,16 +46,16 @@ def test_the_drift_of_a_run_is_read_and_shown(tmp_path, capsys):
 
 
 def test_a_training_of_specialists_is_refused(tmp_path):
-    (tmp_path / "scalars.json").write_text(json.dumps({f"val_drift_l2/depth_{k}": [9, 0.1] for k in (1, 2)}))
+    log(tmp_path, {f"val_drift_l2/depth_{k}": [9, 0.1] for k in (1, 2)})
     (tmp_path / "draft-last").mkdir()
     (tmp_path / "draft-last" / "config.json").write_text(json.dumps({"allocation": [2]}))
-    assert read_drift(str(tmp_path)) == [0.1, 0.1]
+    assert read_drift(str(tmp_path)) == pytest.approx([0.1, 0.1])
     (tmp_path / "draft-last" / "config.json").write_text(json.dumps({"allocation": [1, 1]}))
     with pytest.raises(ValueError, match=r"draft-last/config.json is of specialists, \[1, 1\]"):
         read_drift(str(tmp_path))
 
 
 def test_a_run_without_drift_is_refused(tmp_path):
-    (tmp_path / "scalars.json").write_text(json.dumps({"val/loss": [9, 3.0]}))
+    log(tmp_path, {"val/loss": [9, 3.0]})
     with pytest.raises(ValueError, match="holds 0 runs that logged val_drift_l2"):
         read_drift(str(tmp_path))

@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
     with pytest.raises(KeyboardInterrupt):
         answer(str(tmp_path / "killed.jsonl"), **options)
     assert not (tmp_path / "killed.jsonl").exists()
-    with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun with other settings \(new_tokens\)"):
+    with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun with other settings \(max_new_tokens 12, now 9\)"):
         answer(str(tmp_path / "killed.jsonl"), **(options | {"max_new_tokens": 9}))
     answer(str(tmp_path / "killed.jsonl"), **options)
     assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -118,7 +118,7 @@ def test_cells_are_named_by_their_folders(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "place, said", [("plain", "is in no folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")]
+    "place, said", [("plain", "is no folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")]
 )
 def test_cells_that_are_none_or_the_same_are_named(tmp_path, place, said):
     write(tmp_path / "a" / "seed-0")

@@ -219,7 +219,7 @@ def test_without_any_spread_equal_is_equal_and_nothing_else_is_sure():
     same, apart = difference(0.0, 0.0, 1), difference(0.5, 0.0, 1)
     assert same.p == 1 and apart.value == 0.5
     for found in (apart, quotient(0.5, 0.0, 1)):
-        assert math.isnan(found.p) and found.interval() == found.smallest() == found.significance() == ""
+        assert math.isnan(found.p) and found.interval() == found.detectable_text() == found.significance() == ""
 
 
 def naive_holm(p):

@@ -132,7 +132,7 @@ def test_sources_that_are_none(source, words):
 
 def test_two_suites_of_one_name_are_refused(tmp_path):
     (tmp_path / "chat.jsonl").write_text(lines({"prompt": "a"}))
-    with pytest.raises(ValueError, match=r"2 suites are named 'chat', .*prompts/chat.jsonl, .*"):
+    with pytest.raises(ValueError, match=r"2 suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
         load_suites(["chat", str(tmp_path)])
 
 

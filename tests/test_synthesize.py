@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
         patch.setattr(module, "generate", dying)
         write(tmp_path / "killed.jsonl")
     assert not (tmp_path / "killed.jsonl").exists()
-    parts = len(list((tmp_path / "killed.jsonl.parts").glob("*.jsonl")))
+    parts = len(list((tmp_path / "killed.jsonl.parts").glob("0*.json")))
     assert parts == generations // 4  # a batch asks four times: two turns of two roles
     write(tmp_path / "killed.jsonl")
     write(tmp_path / "whole.jsonl")
@@ -119,7 +119,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
     assert sorted(files) == ["killed.jsonl", "whole.jsonl"] and files["killed.jsonl"] == files["whole.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["settings.json", "000001.jsonl", "killed.jsonl"])
+@pytest.mark.parametrize("name", ["settings.json", "000001.json", "killed.jsonl"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_around_any_file_is_survived(tmp_path, monkeypatch, name, when):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -134,7 +134,7 @@ def test_a_kill_around_any_file_is_survived(tmp_path, monkeypatch, name, when):
 @pytest.mark.parametrize("change", [{"seed": 1}, {"temperature": 0.9}, {"turns": 1}, {"target": "other"}])
 def test_other_settings_do_not_go_on_with_the_same_parts(tmp_path, monkeypatch, change):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        dies_at(patch, "000001.jsonl", "after")
+        dies_at(patch, "000001.json", "after")
         write(tmp_path / "corpus.jsonl")
     before = contents(tmp_path / "corpus.jsonl.parts")
     with pytest.raises(ValueError, match=f"begun with other settings .*{next(iter(change))}"):
@@ -168,7 +168,7 @@ def test_unfit_texts_are_thrown_away_and_a_target_that_writes_nothing_new_is_giv
 
 
 def test_special_tokens_are_unfit_and_emptiness_is_seen(loads_at_once):
-    writer = module._Writer(loads_at_once, 1, (Sampling(1.0), 8), (GREEDY, 8))
+    writer = module._Writer(loads_at_once, 1, user=(Sampling(1.0), 8), answer=(GREEDY, 8))
     stop = min(loads_at_once.chat.stops)
     hello = loads_at_once.tokenizer("Hello ").input_ids
     assert writer._text([*hello, stop]) == "Hello " == writer._text(hello)

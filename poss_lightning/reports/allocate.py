@@ -23,7 +23,7 @@ def allocate(run: str, depth: int | None = None) -> None:
     """Propose an allocation for every number of specialists, from the drift that a single layer's training logged.
 
     Args:
-        run: folder of the training (its TensorBoard file, or the scalars.json of a sweep).
+        run: folder of the training with its TensorBoard file, or of a cell of a sweep.
         depth: positions to share out; all that were logged by default.
     """
     drift = read_drift(run, depth)
