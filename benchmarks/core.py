@@ -11,14 +11,14 @@ from statistics import median
 
 import torch
 from measure import once, seconds
-from poss_lightning.evaluation.provenance import provenance
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
+from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features import extract
 from poss_lightning.files import atomic
-from poss_lightning.target.generation import pad
+from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import project
 
@@ -30,16 +30,16 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
     Extraction also finds the target's likeliest token after every answer slot, so it reads the LM head there.
     """
     read = read_conversations(str(CORPUS), limit=conversations)
-    texts = extract.read_texts(target, read, 2048)
+    texts = extract.tokenize(target, read, 2048)
     batches = [
-        pad([text.tokens for text in batch], target.device)
+        pad_right([text.tokens for text in batch], target.device)
         for batch in extract.plan_shards(texts, batch_tokens, 10**9)[0]
     ]
     tokens = sum(len(text.tokens) for text in texts)
 
     def features_only() -> None:
         for batch in batches:
-            target.read(batch)
+            target.text_features(batch)
 
     def with_logits() -> None:
         for batch in batches:
@@ -47,7 +47,9 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
 
     def whole() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            extract.write_store(Path(folder) / "store", target, read, 2048, batch_tokens, 2**30)
+            extract.write_store(
+                Path(folder) / "store", target, read, max_length=2048, batch_tokens=batch_tokens, shard_bytes=2**30
+            )
 
     times = {"extract": whole, "forward": with_logits, "forward_without_head": features_only}
     rates = {name: tokens / seconds(work, 3) for name, work in times.items()}

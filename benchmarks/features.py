@@ -12,10 +12,10 @@ from pathlib import Path
 import lightning
 import torch
 from core import extraction
-from poss_lightning.evaluation.provenance import provenance
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS
+from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
@@ -66,8 +66,10 @@ def main() -> None:
     width = target.spec.hidden_size
     with tempfile.TemporaryDirectory() as folder:
         exact, small = Path(folder) / "exact", Path(folder) / "float8"
-        write_store(exact, target, conversations, 2048, 4096, 2**30)
-        write_store(small, target, conversations, 2048, 4096, 2**30, stored="float8")
+        write_store(exact, target, conversations, max_length=2048, batch_tokens=4096, shard_bytes=2**30)
+        write_store(
+            small, target, conversations, max_length=2048, batch_tokens=4096, shard_bytes=2**30, stored="float8"
+        )
         forget(exact)
         cold, warm, padded = training(exact), training(exact), training(exact, packed=False)
         results = {

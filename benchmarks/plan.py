@@ -13,11 +13,11 @@ from typing import NamedTuple
 import lightning
 import torch
 from measure import peak_bytes
-from poss_lightning.evaluation.provenance import provenance
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
@@ -136,7 +136,7 @@ def batch(case: Case) -> Batch:
         parts = torch.randn(length, 1 + len(case.config().layers), case.target.hidden_size, dtype=torch.bfloat16)
         samples.append(Sample(str(number), tokens, tokens, spans, parts[:, 0].clone(), parts[:, 1:].clone()))
     made = collate([samples])
-    return made._replace(inputs=made.inputs.clone())
+    return made._replace(draft_input=made.draft_input.clone())
 
 
 def train(case: Case) -> None:

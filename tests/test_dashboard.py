@@ -41,7 +41,10 @@ def fit(store, folder, logger, steps, **options):  # noqa: F811
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Replay(EVERY, nodes=12, tree_width=4), Dashboard(slots=6)],  # and a sanity check, which leaves nothing
+        callbacks=[
+            Replay(EVERY, nodes=12, tree_width=4),
+            Dashboard(slots=6),
+        ],  # and a sanity check, which leaves nothing
         default_root_dir=folder,
     )
     trainer.fit(training, data)
@@ -128,7 +131,9 @@ def test_points_against_a_loop(store):  # noqa: F811
 def test_tokens_are_spelt_where_the_tokenizer_is_at_hand(tiny_folder):
     spell = panels.load_speller(tiny_folder)
     assert spell(1) == "<|im_end|>" and all("\t" not in spell(i) and "\n" not in spell(i) for i in range(320))
-    assert panels.load_speller("somebody/unknown")(7) == "7" and panels.load_speller("no folder, no id/ at all/")(7) == "7"
+    assert (
+        panels.load_speller("somebody/unknown")(7) == "7" and panels.load_speller("no folder, no id/ at all/")(7) == "7"
+    )
 
 
 def test_a_figure_shows_every_kind_that_was_logged(run):
@@ -155,7 +160,7 @@ def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):  
     training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=vocabulary)
     held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
     for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
-        found = replay_rounds(draft, data.source.embed_head(), held, DEPTH, nodes, tree_width)
+        found = replay_rounds(draft, data.source.embed_head(), held, depth=DEPTH, nodes=nodes, tree_width=tree_width)
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
         assert float(trainer.callback_metrics[f"val/tau_{kind}"]) == pytest.approx(tau)

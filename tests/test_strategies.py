@@ -65,7 +65,14 @@ def conversations() -> list[Conversation]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, tiny_folder) -> str:
     folder = tmp_path_factory.mktemp("store")
-    write_store(folder, Target.load(tiny_folder, "float32"), conversations(), 128, 1024, 2**20)
+    write_store(
+        folder,
+        Target.load(tiny_folder, "float32"),
+        conversations(),
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+    )
     return str(folder)
 
 
@@ -73,7 +80,15 @@ def store(tmp_path_factory, tiny_folder) -> str:
 def inner(tmp_path_factory) -> str:
     """What a draft of the EAGLE-3 kind reads."""
     folder = tmp_path_factory.mktemp("inner")
-    write_store(folder, tiny_target(num_hidden_layers=7), conversations(), 128, 1024, 2**20, layers=(2, 3, 4))
+    write_store(
+        folder,
+        tiny_target(num_hidden_layers=7),
+        conversations(),
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+        layers=(2, 3, 4),
+    )
     return str(folder)
 
 

@@ -54,7 +54,9 @@ def talks() -> list[Conversation]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory, tiny_folder):
     folder = tmp_path_factory.mktemp("store")
-    write_store(folder, Target.load(tiny_folder, "float32"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20)
+    write_store(
+        folder, Target.load(tiny_folder, "float32"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20
+    )
     return str(folder)
 
 
@@ -62,7 +64,15 @@ def store(tmp_path_factory, tiny_folder):
 def inner(tmp_path_factory):
     """A store with inner layers, and one more than a draft reads."""
     folder = tmp_path_factory.mktemp("inner")
-    write_store(folder, tiny_target(num_hidden_layers=7), talks(), 128, 1024, 2**20, layers=(2, 6, 3, 4))
+    write_store(
+        folder,
+        tiny_target(num_hidden_layers=7),
+        talks(),
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+        layers=(2, 6, 3, 4),
+    )
     return str(folder)
 
 
@@ -119,7 +129,9 @@ def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true",
 def half(tmp_path_factory, tiny_folder):
     """The same texts, read and kept in bfloat16."""
     folder = tmp_path_factory.mktemp("half")
-    write_store(folder, Target.load(tiny_folder, "bfloat16"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20)
+    write_store(
+        folder, Target.load(tiny_folder, "bfloat16"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20
+    )
     return str(folder)
 
 
@@ -197,7 +209,10 @@ def test_an_own_head_is_taught_what_it_can_say(inner, size):
     read = [module.draft.norm(prediction) for prediction in predictions]
     given = read, batch.features[:, 1:], counts, module.embed_head.head, 0.0, 1.0, 0.0
     torch.testing.assert_close(
-        losses.weighted.double(), naive.pass_losses(*given, draft_head=module.draft.lm_head.weight), rtol=1e-4, atol=1e-4
+        losses.weighted.double(),
+        naive.pass_losses(*given, draft_head=module.draft.lm_head.weight),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 

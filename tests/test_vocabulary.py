@@ -78,7 +78,9 @@ def test_only_the_vocabulary_changes(target, tmp_path, kept):
 
 def test_cut_then_whole_is_the_identity(target, tmp_path):
     draft = tiny_draft(target, [2, 2])
-    twice = restrict_vocabulary(restrict_vocabulary(draft, torch.arange(50)), torch.arange(0, 320, 3))  # a cut draft may be cut anew
+    twice = restrict_vocabulary(
+        restrict_vocabulary(draft, torch.arange(50)), torch.arange(0, 320, 3)
+    )  # a cut draft may be cut anew
     for name, some in (("before", draft), ("after", restrict_vocabulary(twice, None))):
         some.save_pretrained(tmp_path / name)
     assert contents(tmp_path / "before") == contents(tmp_path / "after")
@@ -114,7 +116,8 @@ def test_a_cut_draft_is_lossless_and_drafts_nothing_else(target):
 def test_a_whole_vocabulary_drafts_as_the_draft_did(target, kept):
     draft = tiny_draft(target, [2, 2])
     (said, before), (again, after) = (
-        decode(target, some) for some in (draft, restrict_vocabulary(restrict_vocabulary(draft, torch.arange(0, 320, 5)), kept))
+        decode(target, some)
+        for some in (draft, restrict_vocabulary(restrict_vocabulary(draft, torch.arange(0, 320, 5)), kept))
     )
     assert again == said and len(before) == len(after) > 5
     for tree, same in zip(before, after, strict=True):
@@ -164,7 +167,7 @@ def test_the_command_gives_the_whole_head_back(given, tmp_path, capsys):
 
 def test_a_store_of_the_corpus_chooses_the_same(target, given, tmp_path):
     """Nothing is cut off here, and the stop token, which ends every answer, is among the most frequent."""
-    write_store(tmp_path / "store", target, make_conversations(), 512, 512, 2**20)
+    write_store(tmp_path / "store", target, make_conversations(), max_length=512, batch_tokens=512, shard_bytes=2**20)
     for size in (5, 20, 200, 320):
         run(given, tmp_path / f"cut-{size}", "--size", str(size))
         cut_to = Specialists.from_pretrained(tmp_path / f"cut-{size}").vocabulary
