@@ -20,7 +20,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(patsubst %,tests/test_%.py,budget draft encoding engine int8_head losses machine metrics muon sampling target trees unroll verification)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage clean
+.PHONY: help setup demo test test-portable test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -114,6 +114,13 @@ digests: setup  ## what a fixed extraction, training, benchmark and replay come 
 
 coverage: setup  ## how often 95 % intervals hold the truth, by ways to make them
 	$(BIN)/python benchmarks/coverage.py
+
+docs: setup  ## build the documentation site, strictly; ARGS='--site-dir DIR'
+	$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install -e '.[docs]'
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+figures: setup  ## draw the documentation's figures from committed records; ARGS='--decode' decodes their example again
+	$(BIN)/python docs/figures.py $(ARGS)
 
 clean:  ## remove caches and build products (keeps .venv and runs)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache lightning_logs

@@ -1,11 +1,14 @@
 """Documents tell the truth: their commands parse, what they print is printed, and their worked examples run."""
 
+import functools
+import json
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lightning
 import pytest
 import test_families
 import yaml
@@ -14,7 +17,7 @@ from documents import DOCUMENTS, ROOT, Command, blocks, commands, everywhere, fi
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.fitting import named
+from poss_lightning.files import find_config
 from poss_lightning.sweep import Sweep
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -92,7 +95,7 @@ def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
         own = Sweep.read(here / file)
         for cell in own.cells(here)[: len(own.choices)]:
             (here / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
-            configs = [named(name) for name in cell.configs] + ["fit.yaml"]
+            configs = [find_config(name) for name in cell.configs] + ["fit.yaml"]
             parsed(Command(0, "poss", ["fit", *(f"--config={name}" for name in configs)]))
 
 
@@ -160,9 +163,9 @@ FIT = {
 SMALL = {  # a line's own options come first, so these have the last word
     "synthesize": [*HERE, "--conversations", "40", "--user_tokens", "6", "--answer_tokens", "8"],
     "extract": HERE,
-    "answer": [*HERE, "--suites", "[chat]", "--limit", "3", "--new_tokens", "8"],
-    "generate": [*HERE, "--new_tokens", "8"],
-    "benchmark": [*HERE, "--suites", "[chat]", "--limit", "3", "--new_tokens", "4"],
+    "answer": [*HERE, "--suites", "[chat]", "--limit", "3", "--max_new_tokens", "8"],
+    "generate": [*HERE, "--max_new_tokens", "8"],
+    "benchmark": [*HERE, "--suites", "[chat]", "--limit", "3", "--max_new_tokens", "4"],
     "fit": ["--config", "small.yaml"],  # FIT
 }
 
@@ -199,15 +202,43 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
     assert "τ" in capsys.readouterr().out
 
 
-def test_python_in_the_readme_runs(tiny_folder, target, tmp_path):
-    tiny_draft(target, [2, 2]).save_pretrained(tmp_path / "draft")
-    (own,) = [block.text for block in blocks((ROOT / "README.md").read_text(), "python")]
-    names = {'"embedded"': repr(tiny_folder), '"embedded-poss2"': repr(str(tmp_path / "draft"))}
-    for theirs, ours in names.items():
-        assert theirs in own
-        own = own.replace(theirs, ours)
-    exec(own, given := {})
-    assert given["output"].shape[1] > 8
+@pytest.fixture
+def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], dict]:
+    """Runs Python that a document shows, on the tiny target, a draft and a store of it, and for one step."""
+    drafts = [tmp_path / name for name in ("embedded-hass", "embedded-poss2")]
+    for draft, allocation in zip(drafts, ([4], [2, 2]), strict=True):
+        tiny_draft(target, allocation).save_pretrained(draft)
+    lines = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "it " * 9}]}
+        for n in range(30)
+    ]
+    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cli.run("extract", ["text.jsonl", "store", "--target", tiny_folder, *HERE])
+    trainer = functools.partial(lightning.Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    monkeypatch.setattr(lightning, "Trainer", lambda max_steps: trainer(max_steps=min(max_steps, 1), **quiet))
+    stand_ins = {"embedded": tiny_folder, "runs/eagle/draft-best": drafts[0], "embedded-hass": drafts[0]}
+    stand_ins |= {"embedded-poss2": drafts[1], "runs/demo/features": "store", "runs/features": "store"}
+
+    def run(text: str) -> dict:
+        for theirs, ours in stand_ins.items():
+            text = text.replace(f'"{theirs}"', json.dumps(str(ours)))
+        exec(text, given := {})
+        return given
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("decoding", "training"))]
+)
+def test_python_that_a_document_shows_runs(document, python):
+    (own,) = [block.text for block in blocks(document.read_text(), "python")]
+    given = python(own)
+    if "output" in given:
+        assert given["output"].shape[1] > 8
+    if "training" in given:
+        assert given["training"].trainer.global_step == 1
 
 
 def test_the_family_of_the_worked_example_is_tested():

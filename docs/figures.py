@@ -1,0 +1,343 @@
+"""`make figures`: the pictures of the documentation, made from committed records.
+
+    python docs/figures.py             # writes docs/figures/*.svg
+    python docs/figures.py --decode    # first decodes the example answer again: docs/figures/rounds.jsonl.gz
+
+Every number comes from the functions that `poss compare` and `poss report` use. The mask is what the unroll's attention
+does, slot by slot; the tree and the text are rounds of one real answer.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")  # no display is needed
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from poss_lightning.draft.attention import Packing, attend
+from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
+from poss_lightning.evaluation.records import find_depths, read_cells, read_records, read_runs
+from poss_lightning.evaluation.rounds import Round, read_rounds, recorder, to_line
+from poss_lightning.files import atomic
+from poss_lightning.reports.scalars import group_by_choice, mean_over_runs, read_scalars, series_by_depth
+from poss_lightning.reports.seeds import summarise_seeds
+from poss_lightning.reports.statistics import Estimate
+from poss_lightning.reports.summary import ALL, summarise
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures"
+QUESTION, DRAFT, LIMIT = "Why is the sky blue?", "embedded-poss2", 64  # of the example answer
+ROUND = 6  # of its rounds, from 0, the one that is drawn
+NODES = 16  # of the tree that are drawn
+NAMES = {"eagle": "EAGLE-2", "hass": "HASS", "poss1": "PosS-1", "poss2": "PosS-2", "poss3": "PosS-3"}
+COLOURS = {"eagle": "#7f7f7f", "hass": "#d95f02", "poss1": "#1b9e77", "poss2": "#1f5fbf", "poss3": "#8e44ad"}
+INK, QUIET, ACCEPTED, BONUS = "#222222", "#8a8a8a", "#1b7f3b", "#1f5fbf"
+MONOSPACED = {"family": "DejaVu Sans Mono", "fontsize": 9}
+STYLE = {
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "legend.frameon": False,
+    "svg.hashsalt": "poss_lightning",  # the same input gives the same file
+}
+
+
+def acceptance() -> Figure:
+    """pos-acc by position: the shipped drafts over prompts, and the methods over trainings and prompts."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    folder = ROOT / "experiments" / "shipped" / "eval"
+    depths = find_depths(read_runs(folder))
+    rows = summarise(read_records(folder), baseline=None, depths=depths)
+    shipped = {row.method: row.pos_acc for row in rows if row.suite == ALL and row.method in NAMES}
+    _curves(left, shipped, "shipped drafts, one training each,\n120 questions, 60-node trees")
+    folder = ROOT / "experiments" / "methods"
+    summaries = summarise_seeds(read_cells(folder), depths=find_depths(read_runs(folder)))
+    methods: dict[str, list[Estimate]] = {}
+    for row in summaries:
+        if row.suite == ALL and row.measure.startswith("pos_acc") and row.choice in NAMES:
+            methods.setdefault(row.choice, []).append(row.mean)
+    _curves(right, {name: methods[name] for name in NAMES}, "80 steps from one trained layer,\n5 trainings each")
+    left.set_ylabel("pos-acc (95 % intervals)")
+    left.set_ylim(0.4, 1)
+    return figure
+
+
+def drift() -> Figure:
+    """Relative L2 distance of the draft's feature to the target's, by depth, over the trainings of each choice."""
+    figure, axes = plt.subplots(figsize=(5.4, 3.4), layout="constrained")
+    choices = group_by_choice(read_scalars(ROOT / "experiments" / "methods"))
+    curves = {name: _last_by_depth([series_by_depth(run, "val_drift_l2") for run in choices[name]]) for name in NAMES}
+    _curves(axes, curves, "80 steps from one trained layer, 5 trainings each")
+    axes.set(xlabel="depth of the pass", ylabel="drift: relative L2 (95 % intervals)")
+    return figure
+
+
+def tree() -> Figure:
+    """One round of the example answer: drafted tokens, the accepted path, and the bonus token."""
+    guesses = _rounds()[ROUND].guesses
+    shown = sorted(likeliest_nodes(guesses, NODES))
+    places = _places(guesses, shown)
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    for node in shown:
+        x, y = places[node]
+        accepted = node in guesses.path
+        if node:
+            _edge(axes, places[guesses.parents[node]], (x, y), ACCEPTED if accepted else "#c9c9c9", accepted)
+        below = "root" if not node else f"{100 * math.exp(guesses.scores[node]):.0f} %"
+        _token(axes, (x, y), guesses.tokens[node], below, ACCEPTED if accepted else QUIET)
+    if guesses.bonus is not None:
+        last = places[guesses.path[-1]]
+        taken = any(node and guesses.parents[node] == guesses.path[-1] for node in shown)
+        place = (last[0] + 1, min(y for _, y in places.values()) - 1 if taken else last[1])
+        _edge(axes, last, place, BONUS, True)
+        _token(axes, place, guesses.bonus, "bonus", BONUS)
+    accepted = len(guesses.path) - 1
+    axes.set_title(
+        f"One round of “{QUESTION}”: {len(guesses.tokens) - 1} tokens drafted, {len(shown) - 1} shown, "
+        f"{accepted} accepted,\n"
+        f"and one more token from the target: {accepted + 1} tokens for one forward of the target",
+        fontsize=10,
+    )
+    axes.margins(0.07, 0.12)
+    axes.axis("off")
+    return figure
+
+
+def answer() -> Figure:
+    """The whole example answer, each token in the colour of where it came from."""
+    rounds = _rounds()
+    pieces = [(rounds[0].guesses.tokens[0], BONUS)]
+    for guesses in (one.guesses for one in rounds):
+        pieces += [(guesses.tokens[node], ACCEPTED) for node in guesses.path[1:]]
+        pieces += [(guesses.bonus, BONUS)] if guesses.bonus is not None else []
+    figure, axes = plt.subplots(figsize=(9, 1.7))
+    figure.subplots_adjust(0.01, 0.01, 0.99, 0.99)
+    columns, row, column = 110, 0, 0  # a monospaced page
+    axes.set(xlim=(0, columns + 2), ylim=(7.6, -0.6))
+    axes.axis("off")
+    for piece, colour in pieces:
+        if column + len(piece) > columns or piece.strip(" ") == "\n":
+            row, column = row + 1, 0
+        word = piece.strip("\n")
+        word = word.lstrip() if column == 0 else word
+        axes.text(column, row, word.replace("$", r"\$"), color=colour, weight="bold", **MONOSPACED)
+        column += len(word)
+    accepted = sum(len(one.guesses.path) - 1 for one in rounds)
+    axes.text(0, row + 2, f"green: {accepted} tokens drafted and accepted", color=ACCEPTED, fontsize=9, weight="bold")
+    axes.text(
+        45,
+        row + 2,
+        f"blue: {len(pieces) - accepted} tokens of the target itself, one for each of its "
+        f"{len(pieces) - accepted} forwards",
+        color=BONUS,
+        fontsize=9,
+        weight="bold",
+    )
+    return figure
+
+
+def mask() -> Figure:
+    """Which key set a query reads, by the weights that `attend` gives in passes 1 to 4."""
+    slots = 6
+    figure, panels = plt.subplots(1, 4, figsize=(10, 3.4), layout="constrained")
+    palette = ["#dbe6f6", "#f9d8b8", "#cfe8d5", "#e3d3ef"]
+    for place, axes in enumerate(panels, 1):
+        for t, row in enumerate(key_sets(place, slots)):
+            for s, which in enumerate(row):
+                colour = "#ffffff" if which is None else palette[which]
+                axes.add_patch(plt.Rectangle((s, t), 1, 1, facecolor=colour, edgecolor="#bbbbbb", linewidth=0.6))
+                if which is not None:
+                    axes.text(s + 0.5, t + 0.54, str(which), ha="center", va="center", fontsize=9, color=INK)
+        axes.set(xlim=(0, slots), ylim=(slots, 0), title=f"pass {place}", aspect="equal", xlabel="key slot s")
+        axes.set_xticks([s + 0.5 for s in range(slots)], range(slots))
+        axes.set_yticks([t + 0.5 for t in range(slots)], range(slots))
+        axes.tick_params(length=0, labelsize=8)
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+    panels[0].set_ylabel("query slot t")
+    figure.suptitle("A number i: the key is made from z after pass i; white: hidden before the softmax", fontsize=10)
+    return figure
+
+
+def key_sets(number: int, slots: int) -> list[list[int | None]]:
+    """Of pass `number`, by query slot and key slot, from which pass the visible key comes; None where it is hidden.
+
+    Values are one-hot, so `attend` returns the weight of every key. Rows t < number - 1 are not real and stay empty.
+    """
+    zero = torch.zeros(1, 1, slots, number * slots)
+    sets = torch.eye(number * slots).view(number, 1, 1, slots, -1)  # value of slot s in set i: 1 at i * slots + s
+    diagonals = [(zero, sets[number - 1 - i]) for i in range(number - 1)]
+    weights = attend(zero, (zero, sets[0]), diagonals, Packing.one_per_row(1, slots, torch.device("cpu")))
+    visible = weights[0, 0].view(slots, number, slots) > 0  # (t, set, s)
+    return [
+        [next((i for i in range(number) if visible[t, i, s]), None) if t >= number - 1 else None for s in range(slots)]
+        for t in range(slots)
+    ]
+
+
+def data_path() -> Figure:
+    """From text to report, with the command of every arrow."""
+    figure, axes = plt.subplots(figsize=(10, 3.3), layout="constrained")
+    axes.set(xlim=(0, 10.5), ylim=(0.1, 3.4))
+    axes.axis("off")
+    boxes = {
+        "text": (0.1, 2.2, "conversations", "JSON lines"),
+        "store": (2.35, 2.2, "feature store", "tokens, f(t), embedding,\nLM head of the target"),
+        "fit": (4.75, 2.2, "unroll", "K passes, losses,\ndrift by depth"),
+        "draft": (6.95, 2.2, "draft folder", "config.json,\nsafetensors"),
+        "logs": (4.75, 0.35, "TensorBoard", "scalars, drift,\nacceptance"),
+        "records": (6.95, 0.35, "records", "a row a prompt\nand repeat"),
+        "report": (9.0, 0.35, "tables, report", "intervals, curves,\nrounds"),
+    }
+    for x, y, name, about in boxes.values():
+        axes.add_patch(
+            FancyBboxPatch((x, y), 1.35, 0.85, boxstyle="round,pad=0.06", facecolor="#f3f6fb", edgecolor=BONUS)
+        )
+        axes.text(x + 0.675, y + 0.68, name, ha="center", va="center", fontsize=10, weight="bold", color=INK)
+        axes.text(x + 0.675, y + 0.25, about, ha="center", va="center", fontsize=7.5, color="#555555")
+    arrows = [
+        ((1.55, 2.65), (2.25, 2.65), "poss extract"),
+        ((3.8, 2.65), (4.65, 2.65), "poss fit"),
+        ((6.2, 2.65), (6.85, 2.65), ""),
+        ((5.42, 2.1), (5.42, 1.32), ""),
+        ((7.62, 2.1), (7.62, 1.32), "poss benchmark,\nposs replay"),
+        ((8.4, 0.78), (8.92, 0.78), ""),
+    ]
+    for start, end, label in arrows:
+        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 1.2})
+        middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+        upright = start[0] == end[0]
+        axes.text(
+            middle[0] + (0.1 if upright else 0),
+            middle[1] + (0 if upright else 0.58),
+            label,
+            ha="left" if upright else "center",
+            va="center",
+            fontsize=8,
+            family="DejaVu Sans Mono",
+            color=INK,
+        )
+    axes.text(9.68, 1.45, "poss compare,\nposs report", ha="center", fontsize=8, family="DejaVu Sans Mono", color=INK)
+    axes.text(
+        0.1, 1.75, "poss synthesize or poss answer\nwrite them with the target", fontsize=8, color="#555555", va="top"
+    )
+    return figure
+
+
+def _curves(axes: Axes, curves: dict[str, Sequence[Estimate]], title: str) -> None:
+    for place, (name, values) in enumerate(curves.items()):
+        offset = 0.07 * (place - (len(curves) - 1) / 2)  # intervals stand side by side
+        axes.errorbar(
+            [k + offset for k in range(1, len(values) + 1)],
+            [each.value for each in values],
+            [[each.value - each.low for each in values], [each.high - each.value for each in values]],
+            label=NAMES[name],
+            color=COLOURS[name],
+            marker="o",
+            markersize=3.5,
+            linewidth=1.4,
+            elinewidth=1,
+            capsize=2,
+        )
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel("draft position k")
+    axes.legend(fontsize=9)
+
+
+def _last_by_depth(runs: Sequence[dict[int, list[tuple[int, float]]]]) -> list[Estimate]:
+    """The mean over runs at the last step, by depth."""
+    return [list(mean_over_runs([run[depth] for run in runs]).values())[-1] for depth in runs[0]]
+
+
+def _rounds() -> list[Round]:
+    (rounds,) = read_rounds([FIGURES]).values()
+    return rounds
+
+
+def _places(guesses: Guesses[str], shown: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """(depth, row) of each node: leaves one below the other, likelier first, a parent beside its likeliest child."""
+    places: dict[int, tuple[float, float]] = {}
+    rows = iter(range(len(shown)))
+
+    def put(node: int, depth: int) -> float:
+        children = sorted((n for n in shown if n and guesses.parents[n] == node), key=lambda n: -guesses.scores[n])
+        heights = [put(child, depth + 1) for child in children]
+        places[node] = (depth, heights[0] if heights else -next(rows))
+        return places[node][1]
+
+    put(0, 0)
+    return places
+
+
+def _edge(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str, strong: bool) -> None:
+    axes.plot(*zip(start, end, strict=True), color=colour, linewidth=2 if strong else 1, zorder=1)
+
+
+def _token(axes: Axes, place: tuple[float, float], token: str, below: str, colour: str) -> None:
+    word = token.strip() or repr(token)
+    axes.text(
+        *place,
+        word.replace("$", r"\$"),
+        ha="center",
+        va="center",
+        fontsize=10,
+        color=colour,
+        zorder=2,
+        weight="normal" if colour == QUIET else "bold",
+        bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 0.8},
+    )
+    axes.text(place[0], place[1] - 0.46, below, ha="center", va="center", fontsize=7, color=colour, zorder=2)
+
+
+def decode() -> None:
+    """Decode the example answer with the embedded target, in float32, and keep its rounds."""
+    import gzip
+
+    from poss_lightning.decoding.engine import Speculative
+    from poss_lightning.draft.specialists import Specialists
+    from poss_lightning.sampling import Sampling
+    from poss_lightning.target.model import Target
+
+    target = Target.load("embedded", "float32", "cpu")
+    engine = Speculative(target, Specialists.from_pretrained(DRAFT), tree="fixed")
+    rounds: list[Round] = []
+    prompt = target.chat.prompt([{"role": "user", "content": QUESTION}])
+    watch = recorder(("example", 0, 0, DRAFT), target, rounds)
+    (decoded,) = engine.decode([prompt], LIMIT, sampling=Sampling(), generator=torch.Generator(), watch=watch)
+    print(f"{len(decoded.tokens)} tokens in {len(rounds)} rounds")
+    text = "".join(f"{to_line(one)}\n" for one in rounds)
+    with atomic(FIGURES / "rounds.jsonl.gz") as part:
+        part.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def main() -> None:
+    """Write every figure, or decode the example again first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decode", action="store_true", help="decode the example answer again first")
+    parser.add_argument("names", nargs="*", help="figures to write; all by default")
+    options = parser.parse_args()
+    FIGURES.mkdir(exist_ok=True)
+    if options.decode:
+        decode()
+    draw = {each.__name__: each for each in (acceptance, drift, tree, answer, mask, data_path)}
+    with plt.rc_context(STYLE):
+        for name in options.names or draw:
+            file = FIGURES / f"{name}.svg"
+            draw[name]().savefig(file, metadata={"Date": None})
+            print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
