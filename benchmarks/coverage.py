@@ -48,7 +48,8 @@ def over_seeds(spread: tuple[float, ...], seeds: int = 5, prompts: int = 120, ex
     draw, hits = np.random.default_rng(0), []
     for _ in range(experiments):
         shapes = ((seeds, 1), (1, prompts), (seeds, prompts))
-        effects = sum(draw.normal(0, own, shape) for own, shape in zip(spread, shapes, strict=True))  # the truth is 0
+        parts = [draw.normal(0, own, shape) for own, shape in zip(spread, shapes, strict=True)]
+        effects = parts[0] + parts[1] + parts[2]  # the truth is 0
         mean = effects.mean()
         error, freedom = crossed_error(effects)
         by_seed = draw.multinomial(seeds, np.full(seeds, 1 / seeds), 300)  # (R, S)

@@ -11,15 +11,16 @@ llama       at the sizes of Llama-3-8B, beside the bandwidth floor (only with --
 
 import argparse
 import json
+from collections.abc import Mapping
 
 import torch
 from floor import LLAMA_3_8B, round_times
-from poss_lightning.evaluation.provenance import provenance
 from random_target import random_draft, random_target
 from rounds import against_naive, costs, overhead
 from speed import batch, suites, vocabularies
 
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.files import atomic
 from poss_lightning.target.model import Target
@@ -39,8 +40,8 @@ BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 
 
 def measure(
-    part: str, target: Target, draft: Specialists, questions: list[Question], new_tokens: int, rounds: int
-) -> dict[str, object]:
+    part: str, target: Target, draft: Specialists, questions: list[Question], max_new_tokens: int, rounds: int
+) -> Mapping[str, object]:
     """The figures of one part."""
     device = target.device.type
     if part == "overhead":
@@ -52,15 +53,15 @@ def measure(
         drafts = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
         return costs(target, drafts, rounds)
     if part == "suites":
-        return suites(target, draft, questions, new_tokens)
+        return suites(target, draft, questions, max_new_tokens)
     if part == "batch":
-        return {str(size): batch(target, draft, questions, size, new_tokens) for size in BATCHES[device]}
+        return {str(size): batch(target, draft, questions, size, max_new_tokens) for size in BATCHES[device]}
     if part == "vocabulary":
-        return vocabularies(target, draft, questions, new_tokens)
+        return vocabularies(target, draft, questions, max_new_tokens)
     return round_times(random_target(LLAMA_3_8B, torch.bfloat16, device))
 
 
-def show(figures: dict[str, object], indent: int = 2) -> None:
+def show(figures: Mapping[str, object], indent: int = 2) -> None:
     """Print nested figures; those of one thing on one line where they are numbers."""
     for name, value in figures.items():
         if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--draft", help="draft folder for suites, batch and vocabulary; a random one by default")
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
     parser.add_argument("--limit", type=int, help="questions of each suite")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=24, help="that are timed for overhead, naive and costs")
     parser.add_argument("--out", default="runs/bench/decode.json")
     options = parser.parse_args(arguments)
@@ -98,14 +99,14 @@ def main(arguments: list[str] | None = None) -> None:
         "dtype": target.dtype_name,
         "draft": options.draft or "random: it was never trained, so its speed-ups mean nothing",
         "allocation": draft.config.allocation,
-        "new_tokens": options.new_tokens,
+        "max_new_tokens": options.max_new_tokens,
         "questions": len(questions),
     }
     print(f"{target.dtype_name} on {target.device}; draft: {results['draft']}")
     for part in parts:
-        results[part] = measure(part, target, draft, questions, options.new_tokens, options.rounds)
+        results[part] = measured = measure(part, target, draft, questions, options.max_new_tokens, options.rounds)
         print(f"\n{part}")
-        show(results[part])
+        show(measured)
         with atomic(options.out) as path:  # part by part: a killed run keeps what it has
             path.write_text(json.dumps(results, indent=1) + "\n")
 

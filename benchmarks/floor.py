@@ -53,12 +53,12 @@ def verify_bytes(engine: Speculative, nodes: int) -> int:
 def draft_bytes(engine: Speculative, depth: int) -> int:
     """What `depth` draft steps must read: layer, head, keys and values at each; between them `fc` and projections."""
     drafter, draft, total = engine.drafter, engine.drafter.draft, 0
-    projected = drafter.projection.nbytes // len(draft.layers)  # keys and values of one specialist
+    projected = drafter.kv_weights.nbytes // len(draft.layers)  # keys and values of one specialist
     for k in range(1, depth + 1):
-        layer = draft.serving(k)
+        layer = draft.specialist_at(k)
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
         total += own + drafter.embed_head.head.nbytes
-        total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.top_k)
+        total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.tree_width)
         if k < depth:
             readers = len({draft.config.kv_specialist(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
             total += readers * projected + draft.fc.weight.nbytes
@@ -78,10 +78,12 @@ def round_times(
     device = target.device.type
     rate = copy_rate(device, 2**30 if device == "cuda" else 2**22)
     draft = random_draft(target, allocation, max(depths))
-    found: dict[str, object] = {"copy_gigabytes_per_second": rate / 1e9, "verify": {}, "draft": {}, "round_ms": {}}
+    verification: dict[str, dict[str, float]] = {}
+    drafting: dict[str, dict[str, float]] = {}
+    round_ms: dict[str, float] = {}
     for depth in depths:
-        engine = Speculative(target, draft, depth, max(nodes))
-        most = min(max(nodes), engine.drafter.scored)
+        engine = Speculative(target, draft, depth=depth, nodes=max(nodes))
+        most = min(max(nodes), engine.drafter.candidates)
         prompt = torch.randint(target.spec.vocab_size, (prompt_tokens,)).tolist()
         for n in sorted({min(n, most) for n in nodes if n > depth}):
             engine.fixed = Fixed(depth, n)
@@ -90,20 +92,23 @@ def round_times(
             for _ in range(3):  # prefill, and rounds that capture
                 next(text)
             times = [once(lambda text=text: next(text), device) for _ in range(repeats)]
-            found["round_ms"][f"K {depth}, N {n}"] = 1000 * median(times)
-        whole = Fixed(depth, most)
-        grow = _alone(lambda engine=engine, whole=whole: engine.drafter.draft_tree(whole), device, repeats)
-        found["draft"][f"K {depth}"] = _beside(grow, draft_bytes(engine, depth), rate)
-    tree = engine.drafter.draft_tree(whole)
+            round_ms[f"K {depth}, N {n}"] = 1000 * median(times)
+        largest = Fixed(depth, most)
+        draft_seconds = _alone(
+            lambda engine=engine, largest=largest: engine.drafter.draft_tree(largest), device, repeats
+        )
+        drafting[f"K {depth}"] = _beside(draft_seconds, draft_bytes(engine, depth), rate)
+    tree = engine.drafter.draft_tree(largest)
     for n in sorted({min(n, most) for n in nodes}):
         part = rerank(tree, n)
         above = ancestor_mask(part.parents, depth)
 
         def verify(part=part, above=above) -> None:
-            target.embed_head.logits(target.features(part.tokens, above, engine.cache))
+            target.embed_head.logits(target.tree_features(part.tokens, above, engine.cache))
 
-        found["verify"][f"N {n}"] = _beside(_alone(verify, device, repeats), verify_bytes(engine, n), rate)
-    return found
+        verification[f"N {n}"] = _beside(_alone(verify, device, repeats), verify_bytes(engine, n), rate)
+    rates = {"copy_gigabytes_per_second": rate / 1e9}
+    return {**rates, "verify": verification, "draft": drafting, "round_ms": round_ms}
 
 
 def _alone(work: Callable[[], object], device: str, repeats: int) -> float:

@@ -1,7 +1,7 @@
 """A round as published code takes it, written from docs/METHOD.md: what `make bench-decode` holds ours against.
 
 The tree is made node by node, in Python. Every specialist keeps keys and values of its own, grown by concatenation, and
-runs as a whole layer over each slot that it has not read. PosS-1, depth 6, top-k 10, three new tokens:
+runs as a whole layer over each slot that it has not read. PosS-1, depth 6, tree width 10, three new tokens:
 
     position   1   2   3   4   5   6
     rows       3  13  23  33  43  53     168 in all
@@ -35,13 +35,13 @@ class NaiveRounds:
 
     Args:
         target: a model whose layers all see the whole text.
-        draft, depth, nodes, top_k: as `Speculative` has them.
+        draft, depth, nodes, tree_width: as `Speculative` has them.
     """
 
-    def __init__(self, target: Target, draft: Specialists, depth: int = 6, nodes: int = 60, top_k: int = 10):
+    def __init__(self, target: Target, draft: Specialists, depth: int = 6, nodes: int = 60, tree_width: int = 10):
         self.target, self.draft = target, copy.deepcopy(draft).to(target.device, target.dtype).eval()
         self.embed_head = target.embed_head.restrict(self.draft.vocabulary)
-        self.depth, self.nodes, self.top_k = depth, nodes, min(top_k, self.embed_head.head.shape[0])
+        self.depth, self.nodes, self.tree_width = depth, nodes, min(tree_width, self.embed_head.head.shape[0])
 
     @torch.inference_mode()
     def start(self, prompt: list[int]) -> int:
@@ -107,7 +107,7 @@ class NaiveRounds:
         for k in range(1, self.depth + 1):
             # Without the batch dimension: a product with a part of (1, n, D) would first copy the whole head.
             predicted = self._run(self.draft.config.specialist_at(k))[0, -len(frontier) :]  # (M, D)
-            logs, tokens = self.embed_head.logits(predicted).float().log_softmax(-1).topk(self.top_k, dim=-1)
+            logs, tokens = self.embed_head.logits(predicted).float().log_softmax(-1).topk(self.tree_width, dim=-1)
             tokens, level = self.embed_head.token_ids(tokens).tolist(), []
             for parent, logs_of, tokens_of in zip(frontier, logs.tolist(), tokens, strict=True):
                 for log, token in zip(logs_of, tokens_of, strict=True):
@@ -115,7 +115,7 @@ class NaiveRounds:
                     nodes.append(Node(token, parent, nodes[parent].score + log))
             if k == self.depth:
                 break
-            best = sorted(level, key=lambda node: -nodes[node].score)[: self.top_k]
+            best = sorted(level, key=lambda node: -nodes[node].score)[: self.tree_width]
             above = [frontier.index(nodes[node].parent) for node in best]  # in the old frontier
             self.left = torch.cat([self.left, predicted[None, above]], dim=1)
             seen = [self.slots[rows[i]][2] for i in above]

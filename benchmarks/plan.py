@@ -8,7 +8,7 @@ import gc
 import json
 import logging
 import warnings
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import lightning
 import torch
@@ -58,8 +58,8 @@ class Case(NamedTuple):
     precision: str = "bf16-mixed"
     answers: float = 1.0
     detach: bool = True
-    kind: str = "eagle2"
-    optimizer: str = "adamw"
+    kind: Literal["eagle2", "eagle3"] = "eagle2"
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
     def config(self) -> DraftConfig:
         return DraftConfig(

@@ -37,6 +37,12 @@ def random_draft(
     """Specialists that were never trained, where the target is and in its dtype; `config`: more of `DraftConfig`."""
     torch.manual_seed(seed)
     kept = None if vocabulary is None else torch.tensor(vocabulary)
-    full = DraftConfig(target.spec, allocation, depth, vocabulary_size=vocabulary and len(vocabulary), **config)
+    full = DraftConfig(
+        target=target.spec,
+        allocation=allocation,
+        depth=depth,
+        vocabulary_size=None if vocabulary is None else len(vocabulary),
+        **config,
+    )
     with torch.device(target.device):
         return Specialists(full, kept).to(target.dtype)

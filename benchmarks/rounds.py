@@ -5,6 +5,7 @@ Drafts are random: what they say changes how many rounds a text takes, not how l
 
 from collections.abc import Iterator
 from statistics import median
+from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
@@ -34,11 +35,11 @@ class Parts:
     def __init__(self, engine: Speculative):
         self.target, self.cache, self.drafter = engine.target, engine.cache, engine.drafter
         drafter = self.drafter
-        with patch.multiple(drafter, step=Mock(wraps=drafter.step), _extend=Mock(wraps=drafter._extend)):
+        step, advance = Mock(wraps=drafter.step), Mock(wraps=drafter._next_frontier)
+        with patch.multiple(drafter, step=step, _next_frontier=advance):
             self.tree = rerank(drafter.draft_tree(engine.fixed), engine.nodes)
-            steps, extensions = drafter.step.call_args_list, drafter._extend.call_args_list
-        self.stepped = [call.args for call in steps]  # position and frontier
-        self.extended = [call.args for call in extensions]
+        self.step_calls = [call.args for call in step.call_args_list]  # position and frontier
+        self.frontier_calls = advance.call_args_list
         self.above = ancestor_mask(self.tree.parents, drafter.depth)  # (1, N, N)
         self.graphs = Graphs(self.target.device.type == "cuda")
 
@@ -48,8 +49,8 @@ class Parts:
         slots = self.cache.slots
         self.drafter.slots.open(0)
         slots.open(self.tree.tokens.shape[1])
-        self.positions = slots.length[:, None] + self.above.sum(-1) - 1
-        self.mask = self.target.masks(slots.visible(self.above), self.positions, slots.length, self.target.dtype)
+        self.positions = slots.lengths[:, None] + self.above.sum(-1) - 1
+        self.mask = self.target.masks(slots.tree_mask(self.above), self.positions, slots.lengths, self.target.dtype)
         work = getattr(self, name)
         if self.graphs.enabled:
             key = (name, slots.extent, self.drafter.slots.extent)
@@ -59,14 +60,14 @@ class Parts:
 
     def steps(self) -> None:
         """The K draft steps, from z on: attention, layer and head."""
-        for arguments in self.stepped:
+        for arguments in self.step_calls:
             self.drafter.step(*arguments)
 
     def joined(self) -> None:
         """The K draft steps as in docs/METHOD.md, section 2: z is joined, and projected for its readers, first."""
-        for arguments, extension in zip(self.stepped, [None, *self.extended], strict=True):
-            if extension:
-                self.drafter._extend(*extension)
+        for arguments, call in zip(self.step_calls, [None, *self.frontier_calls], strict=True):
+            if call:
+                self.drafter._next_frontier(*call.args, **call.kwargs)
             self.drafter.step(*arguments)
 
     def verify(self) -> None:
@@ -82,7 +83,7 @@ class Parts:
 
 
 def overhead(
-    target: Target, allocation: tuple[int, ...], rounds: int = 24, depth: int = 6, nodes: int = 60, top_k: int = 10
+    target: Target, allocation: tuple[int, ...], rounds: int = 24, depth: int = 6, nodes: int = 60, tree_width: int = 10
 ) -> dict[str, object]:
     """Seconds of a whole round over those of its draft steps and its verify forward, each alone; one round, then its
     parts in their order, again and again.
@@ -90,15 +91,17 @@ def overhead(
     `round_over_parts_from_z` leaves joining and projecting new slots out of the draft steps. Choosing children,
     building the tree and its masks, judging and committing are in neither.
     """
-    engine = Speculative(target, random_draft(target, allocation, depth), depth, nodes, top_k)
+    engine = Speculative(
+        target, random_draft(target, allocation, depth), depth=depth, nodes=nodes, tree_width=tree_width
+    )
     text = _rounds(engine, rounds)
     for _ in range(1 + UNCOUNTED):
         next(text)
     parts, seen = Parts(engine), []
-    for rope in range(rounds + UNCOUNTED):
+    for number in range(rounds + UNCOUNTED):
         names = ("steps", "verify", "joined", "verify")  # a draft follows a verification, as in a text
         seconds = [once(lambda: next(text), target.device.type), *(parts.seconds(name) for name in names)]
-        if rope >= UNCOUNTED:
+        if number >= UNCOUNTED:
             seen.append(seconds)
     whole, steps, verify, joined, again = zip(*seen, strict=True)
     return {
@@ -117,20 +120,21 @@ def against_naive(
     rounds: int = 24,
     depth: int = 6,
     nodes: int = 60,
-    top_k: int = 10,
+    tree_width: int = 10,
 ) -> dict[str, object]:
     """Seconds of a naive round over those of ours: same draft, same trees (tests/test_naive_round.py), same text."""
     draft = random_draft(target, allocation, depth)
-    ours, naive = Speculative(target, draft, depth, nodes, top_k), NaiveRounds(target, draft, depth, nodes, top_k)
+    sizes: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width}
+    ours, naive = Speculative(target, draft, **sizes), NaiveRounds(target, draft, **sizes)
     clock = Clock(target.device)
     text, said, pairs = _rounds(ours, rounds, clock), [], []
     said += next(text).tokens[0]
     naive.start(_prompt(target))
     work = {"ours": lambda: said.extend(next(text).tokens[0]), "naive": naive.round}
-    for rope in range(rounds + UNCOUNTED):
-        order = ("ours", "naive") if rope % 2 else ("naive", "ours")
+    for number in range(rounds + UNCOUNTED):
+        order = ("ours", "naive") if number % 2 else ("naive", "ours")
         seconds = {name: once(work[name], target.device.type) for name in order}
-        if rope >= UNCOUNTED:
+        if number >= UNCOUNTED:
             pairs.append(seconds)
     return {
         "round_ms": 1000 * median(pair["ours"] for pair in pairs),
@@ -144,7 +148,12 @@ def against_naive(
 
 
 def costs(
-    target: Target, drafts: dict[str, Specialists], rounds: int = 24, depth: int = 6, nodes: int = 60, top_k: int = 10
+    target: Target,
+    drafts: dict[str, Specialists],
+    rounds: int = 24,
+    depth: int = 6,
+    nodes: int = 60,
+    tree_width: int = 10,
 ) -> dict[str, object]:
     """What each draft costs beside the first one: seconds a round, all drafts' rounds in turn, and memory.
 
@@ -152,12 +161,12 @@ def costs(
     """
     texts = {}
     for name, draft in drafts.items():
-        texts[name] = _rounds(Speculative(target, draft, depth, nodes, top_k), rounds)
+        texts[name] = _rounds(Speculative(target, draft, depth=depth, nodes=nodes, tree_width=tree_width), rounds)
         for _ in range(1 + UNCOUNTED):
             next(texts[name])
     seen: list[dict[str, float]] = []
-    for rope in range(rounds):
-        order = [*drafts][rope % len(drafts) :] + [*drafts][: rope % len(drafts)]
+    for number in range(rounds):
+        order = [*drafts][number % len(drafts) :] + [*drafts][: number % len(drafts)]
         seconds = {name: once(lambda text=texts[name]: next(text), target.device.type) for name in order}
         seen.append(seconds)
     first = next(iter(drafts))
@@ -165,8 +174,8 @@ def costs(
         name: {
             "weights_MB": sum(weight.nbytes for weight in draft.parameters()) / 1e6,
             "cache_bytes_a_token": cache_bytes(draft.config, target.dtype),
-            "round_ms": 1000 * median(rope[name] for rope in seen),
-            "round_ratio": spread([rope[name] / rope[first] for rope in seen]),
+            "round_ms": 1000 * median(seconds[name] for seconds in seen),
+            "round_ratio": spread([seconds[name] / seconds[first] for seconds in seen]),
         }
         for name, draft in drafts.items()
     }

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from random import Random
+from typing import Literal
 
 import torch
 from random_target import random_draft, random_target
@@ -59,8 +60,8 @@ class Case:
     proposals: int | None  # the draft proposes so many tokens only, those the answers have most: else few are accepted
     depth: int
     nodes: int
-    width: int  # top_k of the drafter
-    tree: str
+    tree_width: int
+    tree: Literal["fixed", "auto"]
     share: bool
 
     @property
@@ -94,14 +95,16 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         proposals=random.choice([None, 4, 12, 40]),
         depth=depth,
         nodes=depth + 1 + (0 if width == 1 else random.randint(0, 60)),
-        width=width,
+        tree_width=width,
         tree=random.choice(["fixed", "fixed", "auto"]),
         share=random.choice([False, True]),
     )
 
 
 def check(case: Case, target: Target) -> tuple[int, int, int]:
-    """Decode a case, and again in another order and in part: tokens, accepted ones, texts that rounding tore.
+    """Decode a case, and again in another order and in part: tokens, accepted tokens, and ties.
+
+    A tie is a text in which float32 rounding decided between two tokens.
 
     The engine stays the same, so that nothing of one text may remain in the next.
 
@@ -109,7 +112,7 @@ def check(case: Case, target: Target) -> tuple[int, int, int]:
         Mismatch: other tokens than plain decoding's.
     """
     engine = None
-    tokens = accepted = torn = 0
+    tokens = accepted = ties = 0
     for prompts in (case.prompts, case.prompts[::-1], case.prompts[: 1 + len(case.prompts) // 2]):
         given = prompts, case.limit, case.stops, case.sampling
         plain = Autoregressive(target).decode(*given, _seeded(case))
@@ -122,8 +125,8 @@ def check(case: Case, target: Target) -> tuple[int, int, int]:
             at = next((i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=False)) if len(set(pair)) > 1), -1)
             if at < 0 or not undecided(target, case, prompts, row, b.tokens[:at], {a.tokens[at], b.tokens[at]}):
                 raise Mismatch(f"row {row} of {len(prompts)}, token {at}: {a.tokens} against {b.tokens}")
-            torn += 1
-    return tokens, accepted, torn
+            ties += 1
+    return tokens, accepted, ties
 
 
 @torch.inference_mode()
@@ -132,7 +135,7 @@ def undecided(
 ) -> bool:
     """Whether noise as small as float32's rounding makes either of two tokens the next one after prompt and `text`."""
     so_far = prompts[row] + text
-    logits = target.embed_head.logits(target.read(torch.tensor([so_far])))[0, -1]  # (V,)
+    logits = target.embed_head.logits(target.text_features(torch.tensor([so_far])))[0, -1]  # (V,)
     # Every try is a text of its own to the chooser, with the draws of the one in question.
     choose = TokenSampler(case.sampling, prompts, case.limit, target.device, _seeded(case))
     choose.select([row] * tries)
@@ -149,7 +152,7 @@ def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[
     """
     sentences = [question.turns[0] for question in read_suites()]
     tiny = [random_target(TINY, torch.float32, seed=weights) for weights in range(4)]
-    seen = {"cases": 0, "tokens": 0, "accepted": 0, "torn_by_rounding": 0}
+    seen = {"cases": 0, "tokens": 0, "accepted": 0, "ties_broken_by_rounding": 0}
     began, warm = time.monotonic(), None
     with tqdm(total=round(60 * minutes), unit="s", desc="soak") as bar:
         for number in count(seed):
@@ -160,14 +163,14 @@ def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[
                 warm = resident()
             if elapsed >= 60 * minutes:
                 break
-            turn = embedded is not None and number % EVERY == EVERY - 1
-            target = embedded if turn else tiny[number % len(tiny)]
-            case = make_case(number, target, sentences, *((2, 60, 8) if turn else (6, 300, 60)))
+            use_embedded = embedded is not None and number % EVERY == EVERY - 1
+            target = embedded if embedded and use_embedded else tiny[number % len(tiny)]
+            case = make_case(number, target, sentences, *((2, 60, 8) if use_embedded else (6, 300, 60)))
             try:
                 counts = check(case, target)
             except Exception as error:
                 raise Mismatch(f"--seed {number}, {target.spec.name}: {error}\n{asdict(case)}") from error
-            for name, found in zip(("tokens", "accepted", "torn_by_rounding"), counts, strict=True):
+            for name, found in zip(("tokens", "accepted", "ties_broken_by_rounding"), counts, strict=True):
                 seen[name] += found
             seen["cases"] += 1
     end = resident()
@@ -185,8 +188,16 @@ def resident() -> int:
 def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
     likely = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
     vocabulary = None if case.proposals is None else sorted(likely)
-    draft = random_draft(target, case.allocation, case.depth, case.seed, vocabulary)
-    return Speculative(target, draft, case.depth, case.nodes, case.width, case.tree, case.share)
+    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, vocabulary=vocabulary)
+    return Speculative(
+        target,
+        draft,
+        depth=case.depth,
+        nodes=case.nodes,
+        tree_width=case.tree_width,
+        tree=case.tree,
+        share=case.share,
+    )
 
 
 def _seeded(case: Case) -> torch.Generator:

@@ -14,7 +14,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.draft.vocabulary import answers, cut
+from poss_lightning.draft.vocabulary import render_answers, restrict_vocabulary
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.target.model import Target
 
@@ -87,7 +87,7 @@ def speed_ratio(runs: list[dict[str, Run]], method: str, other: str) -> float:
 
 
 def suites(
-    target: Target, draft: Specialists, questions: list[Question], new_tokens: int, nodes: int = 60
+    target: Target, draft: Specialists, questions: list[Question], max_new_tokens: int, nodes: int = 60
 ) -> dict[str, dict]:
     """Per suite, and over all: every method's figures, and how many times faster drafting is than each baseline."""
     methods = {
@@ -98,7 +98,7 @@ def suites(
         LOOKUP: Generate(target, lookup=10),
     }
     prompts = first_turns(target, questions)
-    runs = in_turn(methods, [[prompt] for prompt in prompts], new_tokens)
+    runs = in_turn(methods, [[prompt] for prompt in prompts], max_new_tokens)
     grouped = defaultdict(list)
     for question, one in zip(questions, runs, strict=True):
         grouped[question.suite].append(one)
@@ -111,7 +111,7 @@ def suites(
 
 
 def batch(
-    target: Target, draft: Specialists, questions: list[Question], size: int, new_tokens: int, repeats: int = 3
+    target: Target, draft: Specialists, questions: list[Question], size: int, max_new_tokens: int, repeats: int = 3
 ) -> dict[str, object]:
     """`size` prompts side by side, drafted with every kind of tree, against batched plain decoding."""
     methods = {
@@ -122,7 +122,7 @@ def batch(
         PLAIN: Autoregressive(target),
     }
     prompts = first_turns(target, one_of_each(questions, size))
-    runs = in_turn(methods, [prompts] * repeats, new_tokens)
+    runs = in_turn(methods, [prompts] * repeats, max_new_tokens)
     found = {name: figures([one[name] for one in runs]) for name in methods}
     return found | {f"{tree}_speedup_vs_{PLAIN}": speed_ratio(runs, tree, PLAIN) for tree in TREES}
 
@@ -131,15 +131,17 @@ def vocabularies(
     target: Target,
     draft: Specialists,
     questions: list[Question],
-    new_tokens: int,
+    max_new_tokens: int,
     sizes: tuple[int | None, ...] = SIZES,
     corpus: str = str(CORPUS),
 ) -> dict[str, dict[str, float]]:
     """τ and tokens a second of fixed trees, by how many of the corpus' most frequent tokens the draft may propose."""
-    counts = count_tokens(answers(target.chat, read_conversations(corpus)), target.spec.vocab_size)
-    chosen = {size: size and most_frequent(counts, size, target.chat.stops) for size in sizes}
-    methods = {str(size or "all"): Speculative(target, cut(draft, tokens)) for size, tokens in chosen.items()}
-    runs = in_turn(methods, [[prompt] for prompt in first_turns(target, questions)], new_tokens)
+    counts = count_tokens(render_answers(target.chat, read_conversations(corpus)), target.spec.vocab_size)
+    chosen = {size: None if size is None else most_frequent(counts, size, target.chat.stops) for size in sizes}
+    methods: dict[str, Decoder] = {
+        str(size or "all"): Speculative(target, restrict_vocabulary(draft, tokens)) for size, tokens in chosen.items()
+    }
+    runs = in_turn(methods, [[prompt] for prompt in first_turns(target, questions)], max_new_tokens)
     return {name: figures([one[name] for one in runs]) for name in methods}
 
 

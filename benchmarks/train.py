@@ -13,11 +13,11 @@ from statistics import median
 import published
 import torch
 from measure import once, peak_bytes, seconds
-from poss_lightning.evaluation.provenance import provenance
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.files import atomic
 from poss_lightning.losses import pass_losses
 from poss_lightning.machine import choose_dtype
@@ -123,9 +123,7 @@ def main() -> None:
         name: resident[name] + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
         for name, (one, loss) in steps.items()
     }
-    flops = step_flops(
-        problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2
-    )
+    flops = step_flops(problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2)
     rate = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype)
     results = {
         "dtype": name,

@@ -30,7 +30,7 @@ def test_parts_done_between_rounds_change_no_token(target):
     text = engine.rounds(Request(PROMPTS[:1], 30, frozenset()), Clock(target.device))
     tokens += next(text).tokens[0]
     parts = Parts(engine)
-    assert [args[1].z.shape[1] for args in parts.stepped] == [1] + [10] * 5 and parts.tree.tokens.shape == (1, 40)
+    assert [args[1].z.shape[1] for args in parts.step_calls] == [1] + [10] * 5 and parts.tree.tokens.shape == (1, 40)
     for step in text:
         tokens += step.tokens[0]
         assert all(parts.seconds(name) > 0 for name in ("steps", "joined", "verify"))
@@ -38,17 +38,17 @@ def test_parts_done_between_rounds_change_no_token(target):
 
 
 def test_figures_of_rounds(target):
-    found = overhead(target, (1, 1), rounds=3, depth=2, nodes=8, top_k=3)
+    found = overhead(target, (1, 1), rounds=3, depth=2, nodes=8, tree_width=3)
     assert found["round_ms"] > found["verify_ms"] > 0 and found["draft_steps_ms"] > 0
     assert found["round_over_parts"]["low"] <= found["round_over_parts"]["median"] <= found["round_over_parts"]["high"]
-    found = against_naive(target, (1, 1), rounds=3, depth=2, nodes=8, top_k=3)
+    found = against_naive(target, (1, 1), rounds=3, depth=2, nodes=8, tree_width=3)
     assert found["same_text"] and found["layer_rows_of_a_naive_round"] == 1 + 1 + 3  # one new token
     one, two, tied = ({}, [4]), ({}, [2, 2]), ({"kv": "shared"}, [2, 2])
     drafts = {
         name: tiny_draft(target, allocation, **config)
         for name, (config, allocation) in {"one": one, "two": two, "tied": tied}.items()
     }
-    found = costs(target, drafts, rounds=3, depth=2, nodes=8, top_k=3)
+    found = costs(target, drafts, rounds=3, depth=2, nodes=8, tree_width=3)
     assert found["one"]["round_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and found["two"]["round_ms"] > 0
     slot = 2 * drafts["one"].layers[0].k_proj.out_features
     assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot]
@@ -146,7 +146,7 @@ def test_the_command_writes_what_it_prints(target, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(decode.Target, "load", lambda *args, **options: target)
     monkeypatch.setattr(decode, "ALLOCATIONS", ((1,),))
     out = tmp_path / "decode.json"
-    options = ["--limit", "1", "--new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)]
+    options = ["--limit", "1", "--max-new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)]
     decode.main(["--parts", "overhead", "suites", *options])
     written, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert written["draft"].startswith("random") and "random" in printed and written["questions"] == 1
@@ -188,7 +188,7 @@ def test_only_rounding_excuses_a_mismatch():
     target = random_target(soak.TINY, torch.float32)
     case = soak.make_case(3, target, ["A horse."], 6, 5, 4)
     case = replace(case, prompts=[[5, 6, 7], [8]], temperature=0.0)
-    logits = target.embed_head.logits(target.read(torch.tensor([[8]])))[0, -1]
+    logits = target.embed_head.logits(target.text_features(torch.tensor([[8]])))[0, -1]
     best, second = logits.topk(2).indices.tolist()
     assert not soak.undecided(target, case, case.prompts, 1, [], {best, second})
     twin = (best + 1) % 288

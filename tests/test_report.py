@@ -270,8 +270,7 @@ def test_a_sweep_is_one_page_over_seeds(lab):
             assert f"<b>{one.mean.text()}</b>{notes}" in page
         if one.measure == "tau_macro" and one.gain:
             assert (
-                f"<small>{escape(one.gain.significance())}</small><small>{one.gain.detectable_text()}</small>"
-                in page
+                f"<small>{escape(one.gain.significance())}</small><small>{one.gain.detectable_text()}</small>" in page
             )
             assert f"poss-1 has the largest τ by prompt, {one.mean.text()} over {SEEDS} seeds" in page
     assert f"{len(CHOICES)} choices, {len(CHOICES) * SEEDS} trainings" in page
@@ -304,7 +303,9 @@ def test_runs_are_named_by_what_their_folders_do_not_share():
     assert group_by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
     assert group_by_choice({"x/hass": own}).keys() == {"hass"}
     again = {"out/a/seed-0/v0": {"loss": [(2, 0.2)]}, "out/a/seed-0/v1": {"loss": [(1, 0.5)], "tau": [(1, 2.0)]}}
-    assert group_by_choice(again) == {"a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]}  # one run, in two folders
+    assert group_by_choice(again) == {
+        "a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]
+    }  # one run, in two folders
 
 
 def test_a_curve_over_runs_is_the_mean_where_all_have_come_and_its_t_interval():
@@ -380,14 +381,14 @@ def test_a_missing_training_run_is_named(tmp_path):
     "values", [[0.5], [0.0, 0.0], [float("nan"), 0.2], [float("nan")], [1e-7, 3e6], [1e-12, 2e-12]]
 )
 def test_charts_of_odd_values_stay_inside_the_drawing(values):
-    drawn = line_chart([Curve("<a>", 0, range(1, len(values) + 1), values)], "position", "share", whole=True)
+    drawn = line_chart([Curve("<a>", 0, range(1, len(values) + 1), values)], "position", "share", integer_ticks=True)
     assert "nan" not in drawn and "<a>" not in drawn
     assert all(0 <= float(y) <= 230 for y in re.findall(r'(?:y1|y2|cy)="([^"]+)"', drawn))
 
 
 def test_the_ninth_colour_is_the_first_one_dashed():
     curves = [Curve(str(place), place, [1, 2], [0.1, 0.2]) for place in range(COLOURS + 1)]
-    drawn = line_chart(curves, "depth", "share", whole=True)
+    drawn = line_chart(curves, "depth", "share", integer_ticks=True)
     assert [wears for wears in re.findall(r'<g class="([^"]*)"', drawn) if "s0" in wears] == ["s0", "s0 dashed"]
 
 

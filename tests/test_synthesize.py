@@ -198,6 +198,6 @@ def test_bad_numbers_are_refused_before_anything_is_written(tmp_path, change, wo
 def test_user_messages_follow_the_law(loads_at_once):
     """At a top-p of nearly 0 sampling is greedy, so that every row of a batch writes the same."""
     torch.manual_seed(0)
-    sure = module._Writer(loads_at_once, 1, (Sampling(1.0, top_p=1e-6), 6), (GREEDY, 8)).write(3, seed=0)
-    free = module._Writer(loads_at_once, 1, (Sampling(1.0), 6), (GREEDY, 8)).write(3, seed=0)
+    sure = module._Writer(loads_at_once, 1, user=(Sampling(1.0, top_p=1e-6), 6), answer=(GREEDY, 8)).write(3, seed=0)
+    free = module._Writer(loads_at_once, 1, user=(Sampling(1.0), 6), answer=(GREEDY, 8)).write(3, seed=0)
     assert sure.count(sure[0]) == len(sure) == 3 and free.count(free[0]) == 1
