@@ -223,11 +223,11 @@ class Sweep:
         reference: the choice that the others are held against.
     """
 
-    choices: dict[str, dict[str, Any] | None]
+    choices: dict[str, dict | None]
     seeds: list[NonNegativeInt]  # pyright: ignore[reportInvalidTypeForm]
-    fit: dict[str, Any] | None = None
-    replay: dict[str, Any] | None = None
-    benchmark: dict[str, Any] | None = None
+    fit: dict | None = None
+    replay: dict | None = None
+    benchmark: dict | None = None
     reference: str | None = None
 
     @classmethod

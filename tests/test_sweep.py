@@ -1,28 +1,30 @@
 """A sweep: every choice with every seed, once; killed and gone on with; shared out; summed up."""
 
-import gzip
 import json
 import shutil
 import subprocess
 import sys
 import time
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 from conftest import tiny_draft, tiny_target
-from filelock import FileLock
-from poss_lightning.evaluation.provenance import COMMIT
 
-from poss_lightning import cli, fitting
+from poss_lightning import sweep as module
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import SHIPPED, Specialists
-from poss_lightning.evaluation.records import read_cells, read_records
+from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
+from poss_lightning.evaluation.provenance import COMMIT
+from poss_lightning.evaluation.records import UNFINISHED, read_cells, read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.extract import write_store
-from poss_lightning.files import records_lock, sha256
+from poss_lightning.files import find_config, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
+from poss_lightning.training import fit as training
+from poss_lightning.work import Work
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
@@ -54,7 +56,7 @@ def store(tmp_path_factory):
         )
         for i in range(40)
     ]
-    write_store(folder, tiny_target(), conversations, 128, 1024, 2**20)
+    write_store(folder, tiny_target(), conversations, max_length=128, batch_tokens=1024, shard_bytes=2**20)
     return str(folder)
 
 
@@ -79,21 +81,43 @@ def experiment(tmp_path, store):
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Names of the commands that ran, and `before`, called with each; those that are only parsed do not count."""
+    """What ran, "fit" and "replay", and `before`, called with each and with the folder of the cell."""
     return Commands(monkeypatch)
 
 
 class Commands(list):
     def __init__(self, monkeypatch):
         super().__init__()
-        self.before, self.plain = lambda command, arguments: None, cli.run
-        monkeypatch.setattr(cli, "run", self.run)
+        self.before, fit_once = lambda command, folder: None, module.fit_once
 
-    def run(self, command, arguments):
-        if "--print_config" not in arguments:
-            self.before(command, arguments)
-            self.append(command)
-        return self.plain(command, arguments)
+        def counted_fit(folder, *options):
+            if not (folder / "finished").exists():
+                self.count("fit", folder)
+            return fit_once(folder, *options)
+
+        @wraps(replay)  # its options are checked
+        def counted_replay(**options):
+            self.count("replay", options["out"])
+            return replay(**options)
+
+        monkeypatch.setattr(module, "fit_once", counted_fit)
+        monkeypatch.setitem(module.MEASURES, "replay", counted_replay)
+
+    def count(self, command, folder):
+        self.before(command, str(folder))
+        self.append(command)
+
+
+def facts_of(experiment: Path, choice: str, seed: int = 0) -> dict:
+    (cell,) = packed_cells(experiment / "cells" / choice / f"seed-{seed}")
+    return cell.facts
+
+
+def unpack(experiment: Path, choice: str, seed: int = 0) -> None:
+    """As if the process had been killed before it wrote down that the cell is done."""
+    lines = (experiment / "cells.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if (json.loads(line)["choice"], json.loads(line)["seed"]) != (choice, seed)]
+    (experiment / "cells.jsonl").write_text("".join(kept))
 
 
 def test_every_choice_with_every_seed_once_and_one_table(experiment, tmp_path, capsys, commands):
@@ -104,15 +128,13 @@ def test_every_choice_with_every_seed_once_and_one_table(experiment, tmp_path, c
     for seed in (0, 1):
         draft = Specialists.from_pretrained(tmp_path / f"cells/two/seed-{seed}/draft-last")
         assert draft.config.allocation == (1, 1) and draft.config.vocabulary_size == 50
-        scalars = json.loads((tmp_path / f"cells/two/seed-{seed}/scalars.json").read_text())
-        assert scalars["val/loss"][1] > 0
+        assert facts_of(tmp_path, "two", seed)["scalars"]["val/loss"][1] > 0
         assert not (tmp_path / f"cells/two/seed-{seed}/checkpoints").exists()
-    rows = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)  # no NaN, which is no JSON
-    gains = {row["choice"]: row["gain"] for row in rows if row["measure"] == "tau_macro" and row["suite"] == "all"}
-    assert gains["one"] is None and set(gains["two"]) >= {"value", "low", "high", "p", "holm", "detectable"}
-    assert "4 of 4 trainings are done" in capsys.readouterr().out
+    first = capsys.readouterr().out
+    assert "4 of 4 trainings are done" in first
+    shutil.rmtree(tmp_path / "cells")  # as in a fresh clone
     sweep(folder)  # everything is there: only the table is made anew
-    assert len(commands) == 8 and json.loads((tmp_path / "summary.json").read_text()) == rows
+    assert len(commands) == 8 and first.endswith(capsys.readouterr().out)
 
 
 def test_seeds_differ_and_the_same_seed_does_not(experiment, tmp_path):
@@ -151,7 +173,7 @@ def test_shards_share_the_trainings_out(experiment):
 def test_a_killed_sweep_goes_on(experiment, commands):
     folder = experiment()
 
-    def dies(command, arguments):
+    def dies(command, folder):
         if len(commands) == 3:
             raise KeyboardInterrupt
 
@@ -159,7 +181,7 @@ def test_a_killed_sweep_goes_on(experiment, commands):
     with pytest.raises(KeyboardInterrupt):
         sweep(folder)
     commands.clear()
-    commands.before = lambda command, arguments: None
+    commands.before = lambda command, folder: None
     sweep(folder)
     assert commands == ["replay", "fit", "replay", "fit", "replay"]  # of the second training, only the measure was left
 
@@ -168,8 +190,8 @@ def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_
     sweep(experiment(seeds=[0]))
     with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
+    unpack(tmp_path, "one")
     (tmp_path / "cells/one/seed-0/cell.json").unlink()
-    (tmp_path / "cells/one/seed-0/scalars.json").unlink()
     (tmp_path / "cells/one/seed-0/finished").unlink()
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(experiment(seeds=[0], choices={"one": {"model": {"allocation": [1]}}}, reference=None))
@@ -179,8 +201,8 @@ def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_
 
 def test_a_copy_of_an_experiment_says_what_to_copy(experiment, tmp_path):
     sweep(experiment(seeds=[0]))
-    mine = tmp_path / "mine"
-    shutil.copytree(tmp_path / "cells", mine / "cells")
+    mine = tmp_path.parent / "mine"
+    shutil.copytree(tmp_path, mine)
     experiment(seeds=[0, 1], replay={"store": "nowhere"})
     (tmp_path / "sweep.yaml").rename(mine / "sweep.yaml")
     words = r"one/seed-0 was .*\(replay.nodes, replay.store\), one of 2 such of 4: .*sweep.yaml alone"
@@ -192,14 +214,14 @@ def test_a_copy_of_an_experiment_says_what_to_copy(experiment, tmp_path):
     ("error", "traced"), [(RuntimeError("out of\nmemory"), True), (NotImplementedError("out of\nmemory"), False)]
 )
 def test_one_failure_does_not_keep_the_others_from_being_done(experiment, tmp_path, capsys, commands, error, traced):
-    def fails(command, arguments):
-        if any("one/seed-0" in argument for argument in arguments):
+    def fails(command, folder):
+        if "one/seed-0" in folder:
             raise error
 
     commands.before = fails
     with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
         sweep(experiment(seeds=[0]))
-    assert (tmp_path / "cells/two/seed-0/scalars.json").exists() and (tmp_path / "summary.json").exists()
+    assert facts_of(tmp_path, "two")
     said = capsys.readouterr()
     assert said.out.count("FAILED one, seed 0: out of memory\n") == 1 and ("Traceback" in said.err) == traced
 
@@ -207,8 +229,8 @@ def test_one_failure_does_not_keep_the_others_from_being_done(experiment, tmp_pa
 def test_time_left_is_told_once_a_training_is_done(experiment, capsys, monkeypatch):
     clock = iter(range(0, 10_000, 60))  # a minute passes between looks
     monkeypatch.setattr("poss_lightning.sweep.time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr("poss_lightning.sweep._run", lambda cell: (cell.folder / "scalars.json").touch())
-    monkeypatch.setattr("poss_lightning.sweep._sum_up", lambda *_: None)
+    monkeypatch.setattr(module.Cell, "run", lambda cell: None)
+    monkeypatch.setattr(module.Cell, "pack", lambda cell, experiment: None)
     sweep(experiment())
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert lines == [
@@ -222,19 +244,19 @@ def test_time_left_is_told_once_a_training_is_done(experiment, capsys, monkeypat
 ONE = {"one": {"model": {"allocation": [2]}}}
 HOPELESS = [
     ({"replay": {"store": "missing"}}, "one, seed 0: missing is no finished feature store"),
-    ({"replay": {"store": "STORE", "nodess": 10}}, "unrecognized arguments: --nodess=10"),
-    ({"replay": {"store": "STORE", "dept": 4}}, "replay has no option 'dept'; it has out, store, drafts, depth"),
+    ({"replay": {"store": "STORE", "nodess": 10}}, "'nodess'"),
+    ({"replay": {"store": "STORE", "dept": 4}}, "'dept'"),
     ({"replay": {"store": "STORE", "device": "tpu"}}, "device is 'tpu'"),
     ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is no .jsonl file"),
     ({"replay": None, "benchmark": {"tree": "large"}}, '"tree"'),
     ({"replay": {"store": "STORE", "nodes": 0}}, "one, seed 0: nodes is 0, which cannot hold a path of depth 2"),
     ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
-    ({"replay": {"store": "STORE", "top_k": 0}}, "depth is 2 and top_k 0; both must be at least 1"),
+    ({"replay": {"store": "STORE", "tree_width": 0}}, "depth is 2 and tree_width 0; both must be at least 1"),
     ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold autoregressive"),
     ({"replay": None, "benchmark": {"repeats": 0}}, "repeats 0; both must be at least 1"),
     ({"replay": None, "benchmark": {"temperature": -1}}, "temperature is -1"),
     ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*'alocation'"),
-    ({"choices": ONE | {"two": {"model": {"depth": 2}}}}, "two, seed 0: model has no allocation"),
+    ({"choices": ONE | {"two": {"model": {"depth": 2}}}}, "two, seed 0: .* required: model.allocation"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2, 2, 2], "depth": 4}}}}, "depth is 4, which never reaches"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2]}, "trainer": {"max_step": 2}}}}, "'max_step'"),
@@ -258,7 +280,7 @@ def test_what_can_only_fail_is_refused_before_anything_is_trained(
 
 def test_a_store_of_another_target_measures_no_draft_of_this_one(experiment, tmp_path):
     words = [Conversation("a/0", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])]
-    write_store(tmp_path / "other", tiny_target(seed=1), words, 128, 1024, 2**20)
+    write_store(tmp_path / "other", tiny_target(seed=1), words, max_length=128, batch_tokens=1024, shard_bytes=2**20)
     with pytest.raises(ValueError, match="other is of another target than the draft: "):
         sweep(experiment(replay={"store": str(tmp_path / "other")}))
 
@@ -267,10 +289,9 @@ def test_a_training_may_start_from_one_of_the_same_experiment(experiment, tmp_pa
     start = str(tmp_path / "cells/one/seed-${seed}/draft-last")
     two = {"two": {"model": {"allocation": [1, 1], "start_from": start}}}
     sweep(experiment(seeds=[3], choices=ONE | two))
-    made = json.loads((tmp_path / "cells/two/seed-3/made.json").read_text())
-    assert start.replace("${seed}", "3") in made["inputs"]
-    for end in ("finished", "scalars.json"):
-        (tmp_path / "cells/one/seed-3" / end).unlink()
+    assert start.replace("${seed}", "3") in facts_of(tmp_path, "two", 3)["inputs"]
+    (tmp_path / "cells/one/seed-3/finished").unlink()
+    unpack(tmp_path, "two", 3)
     shutil.rmtree(tmp_path / "cells/two")
     with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 3: .*one/seed-3 is not finished"):
         sweep(experiment(seeds=[3], choices=two, reference="two"))
@@ -281,16 +302,26 @@ def test_inner_layers_are_there_for_the_measure_too(experiment, tmp_path, store)
         Conversation(f"a/{i}", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         for i in range(40)
     ]
-    write_store(tmp_path / "all", tiny_target(num_hidden_layers=4), said, 128, 1024, 2**20, layers=(1, 2))
+    write_store(
+        tmp_path / "all",
+        tiny_target(num_hidden_layers=4),
+        said,
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+        layers=(1, 2),
+    )
     fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
     eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3", "w_feature": 0.0}}}
-    write_store(tmp_path / "dev", tiny_target(num_hidden_layers=4), said, 128, 1024, 2**20)
+    write_store(
+        tmp_path / "dev", tiny_target(num_hidden_layers=4), said, max_length=128, batch_tokens=1024, shard_bytes=2**20
+    )
     with pytest.raises(ValueError, match=r"one, seed 0: .*dev keeps no outputs of layer"):
         sweep(experiment(fit=fit, choices=eagle3, replay={"store": str(tmp_path / "dev")}))
 
 
 def test_another_measure_is_refused_only_of_records(experiment, tmp_path, store, commands):
-    def fails(command, arguments):
+    def fails(command, folder):
         if command == "replay":
             raise ValueError("no replay")
 
@@ -300,11 +331,14 @@ def test_another_measure_is_refused_only_of_records(experiment, tmp_path, store,
         sweep(experiment(seeds=[0], choices=ONE, replay={"store": str(tmp_path / "dev")}))
     (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
     (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
-    commands.before, dev = lambda command, arguments: None, str(tmp_path / "dev")
+    commands.before, dev = lambda command, folder: None, str(tmp_path / "dev")
     sweep(experiment(seeds=[0], choices=ONE, replay={"store": dev, "nodes": 9}))
-    assert commands == ["fit", "replay"] and json.loads((cell / "cell.json").read_text())["replay"]["nodes"] == 9
-    assert json.loads((cell / "run.json").read_text())["methods"]["one"]["nodes"] == 9
-    (cell / "scalars.json").unlink()
+    assert (
+        commands == ["fit", "replay"]
+        and json.loads((cell / "cell.json").read_text())["settings"]["replay"]["nodes"] == 9
+    )
+    assert facts_of(tmp_path, "one")["run"]["methods"]["one"]["nodes"] == 9
+    unpack(tmp_path, "one")
     with pytest.raises(ValueError, match=r"made with other settings \(replay.nodes\)"):
         sweep(experiment(seeds=[0], choices=ONE, replay={"store": dev, "nodes": 10}))
 
@@ -337,12 +371,13 @@ def test_what_is_finished_needs_no_store(experiment, tmp_path, store, commands, 
     given = {"fit": fit, "seeds": [0], "choices": ONE}
     sweep(experiment(**given))
     shutil.rmtree(tmp_path / "all")
-    (tmp_path / "cells/one/seed-0/scalars.json").unlink()
+    unpack(tmp_path, "one")
     sweep(experiment(**given))  # the measure is left
     assert commands == ["fit", "replay", "replay"]
     given["replay"] = {"store": str(tmp_path / "gone"), "nodes": 20}
-    note = tmp_path / "cells/one/seed-0/cell.json"
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"replay": given["replay"]}))
+    line = facts_of(tmp_path, "one")
+    line["settings"]["replay"] = given["replay"]
+    (tmp_path / "cells.jsonl").write_text(json.dumps(line))
     capsys.readouterr()
     sweep(experiment(**given))
     assert len(commands) == 3 and "1 of 1 trainings are done" in capsys.readouterr().out
@@ -352,7 +387,7 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys)
     """Overlapping shares, or a job that was queued again, must not write into one folder."""
     folder = experiment(seeds=[0])
     (tmp_path / "cells/one/seed-0").mkdir(parents=True)
-    with FileLock(tmp_path / "cells/one/seed-0/.lock"):
+    with Work(tmp_path / "cells").part("one/seed-0/training"):
         sweep(folder)
     assert not (tmp_path / "cells/one/seed-0/cell.json").exists()
     out = capsys.readouterr().out
@@ -362,15 +397,17 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys)
 def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, store, capsys):
     sweep(experiment(seeds=[0]))
     cell = tmp_path / "cells/one/seed-0"
-    made = json.loads((cell / "made.json").read_text())
-    assert made["inputs"][store] == sha256(Path(store) / "manifest.json") and "trainer/base.yaml" in made["inputs"]
-    assert [process["git"] for process in made["processes"]] == [COMMIT]
-    (cell / "scalars.json").unlink()
-    (cell / "made.json").write_text(json.dumps({**made, "inputs": {store: "another"}}))
+    line = facts_of(tmp_path, "one")
+    assert line["inputs"][store] == sha256(Path(store) / "manifest.json") and "trainer/base.yaml" in line["inputs"]
+    assert [process["git"] for process in line["processes"]] == [COMMIT]
+    made = json.loads((cell / "cell.json").read_text())
+    packed = (tmp_path / "cells.jsonl").read_text()
+    unpack(tmp_path, "one")
+    (cell / "cell.json").write_text(json.dumps({**made, "inputs": {store: "another"}}))
     with pytest.raises(ValueError, match="1 of 2 trainings failed: one, seed 0"):
         sweep(experiment(seeds=[0]))
     assert f"one/seed-0 was begun with another {store} than is here now" in capsys.readouterr().out
-    (cell / "scalars.json").write_text((tmp_path / "cells/two/seed-0/scalars.json").read_text())
+    (tmp_path / "cells.jsonl").write_text(packed.replace(line["inputs"][store], "another", 1))
     sweep(experiment(seeds=[0]))  # a table of such is made, with a warning
     assert f"NOT LIKE WITH LIKE: these trainings had 2 different {store}" in capsys.readouterr().out
 
@@ -382,39 +419,29 @@ def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experimen
     (tmp_path / "start.yaml").write_text(f"model: {{start_from: {start}}}")
     child = {"config": [str(tmp_path / "start.yaml")], "model": {"allocation": [1, 1]}}
     folder = experiment(seeds=[0], choices={"one": {"model": {"allocation": [2]}}, "two": child})
-    ends = [start.parent / name for name in ("finished", "scalars.json")]
-    kept = [end.read_text() for end in ends]
-    for end in ends:
-        end.unlink()
-    cell = Sweep.read(tmp_path / "sweep.yaml").cells(tmp_path / "cells")[1]
+    (start.parent / "finished").unlink()
+    cell = Sweep.read(tmp_path / "sweep.yaml").cells(tmp_path)[1]
     with pytest.raises(ValueError, match=r"two/seed-0 starts from .*draft-last, but .*one/seed-0 is not finished"):
         cell.inputs()
-    for end, text in zip(ends, kept, strict=True):
-        end.write_text(text)
+    (start.parent / "finished").touch()
     sweep(folder)
-    made = json.loads((tmp_path / "cells/two/seed-0/made.json").read_text())
-    assert made["inputs"][str(start)] == sha256(start / "model.safetensors")
+    assert facts_of(tmp_path, "two")["inputs"][str(start)] == sha256(start / "model.safetensors")
 
 
 def test_a_config_that_changed_is_another_training(experiment, tmp_path):
     config = tmp_path / "more.yaml"
     config.write_text("model: {allocation: [1], learning_rate: 1.0e-3}")
     options = yaml.safe_load(Path(experiment(), "sweep.yaml").read_text())["fit"]
-    fitting.fit_once(tmp_path / "run", [str(config)], options)
-    note = tmp_path / "run" / "fit.yaml"
-    said = note.read_text()
-    note.write_text("".join(line for line in said.splitlines(keepends=True) if "digests" not in line))
-    fitting.fit_once(tmp_path / "run", [str(config)], options)  # made before there were digests
-    note.write_text(said)
-    fitting.fit_once(tmp_path / "run", [str(config)], options)
+    training.fit_once(tmp_path / "run", [str(config)], options)
+    training.fit_once(tmp_path / "run", [str(config)], options)
     config.write_text("model: {allocation: [1], learning_rate: 5.0}")
     with pytest.raises(ValueError, match="run was trained with other settings, or with configs that have changed"):
-        fitting.fit_once(tmp_path / "run", [str(config)], options)
+        training.fit_once(tmp_path / "run", [str(config)], options)
 
 
 def test_an_experiment_may_be_called_by_another_path(experiment, tmp_path, commands, monkeypatch):
     sweep(experiment(seeds=[0]))
-    (tmp_path / "cells/two/seed-0/scalars.json").unlink()
+    unpack(tmp_path, "two")
     monkeypatch.chdir(tmp_path)
     commands.clear()
     sweep(".")
@@ -442,15 +469,20 @@ def test_a_kill_in_the_last_validation_costs_no_training(experiment, tmp_path, m
             sweep(whole)
     assert (tmp_path / "cells/one/seed-0/checkpoints/last.ckpt").exists()
     sweep(whole)
-    scalars = json.loads((tmp_path / "cells/one/seed-0/scalars.json").read_text())
-    assert scalars["val/loss"][0] == TRAINER["max_steps"] - 1  # Lightning counts from 0
+    assert facts_of(tmp_path, "one")["scalars"]["val/loss"][0] == TRAINER["max_steps"] - 1  # Lightning counts from 0
     assert Specialists.from_pretrained(tmp_path / "cells/one/seed-0/draft-last")
 
 
 def test_a_benchmark_measures_too_and_the_seed_can_be_named(experiment, tmp_path, tiny_folder):
     suite = tmp_path / "s.jsonl"
     suite.write_text("".join(json.dumps({"question_id": i, "turns": [f"word {i}"]}) + "\n" for i in range(3)))
-    options = {"target": tiny_folder, "dtype": "float32", "suites": [str(suite)], "new_tokens": 9, "seed": "${seed}"}
+    options = {
+        "target": tiny_folder,
+        "dtype": "float32",
+        "suites": [str(suite)],
+        "max_new_tokens": 9,
+        "seed": "${seed}",
+    }
     sweep(
         experiment(
             replay=None,
@@ -475,12 +507,13 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
         started.append(command)
         return subprocess.CompletedProcess(command, 3)
 
-    monkeypatch.setattr(fitting.subprocess, "run", run)
+    monkeypatch.setattr(training.subprocess, "run", run)
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(folder)
     assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
     assert [command[:4] for command in started] == [[sys.executable, "-m", "poss_lightning.cli", "fit"]]
-    assert str(tmp_path / "cells/one/seed-0/fit.yaml") in started[0]
+    options = yaml.safe_load(Path(started[0][-1]).read_text())
+    assert options["trainer"]["devices"] == 2 and options["data"]["store"] == store
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
 
 
@@ -490,7 +523,10 @@ def test_a_training_apart_ends_with_its_sweep(tmp_path):
     python, said = tmp_path / "python", tmp_path / "said"
     python.write_text(f"#!/bin/sh\necho $$ > {said}.tmp; mv {said}.tmp {said}; exec sleep 60\n")
     python.chmod(0o755)
-    code = f"import sys; from poss_lightning import fitting; sys.executable = '{python}'; fitting._fit_apart([])"
+    code = (
+        "import sys; from pathlib import Path; from poss_lightning.training import fit; "
+        f"sys.executable = '{python}'; fit._fit_apart(fit.FitOptions(), Path('{tmp_path}'))"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code])
     _until(said.exists)
     facts = Path("/proc") / said.read_text().strip() / "stat"
@@ -544,33 +580,28 @@ def test_a_folder_without_one_says_so(tmp_path):
 
 def test_a_config_is_found_by_path_or_by_its_name_in_conf(tmp_path):
     (tmp_path / "own.yaml").write_text("{}")
-    assert fitting.find_config(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
-    assert fitting.find_config("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
+    assert find_config(str(tmp_path / "own.yaml")) == str(tmp_path / "own.yaml")
+    assert find_config("draft/poss2.yaml").endswith("conf/draft/poss2.yaml")
 
 
 @pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.glob("*/sweep.yaml")), ids=lambda path: path.parent.name)
-def test_the_experiments_parse(experiment, tmp_path, capsys):
+def test_the_experiments_parse(experiment, tmp_path):
     """Every choice of every one, as `poss fit` would take it."""
     own = Sweep.read(experiment)
     for cell in own.cells(tmp_path)[: len(own.choices)]:
-        (tmp_path / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
-        files = [argument for name in cell.configs for argument in ("--config", fitting.find_config(name))]
-        with pytest.raises(SystemExit) as stop:
-            cli.run("fit", [*files, "--config", str(tmp_path / "fit.yaml"), "--print_config"])
-        assert stop.value.code == 0
-        printed = yaml.safe_load(capsys.readouterr().out)
+        parsed = training.parse(cell.configs, cell.fit)
         for name, value in cell.fit.get("model", {}).items():
-            assert printed["model"][name] == value
-        trainer = printed["trainer"]  # the end is validated: an epoch's by itself
+            assert parsed.model[name] == value
+        trainer = parsed.trainer  # the end is validated: an epoch's by itself
         assert trainer["max_steps"] == -1 or trainer["max_steps"] % trainer["val_check_interval"] == 0
-        classes = [callback["class_path"].rpartition(".")[2] for callback in printed["trainer"]["callbacks"]]
+        classes = [callback["class_path"].rpartition(".")[2] for callback in trainer["callbacks"]]
         assert {"DraftFolders", "Replay"} <= set(classes)
         assert ("PublishedMask" in classes) == (cell.choice == "published")
 
 
 def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(experiment, tmp_path, monkeypatch):
     choices = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
-    cell = Sweep.read(Path(experiment(choices=choices, reference=None), "sweep.yaml")).cells(tmp_path / "cells")[0]
+    cell = Sweep.read(Path(experiment(choices=choices, reference=None), "sweep.yaml")).cells(tmp_path)[0]
     shipped = cell.inputs()["embedded-hass"]
     assert shipped == sha256(SHIPPED / "embedded-hass" / "model.safetensors")
     (tmp_path / "embedded-hass").mkdir()
@@ -581,12 +612,10 @@ def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(exper
 
 def test_a_summary_that_cannot_be_made_says_what_differs_first(experiment, tmp_path, capsys):
     sweep(experiment(seeds=[0]))
-    cell = tmp_path / "cells/two/seed-0"
-    made = json.loads((cell / "made.json").read_text())
-    (cell / "made.json").write_text(json.dumps({**made, "inputs": {**made["inputs"], "trainer/base.yaml": "another"}}))
-    records = gzip.decompress((cell / "records.jsonl.gz").read_bytes()).decode()
-    changed = "".join(json.dumps(json.loads(line) | {"prompt_tokens": 999}) + "\n" for line in records.splitlines())
-    (cell / "records.jsonl.gz").write_bytes(gzip.compress(changed.encode()))
+    line, lines = facts_of(tmp_path, "two"), (tmp_path / "cells.jsonl").read_text()
+    (tmp_path / "cells.jsonl").write_text(lines.replace(line["inputs"]["trainer/base.yaml"], "another", 1))
+    rows = [row | {"prompt_tokens": 999} for row in packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]]
+    pack(tmp_path, "two", 0, line, rows)
     capsys.readouterr()
     with pytest.raises(ValueError, match=r"have prompts of .* tokens at"):
         sweep(experiment(seeds=[0]))
@@ -596,22 +625,22 @@ def test_a_summary_that_cannot_be_made_says_what_differs_first(experiment, tmp_p
 def test_a_replay_writes_over_nobodys_records(tmp_path, store):
     (tmp_path / "records.jsonl").touch()
     with pytest.raises(ValueError, match=r"records.jsonl was written by `poss benchmark`: choose another folder"):
-        replay(str(tmp_path), store, {"one": "a-draft"})
+        replay(store, str(tmp_path), drafts={"one": "a-draft"})
     drafts = [str(tmp_path / f"draft-{seed}") for seed in range(2)]
     for seed, draft in enumerate(drafts):
         tiny_draft(tiny_target(), [2], seed=seed).save_pretrained(draft)
     out = tmp_path / "out"
-    with records_lock(out), pytest.raises(ValueError, match="out: another process writes records there"):
-        replay(str(out), store, {"one": drafts[0]})
-    replay(str(out), store, {"one": drafts[0]})
+    with Work(out / UNFINISHED).exclusive(), pytest.raises(ValueError, match="out: another process writes there"):
+        replay(store, str(out), drafts={"one": drafts[0]})
+    replay(store, str(out), drafts={"one": drafts[0]})
     before = (out / "records.jsonl.gz").read_bytes()
-    with pytest.raises(ValueError, match=r"out holds records of other settings \(top_k of 'one'\)"):
-        replay(str(out), store, {"one": drafts[0]}, top_k=2)
+    with pytest.raises(ValueError, match=r"out holds records of other settings \(methods.one.tree_width"):
+        replay(store, str(out), drafts={"one": drafts[0]}, tree_width=2)
     computed = json.loads((out / "run.json").read_text())["config"]["dtype"]
     other = {"bfloat16": "float32", "float32": "bfloat16"}[computed]
     with pytest.raises(ValueError, match=rf"of other settings \(dtype '{computed}', now '{other}'; "):
-        replay(str(out), store, {"one": drafts[0]}, dtype=other)
-    with pytest.raises(ValueError, match=r"weights of 'one'; .*weights of 'two'\): choose another folder"):
-        replay(str(out), store, {"one": drafts[1], "two": drafts[0]})
-    replay(str(out), store, {"one": drafts[0]})
+        replay(store, str(out), drafts={"one": drafts[0]}, dtype=other)
+    with pytest.raises(ValueError, match=r"methods.one.weights .*methods.two.weights .*\): choose another"):
+        replay(store, str(out), drafts={"one": drafts[1], "two": drafts[0]})
+    replay(store, str(out), drafts={"one": drafts[0]})
     assert (out / "records.jsonl.gz").read_bytes() == before

@@ -20,7 +20,7 @@ import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -170,20 +170,26 @@ def dry_run(configs: list[str], options: dict[str, Any]) -> DraftConfig | None:
     Raises:
         ArgumentError, OSError, ValueError: as `fit` does before its first step.
     """
+    parsed = parse(configs, options)
+    if parsed.data["corpus"] and not parsed.data["store"]:
+        return None
+    return SpecialistTraining(FeatureData(**parsed.data).source, **parsed.model).draft.config
+
+
+def parse(configs: list[str], options: dict[str, Any]) -> FitOptions:
+    """The options that `fit_once` would train with, all defaults included.
+
+    Raises:
+        ArgumentError: an option that a part does not have, or a value that it does not take; it names the config.
+    """
     composed = FitOptions.compose(configs, options)
     parser = LightningArgumentParser(parser_mode="omegaconf+", exit_on_error=False)
     _add_parts(parser)
-    parts = {"model": composed.model, "data": composed.data, "trainer": composed.trainer}
     try:
-        parsed = parser.parse_object(parts)
+        parsed = parser.parse_object({part: getattr(composed, part) for part in ("model", "data", "trainer")})
     except ArgumentError as error:
         raise explain(error, map(find_config, configs), _names(parser)) from error
-    model, data = parsed["model"].as_dict(), parsed["data"].as_dict()
-    if model["allocation"] is None:
-        raise ValueError("model has no allocation, e.g. [2, 2, 2]")
-    if data["corpus"] and not data["store"]:
-        return None
-    return SpecialistTraining(FeatureData(**data).source, **model).draft.config
+    return replace(composed, **{part: parsed[part].as_dict() for part in ("model", "data", "trainer")})
 
 
 def _fit_apart(options: FitOptions, folder: Path) -> None:
