@@ -1,6 +1,6 @@
 """`make figures`: the pictures of the documentation, made from committed records.
 
-    python docs/figures.py             # writes docs/figures/*.svg
+    python docs/figures.py             # writes docs/figures/*.svg, and report.png where Chromium is installed
     python docs/figures.py --decode    # first decodes the example answer again: docs/figures/rounds.jsonl.gz
 
 Every number comes from the functions that `poss compare` and `poss report` use. The mask is what the unroll's attention
@@ -9,8 +9,11 @@ does, slot by slot; the tree and the text are rounds of one real answer.
 
 import argparse
 import math
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib
 
@@ -20,12 +23,14 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from PIL import Image
 
 from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
 from poss_lightning.evaluation.records import find_depths, read_cells, read_records, read_runs
 from poss_lightning.evaluation.rounds import Round, read_rounds, recorder, to_line
 from poss_lightning.files import atomic
+from poss_lightning.reports.report import report
 from poss_lightning.reports.scalars import group_by_choice, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.seeds import summarise_seeds
 from poss_lightning.reports.statistics import Estimate
@@ -35,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
 QUESTION, DRAFT, LIMIT = "Why is the sky blue?", "embedded-poss2", 64  # of the example answer
 ROUND = 6  # of its rounds, from 0, the one that is drawn
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 NODES = 16  # of the tree that are drawn
 NAMES = {"eagle": "EAGLE-2", "hass": "HASS", "poss1": "PosS-1", "poss2": "PosS-2", "poss3": "PosS-3"}
 COLOURS = {"eagle": "#7f7f7f", "hass": "#d95f02", "poss1": "#1b9e77", "poss2": "#1f5fbf", "poss3": "#8e44ad"}
@@ -322,6 +328,21 @@ def decode() -> None:
         part.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
+def screenshot() -> Path | None:
+    """The top of the demo's report, from its committed records, as Chromium shows it; None without Chromium."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        return print(f"no report.png: none of {', '.join(BROWSERS)} is installed")
+    file = FIGURES / "report.png"
+    with TemporaryDirectory() as folder:
+        page, image = Path(folder) / "report.html", Path(folder) / "report.png"
+        report(str(ROOT / "experiments" / "demo" / "records"), out=str(page), reference="single")
+        options = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1600")
+        subprocess.run([browser, *options, f"--screenshot={image}", page.as_uri()], check=True, capture_output=True)
+        Image.open(image).convert("RGB").quantize(64).save(file, optimize=True)
+    return file
+
+
 def main() -> None:
     """Write every figure, or decode the example again first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -336,7 +357,13 @@ def main() -> None:
         for name in options.names or draw:
             file = FIGURES / f"{name}.svg"
             draw[name]().savefig(file, metadata={"Date": None})
-            print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 1000:.0f} kB")
+            _print_size(file)
+    if not options.names and (file := screenshot()):
+        _print_size(file)
+
+
+def _print_size(file: Path) -> None:
+    print(f"{file.relative_to(ROOT)}  {file.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

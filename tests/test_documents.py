@@ -198,7 +198,7 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
         for promised in ("draft-best", "draft-last", "checkpoints/last.ckpt", "config.yaml"):
             assert (here / "runs" / run / promised).exists()
     for experiment in ("allocation", "early"):
-        assert (here / "experiments" / experiment / "summary.json").is_file()
+        assert all((here / "experiments" / experiment / name).is_file() for name in ("cells.jsonl", "records.parquet"))
     assert "τ" in capsys.readouterr().out
 
 
