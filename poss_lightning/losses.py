@@ -125,7 +125,11 @@ class _Losses(torch.autograd.Function):
                 slopes = part.workspace.logits[1:]  # `compute` has put them in place of the logits
                 head_gradient += slopes.flatten(0, 1).T @ inputs.flatten(0, 1).to(head.dtype)
         if gradient is not None:
-            kept = None if head_gradient is None else head_gradient.mul_(largest).to(draft_head.dtype)
+            kept = (
+                None
+                if draft_head is None or head_gradient is None
+                else head_gradient.mul_(largest).to(draft_head.dtype)
+            )
             ctx.save_for_backward(gradient, kept, pass_weights)
         weighted = (sums * sums.new_tensor(terms[:3])[:, None]).sum(0)
         ctx.mark_non_differentiable(weighted, sums, top_rows)

@@ -29,6 +29,8 @@ class PositionAcceptance(Metric):
     """
 
     full_state_update = False
+    reached: Tensor  # (K,)
+    passed: Tensor  # (K,)
 
     def __init__(self, depth: int, **kwargs):
         super().__init__(**kwargs)
@@ -85,6 +87,8 @@ class AcceptanceLength(Metric):
     """
 
     full_state_update = False
+    tokens: Tensor
+    rounds: Tensor
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -104,6 +108,8 @@ class PassMeans(Metric):
     """Mean over slots of something summed pass by pass: compute() is (K,)."""
 
     full_state_update = False
+    sums: Tensor  # (K,)
+    slots: Tensor  # (K,)
 
     def __init__(self, depth: int, **kwargs):
         super().__init__(**kwargs)
@@ -127,6 +133,11 @@ class FeatureDrift(Metric):
     """
 
     full_state_update = False
+    cosine: Tensor  # (K,) sums, as the next two
+    l2: Tensor
+    norm_ratio: Tensor
+    slots: Tensor  # (K,)
+    histogram: Tensor  # (K, BINS)
 
     def __init__(self, depth: int, **kwargs):
         super().__init__(**kwargs)

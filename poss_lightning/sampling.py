@@ -143,7 +143,7 @@ class TokenSampler:
         The same question always has the same answer. With processors, what stands before `position` is what was chosen
         there last, and the host synchronises to read it.
         """
-        if self.needs_sync:
+        if self.texts is not None:
             rows = zip(logits, self.texts, position.tolist(), strict=True)
             logits = torch.cat([self._processed(*row) for row in rows])
         if self.uniform is None:
@@ -152,7 +152,7 @@ class TokenSampler:
             device = self.uniform.device
             uniform = self.uniform.gather(1, (position - self.prompt_lengths).to(device)[:, None])[:, 0]
             chosen = draw_tokens(self.sampling.probabilities(logits).to(device), uniform).to(logits.device)
-        if self.needs_sync:
+        if self.texts is not None:
             self.texts.scatter_(1, position[:, None], chosen[:, None])
         return chosen
 

@@ -30,14 +30,14 @@ def test_all_directions_of_a_step_are_as_long(shape):
         assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.85
 
 
-@pytest.mark.parametrize("turned", [3, 2])
-def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(is_matrix):
+@pytest.mark.parametrize("count", [3, 2])
+def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(count):
     ours, theirs = parameters(), parameters()
     law = {"lr": 0.01, "weight_decay": 0.1}
-    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[is_matrix:3], **law)
+    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[count:3], **law)
     others = [
-        torch.optim.Muon(theirs[:is_matrix], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
-        torch.optim.AdamW(theirs[is_matrix:], betas=(0.9, 0.95), **law),
+        torch.optim.Muon(theirs[:count], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
+        torch.optim.AdamW(theirs[count:], betas=(0.9, 0.95), **law),
     ]
     for step in range(4):
         gradients(ours, step)

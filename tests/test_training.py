@@ -155,7 +155,7 @@ def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path)
         return plain(self, group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Muon, "_turn", watch)
+        patch.setattr(Muon, "_step_matrices", watch)
         fit(store, tmp_path, optimizer="muon")
     assert len(norms) == 60 and max(norms) <= 0.5 + 1e-3 and min(norms) > 0.4
     losses = [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
@@ -323,7 +323,7 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
 
 def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
     module = SpecialistTraining(store, [2, 2])
-    probe = Probe(tiny_folder, prompts=2, new_tokens=12, nodes=9, top_k=3)
+    probe = Probe(tiny_folder, prompts=2, max_new_tokens=12, nodes=9, top_k=3)
     trainer = lightning.Trainer(
         max_steps=2,
         accelerator="cpu",

@@ -180,7 +180,7 @@ def test_a_killed_command_leaves_no_folder(given, tmp_path, monkeypatch):
 
     before = contents(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "rename", killed)
         run(given, tmp_path / "small", "--size", "20")
     assert contents(tmp_path) == before
     run(given, tmp_path / "small", "--size", "20")

@@ -20,7 +20,7 @@ from poss_lightning.decoding.trees import Tree, ancestor_mask, logit_rows, reran
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import GREEDY, TokenSampler
-from poss_lightning.target.cache import Packed, TreeCache
+from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.model import Target
 
@@ -89,7 +89,7 @@ class Speculative(Decoder):
         self.most_nodes = min(SHARE * nodes if share else nodes, self.drafter.candidates)  # of a row
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
-        self.cache: TreeCache | None = None
+        self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampling, self.request_id = GREEDY, 0  # of the texts in hand
         self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
         self.forward_tree = partial(target.forward_tree, layers=draft.config.layers)
@@ -123,7 +123,8 @@ class Speculative(Decoder):
             budget.learn(done.tree, done.ancestors, done.verdict)
             of_row = {self.active.prompts[row]: emitted[row][1 : emitted[row][0] + 2] for row in self.active.rows}
             counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
-            tokens, accepted = ({prompt: both[part] for prompt, both in counted.items()} for part in (0, 1))
+            tokens = {prompt: kept for prompt, (kept, _) in counted.items()}
+            accepted = {prompt: count for prompt, (_, count) in counted.items()}
             yield Progress(tokens, accepted, done.tree, done.verdict)
 
     # --- one round ---

@@ -1,7 +1,7 @@
 """Rounds as CUDA graphs: hundreds of kernels started at once, where Python would start them one by one."""
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class Graphs:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
-        self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
+        self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool = None  # of memory, shared by all that is captured: they never run at once
 
     def clear(self) -> None:

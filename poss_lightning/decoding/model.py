@@ -7,11 +7,12 @@
 It is no assistant model for transformers' own assisted generation: that one asks for a chain, and here is a tree.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Progress
@@ -34,7 +35,7 @@ class Streamer(Protocol):
 
 
 def load(
-    target: str | nn.Module = "embedded",
+    target: str | PreTrainedModel = "embedded",
     draft: str | Specialists | None = None,
     tokenizer=None,
     dtype: str = "auto",
@@ -139,12 +140,15 @@ class Model:
         prompts = _unpadded(input_ids, attention_mask, pad if pad not in stops else None)
         limit = _limit(max_new_tokens, max_length, length)
 
-        def stream(step: Progress) -> None:
-            streamer.put(torch.tensor(step.tokens[0]))
-
+        watch: Callable[[Progress], None] | None = None
         if streamer is not None:
-            streamer.put(input_ids.cpu())
-        watch = None if streamer is None else stream
+            put = streamer.put
+            put(input_ids.cpu())
+
+            def stream(step: Progress) -> None:
+                put(torch.tensor(step.tokens[0]))
+
+            watch = stream
         texts = [one.tokens for one in self.decoder.decode(prompts, limit, stops, sampling, generator, watch)]
         if streamer is not None:
             streamer.end()

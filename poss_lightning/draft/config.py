@@ -65,8 +65,8 @@ class DraftConfig:
         runs = [index for index, run in enumerate(self.allocation) for _ in range(run)]
         if sorted(self.specialists) != runs:
             raise ValueError(
-                f"order is {list(self.order)}; for the allocation {list(self.allocation)} it must be a rearrangement "
-                f"of {runs}"
+                f"order is {list(self.specialists)}; for the allocation {list(self.allocation)} it must be a "
+                f"rearrangement of {runs}"
             )
 
     # --- traits of its kind ---
@@ -92,7 +92,8 @@ class DraftConfig:
 
         They are those of EAGLE-3's published code: low, middle and high.
         """
-        return (2, self.target.layers // 2, self.target.layers - 3) if self.reads_inner_layers else ()
+        count = self.target.layers
+        return (2, count // 2, count - 3) if self.reads_inner_layers and count else ()
 
     # --- who serves what ---
 

@@ -9,9 +9,11 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
     logits of F̂     the target's head, scaled or capped   the draft's own lm_head(norm(F̂))
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +29,16 @@ from poss_lightning.target.spec import EmbedHead, Product, project
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
+
+
+class Layers(nn.ModuleList):
+    """The specialists in order; it tells a type checker what they are."""
+
+    if TYPE_CHECKING:
+
+        def __getitem__(self, index: int) -> Specialist: ...
+
+        def __iter__(self) -> Iterator[Specialist]: ...
 
 
 class Specialists(nn.Module):
@@ -53,7 +65,7 @@ class Specialists(nn.Module):
         layer, parts = (NormedSpecialist, len(config.layers)) if config.reads_inner_layers else (Specialist, 2)
         width = spec.hidden_size
         self.fc = nn.Linear(parts * width, width, bias=not config.reads_inner_layers)
-        self.layers = nn.ModuleList(
+        self.layers = Layers(
             layer(
                 width=width,
                 intermediate=config.intermediate_size or spec.intermediate_size,

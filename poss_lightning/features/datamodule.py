@@ -48,15 +48,18 @@ class FeatureData(lightning.LightningDataModule):
         workers: int = 0,
     ):
         super().__init__()
-        if (store is None) == (corpus is None):
-            raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
         if noise < 0:
             raise ValueError(f"noise is {noise}; it must be at least 0")
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        self.source = FeatureStore(store) if store else OnlineFeatures.load(corpus, target, max_length, dtype)
+        if store is not None and corpus is None:
+            self.source = FeatureStore(store)
+        elif corpus is not None and store is None:
+            self.source = OnlineFeatures.load(corpus, target, max_length, dtype)
+        else:
+            raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
         train, self.held_out = split(self.source.ids, validation, split_seed)
@@ -65,7 +68,8 @@ class FeatureData(lightning.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Batches carry the inner layers that the module in training reads, and no others."""
-        self.source = self.source.select(self.trainer.lightning_module.layers)
+        module = self.trainer and self.trainer.lightning_module
+        self.source = self.source.select(getattr(module, "layers", ()))
 
     def train_dataloader(self) -> Loader:
         return Loader(self.source, self.training_schedule(), self.workers)
@@ -85,7 +89,7 @@ class FeatureData(lightning.LightningDataModule):
         """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""
         if isinstance(self.source, OnlineFeatures):
             batch = self.source.fill(batch)
-        if not (self.noise and self.trainer.training):
+        if not (self.noise and self.trainer and self.trainer.training):
             return batch
         epoch = self.trainer.current_epoch
         seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]

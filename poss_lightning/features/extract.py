@@ -134,11 +134,9 @@ def write_store(
     _check_place(folder, work)
     work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
     _write_shards(folder, work, target, shards, stored, layers, rank)
-    entries = [_entry(folder, work, number) for number in range(len(shards))]
-    if None in entries and not is_finished(folder):
-        others = (
-            f"{entries.count(None)} of {len(shards)} shards are with other processes, the last of which finishes it"
-        )
+    entries = [entry for number in range(len(shards)) if (entry := _entry(folder, work, number))]
+    if (missing := len(shards) - len(entries)) and not is_finished(folder):
+        others = f"{missing} of {len(shards)} shards are with other processes, the last of which finishes it"
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):

@@ -98,6 +98,7 @@ class OnlineFeatures:
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features, and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""
         if not self.layers:
-            return (self.model.text_features(tokens),) * 2
-        features, layers = self.model.text_layers(tokens, self.layers)
-        return features, layers.flatten(2)
+            features = self.model.text_features(tokens)
+            return features, features
+        features, outputs = self.model.text_layers(tokens, self.layers)
+        return features, outputs.flatten(2)

@@ -53,7 +53,8 @@ def _reach(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _manifest(files: fsspec.AbstractFileSystem, root: str, address: str) -> bytes:
     try:
-        return files.cat_file(f"{root}/{MANIFEST}")
+        content = files.cat_file(f"{root}/{MANIFEST}")
+        return content if isinstance(content, bytes) else content.encode()
     except FileNotFoundError as error:
         raise StoreError(f"{address} is no finished feature store: it has no {MANIFEST}") from error
     except Exception as error:  # every protocol has errors of its own

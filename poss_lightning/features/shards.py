@@ -1,6 +1,6 @@
 """Writing a shard: the target reads batch after batch, and a thread hashes and writes what it read."""
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +33,15 @@ def write_shard(
     """Read batches of texts with the target and write their shard, complete or not at all."""
     with atomic(path) as temporary, Hashed(temporary) as file:
         with pa.ipc.new_stream(file, schema(layers)) as writer, ThreadPoolExecutor(1) as thread:
-            writing = None
+            writing: Future[None] | None = None
             for batch in batches:
                 rows = read_batch(target, batch, stored, layers)  # while the thread writes those before
                 if writing:
                     writing.result()
                 writing = thread.submit(writer.write_batch, rows)
                 bar.update(sum(len(text.tokens) for text in batch))
-            writing.result()
+            if writing:
+                writing.result()
         return FileEntry.written(path.name, file)
 
 
@@ -48,11 +49,14 @@ def write_shard(
 def read_batch(target: Target, batch: list[TokenizedText], stored: str, layers: tuple[int, ...]) -> pa.RecordBatch:
     """Rows of the store. On a GPU everything but the bytes to keep stays there."""
     tokens = pad_right([text.tokens for text in batch], target.device)
-    features, outputs = target.text_layers(tokens, layers) if layers else (target.text_features(tokens), None)
-    lengths = [len(text.tokens) for text in batch]
-    columns = {"features": _without_padding(features, lengths, stored)}
     if layers:
-        columns["layers"] = _without_padding(outputs, lengths, stored)
+        features, outputs = target.text_layers(tokens, layers)
+        vectors = {"features": features, "layers": outputs}
+    else:
+        features = target.text_features(tokens)
+        vectors = {"features": features}
+    lengths = [len(text.tokens) for text in batch]
+    columns = {name: _without_padding(padded, lengths, stored) for name, padded in vectors.items()}
     greedy = _greedy(target, features, batch).cpu()  # (B, T); waits for all copies that were asked for before
     rows = {
         "id": [text.id for text in batch],

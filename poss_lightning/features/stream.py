@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from poss_lightning.features.schedule import PlannedBatch, Schedule, Step, answer_slots
 from poss_lightning.features.store import Sample
@@ -102,21 +102,22 @@ class Loader(DataLoader):
 
     def __init__(self, source, schedule: Schedule, workers: int):
         super().__init__(_Reader(source), sampler=schedule, batch_size=None, num_workers=workers)
+        self.schedule = schedule
 
     def __iter__(self) -> Iterator[Batch]:
-        self.sampler.taken = 0
+        self.schedule.taken = 0
         for batch in super().__iter__():
-            self.sampler.taken += 1
+            self.schedule.taken += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        return self.sampler.state_dict()
+        return self.schedule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.sampler.load_state_dict(state_dict)
+        self.schedule.load_state_dict(state_dict)
 
 
-class _Reader:
+class _Reader(Dataset[Batch]):
     """What a DataLoader takes for a data set: planned batches are its indices."""
 
     def __init__(self, source):

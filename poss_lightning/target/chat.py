@@ -76,12 +76,13 @@ class Chat:
         return tokens
 
     def text(self, tokens: list[int]) -> str:
-        """What the tokens say, special tokens left out."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """The text of tokens, without special tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _text(self, messages: list[dict[str, str]], open_answer: bool = False) -> str:
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
+            return str(text)
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
@@ -151,7 +152,7 @@ class Chat:
 def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig | None) -> frozenset[int]:
     ids = getattr(generation_config, "eos_token_id", None)
     ids = ids if isinstance(ids, list) else [ids]
-    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
+    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if isinstance(token, int))
 
 
 def _digest(template: str, special_tokens: dict[str, str]) -> str:

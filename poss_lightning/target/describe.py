@@ -4,31 +4,45 @@ import hashlib
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.target.masks import FULL
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 
 
-def embed_head_of(model: nn.Module, spec: TargetSpec) -> EmbedHead:
-    """The frozen embedding and head of a model with this spec; they share its memory."""
+def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
+    """The modules of a model's embedding and LM head.
+
+    Raises:
+        NotImplementedError: its embedding is no table, or its head no matrix.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise NotImplementedError("it has no plain embedding and LM head")
+    return embedding, head
+
+
+def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
+    """The frozen embedding and head of a model with this spec; they share its memory.
+
+    Raises:
+        NotImplementedError: as `plain_embed_head`.
+    """
+    embedding, head = plain_embed_head(model)
     tied = head.weight.data_ptr() == embedding.weight.data_ptr()
     rows = embedding.weight if tied else head.weight
     return EmbedHead(embedding.weight, rows, scale=spec.logit_scale, cap=spec.logit_cap)
 
 
-def spec_of(model: nn.Module, name: str, template: str) -> TargetSpec:
+def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
     """The spec of a model; `name` and `template` are as in `TargetSpec`.
 
     Raises:
-        NotImplementedError: its embedding is no table, or its head no matrix.
+        NotImplementedError: as `plain_embed_head`.
         AttributeError: its config lacks a size.
     """
     config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise NotImplementedError("it has no plain embedding and LM head")
+    _, head = plain_embed_head(model)
     rope = _rope_parameters(config)
     short_lengths = [each["original_max_position_embeddings"] for each in rope if each.get("rope_type") == "longrope"]
     return TargetSpec(
@@ -63,7 +77,7 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
     return [parameters[FULL], *(each for kind, each in parameters.items() if kind != FULL)]
 
 
-def _fingerprint(model: nn.Module) -> str:
+def _fingerprint(model: PreTrainedModel) -> str:
     """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

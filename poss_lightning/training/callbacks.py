@@ -33,7 +33,7 @@ class DraftFolders(lightning.Callback):
         self.best, self.validated = -math.inf, False
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":
+        if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":  # pyright: ignore[reportAttributeAccessIssue]
             return
         self.validated = True
         self._save(trainer, pl_module, "draft-last")
@@ -45,7 +45,7 @@ class DraftFolders(lightning.Callback):
             self._save(trainer, pl_module, "draft-best")
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._save(trainer, pl_module, "draft-last")
         if not self.validated and self.best == -math.inf:
@@ -87,7 +87,7 @@ class LastCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, *args)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.fast_dev_run:
+        if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         super().on_train_end(trainer, pl_module)  # writes it only if there is none
         if self.last_model_path:
@@ -121,7 +121,7 @@ class Throughput(lightning.Callback):
         )
         self.totals += torch.stack([slots, slots.new_tensor(tokens), flops]).to(self.totals)  # no wait for the device
         self.batch_ended = time.monotonic()
-        if trainer.global_step >= self.step + trainer.log_every_n_steps:
+        if trainer.global_step >= self.step + trainer.log_every_n_steps:  # pyright: ignore[reportAttributeAccessIssue]
             self._log(trainer, pl_module)
             self._restart(trainer, pl_module)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 
-Slots = TypeVar("Slots", int, Tensor)
+Number = TypeVar("Number", float, Tensor)
 
 
 @cache
@@ -39,7 +39,7 @@ def count_head_parameters(config: DraftConfig) -> int:
     return empty_draft(config).lm_head.weight.numel() if config.own_head else 0
 
 
-def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Slots, context: float) -> Slots | float:
+def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Number, context: float) -> Number:
     """FLOPs of the matrix products of one training step, forward and backward; what is recomputed counts once.
 
     Args:

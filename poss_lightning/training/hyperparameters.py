@@ -3,6 +3,9 @@
 The summaries are made here and not by a writer's `add_hparams`, which starts another run for every row.
 """
 
+# Protobuf makes its classes at run time.
+# pyright: reportAttributeAccessIssue=false
+
 import os
 import time
 

@@ -1,12 +1,14 @@
 """The LightningModule around the unroll, the loss and the metrics."""
 
+from collections.abc import Callable
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -136,8 +138,10 @@ class SpecialistTraining(lightning.LightningModule):
         # Validation goes as deep as decoding will, at whatever depth the draft is trained.
         self.eval_depth = max(config.depth, sum(allocation))
         self.loss_terms = ("feature", "token", "topk") if config.predicts_feature else ("token", "topk")
-        means = {name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)}
-        self.val_losses = torch.nn.ModuleDict(means)
+        means: dict[str, Metric | MetricCollection] = {
+            name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)
+        }
+        self.val_losses = MetricCollection(means, compute_groups=False)
         self.val_acceptance = UnrollAcceptance(self.eval_depth)
         self.val_drift = FeatureDrift(self.eval_depth) if config.predicts_feature else None
 
@@ -181,7 +185,8 @@ class SpecialistTraining(lightning.LightningModule):
 
     def training_step(self, batch: Batch) -> Tensor:
         # Finding the draft's top tokens and reading values takes time, so it is not done at every step.
-        logs = (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
+        every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        logs = (self.trainer.global_step + 1) % every == 0
         depth = self.draft.config.depth
         # The mean is over the whole step. Strategies average over its batches, so this is undone here.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
@@ -191,7 +196,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.log("train/loss", self._sum_passes(means), prog_bar=True)
         self._since_step.append((batch, losses.weighted))
         if logs:
-            self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])
+            self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
             for name in self.loss_terms:
                 self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
@@ -202,7 +207,7 @@ class SpecialistTraining(lightning.LightningModule):
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
         """Forward and backward, and the step if everything is finite on every process."""
         loss = optimizer_closure()
         (*batches,), (*losses,) = zip(*self._since_step, strict=True)
@@ -240,8 +245,8 @@ class SpecialistTraining(lightning.LightningModule):
         for name in self.loss_terms:
             self.log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
         self.log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
-        for metric in (*self.val_losses.values(), self.val_acceptance):
-            metric.reset()
+        self.val_losses.reset()
+        self.val_acceptance.reset()
         if self.val_drift is not None:
             drift = self.val_drift.compute()
             for name in ("cosine", "l2", "norm_ratio"):

@@ -12,13 +12,14 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
     It changes `checkpoint`, from which Lightning restores the loops next. Lightning does not restore the loader itself
     once its length has been read, and the schedule of the learning rate reads it.
     """
-    if trainer.state.fn != "fit" or not isinstance(trainer.datamodule, FeatureData):
+    data = getattr(trainer, "datamodule", None)
+    if trainer.state.fn != "fit" or not isinstance(data, FeatureData):
         return
     loop = checkpoint["loops"]["fit_loop"]
     (state,) = loop["state_dict"].get("combined_loader") or [None]
     if state is None:
         return
-    schedule = trainer.datamodule.training_schedule()
+    schedule = data.training_schedule()
     schedule.load_state_dict(state)
     if state["share"] != schedule.step_batches:
         rank_zero_warn(

@@ -46,7 +46,9 @@ def _gather(value: Tensor) -> Tensor:
     if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO, whose weights may be bfloat16
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return safe_get_full_fp32_param(value)
+        full = safe_get_full_fp32_param(value)
+        assert full is not None, "DeepSpeed knows no such parameter"
+        return full
     return value
 
 
@@ -57,6 +59,8 @@ class FSDP2(ModelParallelStrategy):
     step. With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
     `SpecialistTraining.configure_model` calls `shard`.
     """
+
+    lightning_module: Any  # a `SpecialistTraining`; Lightning's type is optional
 
     def __init__(self) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
@@ -100,6 +104,11 @@ class DeepSpeed(DeepSpeedStrategy):
         ValueError: another stage, or weights to offload at a stage that does not divide them.
     """
 
+    lightning_module: Any  # a `SpecialistTraining`; Lightning's types of all four are optional
+    parallel_devices: list[torch.device]
+    model: Any  # a DeepSpeedEngine
+    config: dict[str, Any]
+
     def __init__(self, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage is {stage}; ZeRO's stages are 1, 2 and 3")
@@ -140,7 +149,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
         set_accelerator(CPU_Accelerator())  # also on a machine that has a GPU
         # Else it compiles an all-reduce in shared memory; that of gloo is enough.
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -194,17 +203,18 @@ class DeepSpeed(DeepSpeedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         return gather_state(self.lightning_module)
 
-    def optimizer_state(self, optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """AdamW's undivided state; `optimizer` is ZeRO's wrapper around it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
         group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
-        step = next((state["step"] for state in adam.state.values()), None)
+        steps = [own["step"] for own in adam.state.values()]
         state = {}
-        for i, parameter in enumerate(parameters if step is not None else []):
-            moments = {name: safe_get_full_optimizer_state(parameter, name).cpu() for name in MOMENTS}
-            state[i] = {"step": step.cpu().clone(), **moments}
+        for i, parameter in enumerate(parameters if steps else []):
+            full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+            moments = {name: moment.cpu() for name, moment in full.items() if moment is not None}
+            state[i] = {"step": steps[0].cpu().clone(), **moments}
         return {"state": state, "param_groups": [group | {"params": list(range(len(parameters)))}]}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
@@ -224,7 +234,8 @@ class DeepSpeed(DeepSpeedStrategy):
             _fill(parameter, state[name])
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        (zero,), (saved,) = self.optimizers, checkpoint["optimizer_states"]
+        zero: Any = self.optimizers[0]
+        (saved,) = checkpoint["optimizer_states"]
         adam = zero.optimizer
         adam.param_groups[0].update({k: v for k, v in saved["param_groups"][0].items() if k != "params"})
         if not saved["state"]:
