@@ -21,7 +21,7 @@ from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features import extract
-from poss_lightning.fitting import FINISHED, fit_once
+from poss_lightning.training.fit import FINISHED, fit_once
 
 CONF = Path(__file__).parents[1] / "conf"
 TALK = {
@@ -143,9 +143,9 @@ BAD = [
     # the store
     (
         (*EXTRACT, "{inputs}/store", "--target", "{inputs}/another", "--dtype", "float32"),
-        "store of another kind, target",
+        "store of another kind (target ",
     ),
-    ((*EXTRACT, "{inputs}/store", *FLOAT, "--max_length", "30"), "max_length 512 (now 30)"),
+    ((*EXTRACT, "{inputs}/store", *FLOAT, "--max_length", "30"), "max_length 512, now 30"),
     ((*EXTRACT, "{inputs}/truncated", "--verify", "true"), "shard-00000.arrow has"),
     ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
     (("fit", "--data.store", "missing", "--model.allocation", "[2]"), "missing is no finished feature store"),
@@ -167,9 +167,9 @@ BAD = [
     # trees and prompts
     ((*BENCHMARK, "{inputs}/draft", "--depth", "6", "--nodes", "6"), "nodes is 6, which cannot hold a path of depth 6"),
     ((*GENERATE, "--draft", "{inputs}/draft", "--depth", "3", "--nodes", "2"), "nodes is 2"),
-    ((*GENERATE, "--new_tokens", "0"), "must be at least 1"),
+    ((*GENERATE, "--max_new_tokens", "0"), "must be at least 1"),
     ((*GENERATE, "--temperature", "-1"), "temperature is -1.0"),
-    ((*GENERATE, "--sample_top_k", "-1"), "sample_top_k is -1; it must be 0 (all tokens)"),
+    ((*GENERATE, "--top_k", "-1"), "top_k is -1; it must be 0 (all tokens)"),
     ((*GENERATE, "--chat", "true", "--json", "True"), "chat and json are both true"),
     ((*GENERATE, "--show", "tree"), "show is tree, but without --draft there is none"),
     ((*GENERATE, "--show", "tree", "--json", "true"), "show is tree and json true"),
@@ -191,7 +191,7 @@ BAD = [
     ((*EXTRACT, "s3://x/y"), "it must be a local folder"),
     (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
     (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
-    (("export", "{inputs}/draft", "{inputs}/store"), "store is there already: choose another folder or remove it"),
+    (("export", "{inputs}/draft", "{inputs}/store"), "store is there already: choose another name or remove it"),
     ((*FIT, "[2]", "--ckpt_path", "nowhere.ckpt"), "nowhere.ckpt: no such file"),
     ((*FIT, "[2]", "--ckpt_path", "{inputs}/corpus.jsonl"), "corpus.jsonl is no whole checkpoint of plain tensors"),
     ((*FIT, "[2]", "--ckpt_path", "{inputs}/store"), "store is a folder, and no draft's; give a .ckpt file"),
@@ -407,8 +407,8 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     assert poss("synthesize", "corpus.jsonl", *target, *sizes).code is None
     assert poss("extract", "corpus.jsonl", "store", *target).code is None
     assert "every file is as it was written" in poss("extract", "corpus.jsonl", "store", "--verify", "true").out
-    plain = poss("generate", "Hi", *target, "--new_tokens", "9").out
-    drafted = poss("generate", "Hi", *target, "--new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
+    plain = poss("generate", "Hi", *target, "--max_new_tokens", "9").out
+    drafted = poss("generate", "Hi", *target, "--max_new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
     assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "τ" in drafted and "same tokens" in drafted
     assert left(tmp_path) == sorted(["corpus.jsonl", "store", *(f"store/{name}" for name in FILES)])
 
@@ -478,7 +478,7 @@ def test_an_interpolation_follows_the_command_line(poss, tmp_path):
 @pytest.mark.parametrize("tree", TREES, ids=lambda path: path.stem)
 def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
     common = ("--target", inputs / "target", "--dtype", "float32", "--suites", f"[{inputs / 'suite.jsonl'}]")
-    result = poss("benchmark", "out", "--drafts.d", inputs / "draft", *common, "--new_tokens", "9", "--config", tree)
+    result = poss("benchmark", "out", "--drafts.d", inputs / "draft", *common, "--max_new_tokens", "9", "--config", tree)
     assert result.code is None
     facts = json.loads((tmp_path / "out" / "run.json").read_text())
     given = yaml.safe_load(tree.read_text())

@@ -32,7 +32,7 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
     single = tiny_draft(Target.load(str(target), "float32"), [6], depth=1)
     single.save_pretrained(tmp_path / "single")
     heads = {"start_from": str(tmp_path / "single"), "trained": str(tmp_path / "single")}
-    sizes = {"conversations": 60, "steps": 2, "limit": 1, "new_tokens": 4, "vocabulary_size": 100}
+    sizes = {"conversations": 60, "steps": 2, "limit": 1, "max_new_tokens": 4, "vocabulary_size": 100}
     demo(str(folder), str(target), **heads, **sizes)
     assert (folder / "report.html").is_file()
     records = read_records(folder / "benchmark")
@@ -66,7 +66,7 @@ def slower(times: float, dtype: str = "float32") -> Speed:
 
 
 def planned(folder: Path, **given) -> Sizes:
-    asked = dict.fromkeys(("conversations", "steps", "limit", "new_tokens")) | given
+    asked = dict.fromkeys(("conversations", "steps", "limit", "max_new_tokens")) | given
     return plan(folder, "embedded", "embedded-hass", None, asked, "auto", "cpu")[0]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.fitting import named
+from poss_lightning.files import find_config
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, shapes
@@ -85,12 +85,13 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj",
 def experiment(name: str) -> dict[str, Cell]:
     """The cells of a target's experiment by choice."""
     own = Sweep.read(ROOT / f"experiments/{name}/sweep.yaml")
-    return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}/cells"))}
+    return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
 
 
 def whole(cell: Cell) -> dict:
     """All that a training is given, in the order in which it is read."""
-    return OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.load(named(name)) for name in cell.configs), cell.fit))
+    configs = [OmegaConf.load(find_config(name)) for name in cell.configs]
+    return OmegaConf.to_container(OmegaConf.merge(*configs, cell.fit))
 
 
 # --- sizes ---
@@ -230,7 +231,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
                 assert place in made or (ROOT / place).exists(), f"{' '.join(line)}: nothing has written {place}"
             made.add(given.get(OUTPUTS.get(line[1])))
             if line[1] == "benchmark":  # every file on the line was heard
-                assert (given["nodes"], given["new_tokens"], len(given["suites"])) == (60, 1024, 6)
+                assert (given["nodes"], given["max_new_tokens"], len(given["suites"])) == (60, 1024, 6)
                 assert given["depth"] == (8 if "speed" in given["out"] else 6)
                 own = Path(given["out"]).parts[1]
                 assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{own}.yaml").read_text())["target"]
