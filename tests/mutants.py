@@ -90,8 +90,8 @@ MUTANTS = (
     Mutant(
         "drafting: the first specialist runs at every position",
         "decoding/drafting.py",
-        "layer, z = self.draft.serving(position), frontier.z",
-        "layer, z = self.draft.serving(1), frontier.z",
+        "layer, z = self.draft.specialist_at(position), frontier.z",
+        "layer, z = self.draft.specialist_at(1), frontier.z",
         "test_unroll.py test_engine.py",
     ),
     Mutant(
