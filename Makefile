@@ -20,7 +20,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(patsubst %,tests/test_%.py,budget draft encoding engine int8_head losses machine metrics muon sampling target trees unroll verification)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
+.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -64,11 +64,12 @@ test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow
 
 mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python -m tests.support.mutants
 
-check: setup  ## lint, and check the formatting
+check: setup  ## lint, check the formatting and the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 
 wheel: setup  ## build dist/*.whl, which runs anywhere
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
@@ -81,7 +82,7 @@ wheel-demo: wheel  ## install the wheel in an empty environment, and run its dem
 	cd $(EMPTY) && bin/poss --version && bin/poss demo $(ARGS)
 
 look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
-	$(BIN)/python tests/look.py $(ARGS)
+	$(BIN)/python -m tests.support.look $(ARGS)
 
 lab: setup  ## what experiments/ reads: features of self-written text, and of answers to the project's prompts
 	mkdir -p runs/lab
@@ -99,28 +100,28 @@ notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks
 	$(BIN)/python notebooks/execute.py $(ARGS)
 
 bench: setup  ## time extraction against its bare forward
-	$(BIN)/python benchmarks/core.py
+	$(BIN)/python -m benchmarks.core
 
 bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
-	$(BIN)/python benchmarks/decode.py $(ARGS)
+	$(BIN)/python -m benchmarks.decode $(ARGS)
 
 soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
-	$(BIN)/python benchmarks/soak.py $(ARGS)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 bench-train: setup  ## a training step against the published one and the machine's matmul rate
-	$(BIN)/python benchmarks/train.py
+	$(BIN)/python -m benchmarks.train
 
 bench-features: setup  ## size and speed of features, and how long training waits for them
-	$(BIN)/python benchmarks/features.py
+	$(BIN)/python -m benchmarks.features
 
 bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
-	$(BIN)/python benchmarks/plan.py
+	$(BIN)/python -m benchmarks.plan
 
 digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/digests.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.digests
 
 coverage: setup  ## how often 95 % intervals hold the truth, by ways to make them
-	$(BIN)/python benchmarks/coverage.py
+	$(BIN)/python -m benchmarks.coverage
 
 docs: setup  ## build the documentation site, strictly; ARGS='--site-dir DIR'
 	$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install -e '.[docs]'

@@ -294,11 +294,13 @@ class _Cli(LightningCLI):
     def before_fit(self) -> None:
         left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
         by_itself = left and SLURMEnvironment.detect()  # Lightning goes on with it
-        if not self._has_checkpoint() and not self.trainer.fast_dev_run and not by_itself:
+        trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
+        if not self._has_checkpoint() and not trial and not by_itself:
             self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
 
     def after_fit(self) -> None:
-        if any(isinstance(each, _SaveConfig) and not each.began for each in self.trainer.callbacks):
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(each, _SaveConfig) and not each.began for each in callbacks):
             reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
             rank_zero_warn(f"nothing was left to train at {reached}")
 
