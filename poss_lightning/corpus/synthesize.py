@@ -172,7 +172,7 @@ class _Writer:
         if role == "assistant":
             return self.target.chat.prompt(messages)
         template = self.target.tokenizer.apply_chat_template
-        text = template([*messages, {"role": "user", "content": _MARK}], tokenize=False)
+        text = str(template([*messages, {"role": "user", "content": _MARK}], tokenize=False))
         return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
 
     def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:

@@ -167,7 +167,7 @@ def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Dec
             guesses = guesses_of(step, chat.stops)
             drafted, accepted = len(guesses.tokens) - 1, len(guesses.path) - 1
             print(f"round {next(number)}: {drafted} drafted, {accepted} accepted")
-            print(draw(guesses, lambda token: decoder.target.tokenizer.decode([token]), colour), end="\n\n")
+            print(draw(guesses, lambda token: str(decoder.target.tokenizer.decode([token])), colour), end="\n\n")
 
     answer = question.answer(decoder, draw_round if show else print_tokens)
     print(chat.text(answer.tokens) if show else pieces.rest())

@@ -75,7 +75,7 @@ def recorder(answer: AnswerKey, target: Target, rounds: list[Round]) -> Callable
 
     def record(step: Progress) -> None:
         if step.tree is not None:
-            guesses = as_text(guesses_of(step, target.chat.stops), lambda token: target.tokenizer.decode([token]))
+            guesses = as_text(guesses_of(step, target.chat.stops), lambda token: str(target.tokenizer.decode([token])))
             rounds.append(Round(*answer, number=len(rounds) - before, guesses=guesses))
 
     return record
