@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -58,9 +59,9 @@ def main() -> None:
         features = digest(part.numpy().tobytes() for row in rows for part in (row.tokens, row.greedy, row.features))
         draft = fit_once(Path(out) / "fit", [], {"model": MODEL, "data": DATA | {"store": store}, "trainer": TRAINER})
         weights = load_file(draft / WEIGHTS)
-        common = {"dtype": "float32", "device": "cpu"}
+        common: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
         drafts = {"hass": "embedded-hass", "fitted": str(draft)}
-        sizes = {"suites": ["code", "questions"], "limit": 1, "max_new_tokens": 32}
+        sizes: dict[str, Any] = {"suites": ["code", "questions"], "limit": 1, "max_new_tokens": 32}
         benchmark(f"{out}/greedy", drafts=drafts, **sizes, **common)
         benchmark(f"{out}/drawn", drafts=drafts, temperature=0.8, seed=1, **sizes, **common)
         replay(store, f"{out}/replay", drafts=drafts, **common)
