@@ -292,7 +292,9 @@ def test_a_batch_shrinks_as_its_texts_end(target, law):
     stops = frozenset(row[3 * i + 5] for i, row in enumerate(plain[:9]))
     speculative, rows = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3), []
     one_round = speculative._draft_verify_commit
-    speculative._draft_verify_commit = lambda *arguments: rows.append(len(speculative.drafter.root)) or one_round(*arguments)
+    speculative._draft_verify_commit = lambda *arguments: (
+        rows.append(len(speculative.drafter.root)) or one_round(*arguments)
+    )
     assert drawn(speculative, law, 0, prompts, 40, stops) == drawn(Autoregressive(target), law, 0, prompts, 40, stops)
     assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
 
@@ -323,7 +325,9 @@ def test_a_round_never_asks_the_device_and_compiles_whole(target):
         speculative = Speculative(model, tiny_draft(model, [1, 1], kind=kind), 2, 6, 3)
         expected = drawn(speculative, law, 0, limit=6)
         untimed = SimpleNamespace(part=lambda name: nullcontext())
-        whole = torch.compile(partial(speculative._draft_verify_commit, speculative.fixed, untimed), fullgraph=True, backend="eager")
+        whole = torch.compile(
+            partial(speculative._draft_verify_commit, speculative.fixed, untimed), fullgraph=True, backend="eager"
+        )
         speculative._draft_verify_commit = lambda budget, clock, whole=whole: whole()
         assert drawn(speculative, law, 0, limit=6) == expected
 
@@ -342,7 +346,9 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
     """Depth 6, top-k 10: the root, then ten nodes at each of five positions; the published PosS-1 takes 168."""
     draft, rows = tiny_draft(target, allocation), []
     for layer in draft.layers:
-        layer.after_attention = lambda z, attended, plain=layer.after_attention: rows.append(z.shape[1]) or plain(z, attended)
+        layer.after_attention = lambda z, attended, plain=layer.after_attention: (
+            rows.append(z.shape[1]) or plain(z, attended)
+        )
     drafter = Drafter(draft, target.embed_head, 6, 10)
     drafter.start(1, 64)
     drafter.append_context(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32), torch.tensor([3]))

@@ -185,7 +185,9 @@ def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, ma
             write_store(tmp_path, target, make_conversations(), **SIZES)
     folder = whole if finished else tmp_path
     before = contents(folder)
-    kind, words = (StoreError, "holds a store of another kind") if finished else (ValueError, "begun with other settings")
+    kind, words = (
+        (StoreError, "holds a store of another kind") if finished else (ValueError, "begun with other settings")
+    )
     with pytest.raises(kind, match=words) as error:
         write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
     assert word in str(error.value) and "\n" not in str(error.value)

@@ -97,7 +97,7 @@ def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int =
     rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
     above = [naive.ancestor_mask(parents) for _, parents in rows]
     cache = prefill(target, prompts, nodes)[0]
-    read = read or target.features
+    read = read or target.tree_features
     features = read(torch.tensor([tokens for tokens, _ in rows]), torch.tensor(above), cache)
     return zip([tokens for tokens, _ in rows], above, features, strict=True)
 
@@ -134,9 +134,9 @@ def test_a_tree_behind_a_cache_equals_its_paths_read_alone(target):
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_window_off_by_one_is_refused_when_loading_and_seen_in_a_tree(name, shift, monkeypatch):
-    target, prompts, right = family(name), [list(range(20, 40))], masks.within
+    target, prompts, right = family(name), [list(range(20, 40))], masks.in_window
     ((*_, features),) = read_trees(target, prompts)
-    monkeypatch.setattr(masks, "within", lambda window, *rest: right(window + shift, *rest))
+    monkeypatch.setattr(masks, "in_window", lambda window, *rest: right(window + shift, *rest))
     ((*_, wrong),) = read_trees(target, prompts)
     assert not torch.isclose(features, wrong, atol=1e-3).all(-1).any()  # at no node
     with pytest.raises(ValueError, match="cache and a tree's mask and windows are not those of a plain forward"):
@@ -147,7 +147,7 @@ def test_the_window_of_a_tree_is_the_drawing():
     positions, length = torch.tensor([[3, 4, 4, 5, 5, 6]]), torch.tensor([3])
     tree = torch.tensor(naive.ancestor_mask([0, 0, 0, 1, 2, 4]))
     visible = torch.cat([torch.ones_like(tree)[:, :3], tree], dim=1)  # (n, extent)
-    seen = (visible & masks.within(2, positions, length, 9))[0, 0].tolist()
+    seen = (visible & masks.in_window(2, positions, length, 9))[0, 0].tolist()
     drawn = [line.replace("|", "").split()[1:] for line in masks.__doc__.splitlines()[-6:]]
     assert [["x" if see else "." for see in row] for row in seen] == drawn
 
@@ -179,7 +179,7 @@ def test_a_tree_never_asks_the_device(name):
     """What must know a value would break the graph, and is refused."""
     target, prompts = family(name), [[5, 6, 7, 8, 9], [3, 4]]
     expected = [features for *_, features in read_trees(target, prompts)]
-    whole = torch.compile(target.features, fullgraph=True, backend="eager")
+    whole = torch.compile(target.tree_features, fullgraph=True, backend="eager")
     torch.testing.assert_close([features for *_, features in read_trees(target, prompts, whole)], expected)
 
 

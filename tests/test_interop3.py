@@ -266,7 +266,9 @@ def test_a_file_that_is_wrong_is_refused(deep, changes, words):
 def test_marks_may_be_missing_as_engines_skip_them(deep):
     given, tensors = CONFIG | {KEY: len(SOME)}, random_file()
     whole = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
-    part = parse_published(given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep)
+    part = parse_published(
+        given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep
+    )
     assert same(part.state, whole.state) and part.config == whole.config
 
 
@@ -282,19 +284,40 @@ def test_layers_may_be_counted_as_engines_do(deep, ids):
             ["mapless", "out", "--input_format", "eagle3"],
             "does not fit --input_format eagle3: d2t is missing, and lm_head.weight is [107, 32]",
         ),
-        (["code", "out", "--input_format", "eagle3"], "pytorch_model.bin is not read, as it holds more than plain tensors"),
-        (["theirs", "out", "--input_format", "eagle3", "--allocation", [4, 4]], "is of 2 specialists, and it has one layer"),
-        (["three", "out", "--input_format", "eagle3"], "its layers are EAGLE-3's and numbered: say --input_format speed"),
-        (["three", "out", "--input_format", "poss", "--allocation", [3, 3, 2]], "and numbered: say --input_format speed"),
-        (["three", "out", "--input_format", "speed"], "it has 3 layers, and does not say how many positions each serves"),
-        (["three", "out", "--input_format", "speed", "--allocation", [3, 3]], "is of 2 specialists, and it has 3 layers"),
+        (
+            ["code", "out", "--input_format", "eagle3"],
+            "pytorch_model.bin is not read, as it holds more than plain tensors",
+        ),
+        (
+            ["theirs", "out", "--input_format", "eagle3", "--allocation", [4, 4]],
+            "is of 2 specialists, and it has one layer",
+        ),
+        (
+            ["three", "out", "--input_format", "eagle3"],
+            "its layers are EAGLE-3's and numbered: say --input_format speed",
+        ),
+        (
+            ["three", "out", "--input_format", "poss", "--allocation", [3, 3, 2]],
+            "and numbered: say --input_format speed",
+        ),
+        (
+            ["three", "out", "--input_format", "speed"],
+            "it has 3 layers, and does not say how many positions each serves",
+        ),
+        (
+            ["three", "out", "--input_format", "speed", "--allocation", [3, 3]],
+            "is of 2 specialists, and it has 3 layers",
+        ),
         (["theirs", "out", "--input_format", "speed"], "layers.0.self_attn.q_proj.weight is missing (and 9 more)"),
         (["theirs", "out", "--input_format", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
         (
             ["theirs", "out", "--input_format", "eagle3", "--output_format", "eagle"],
             "its kind is eagle3 and this layout's eagle2; --output_format eagle3 or speed",
         ),
-        (["single", "out", "--output_format", "eagle3"], "its kind is eagle2 and this layout's eagle3; --output_format eagle, hass and poss"),
+        (
+            ["single", "out", "--output_format", "eagle3"],
+            "its kind is eagle2 and this layout's eagle3; --output_format eagle, hass and poss",
+        ),
         (
             ["several", "out", "--output_format", "eagle3"],
             "it has 3 specialists and this layout one layer; --output_format speed takes several",

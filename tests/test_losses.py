@@ -27,7 +27,9 @@ def terms(weights: tuple[float, float, float]) -> dict[str, float]:
 def test_loss_and_gradient_are_the_definition_s(weights, chunk, between):
     predictions, features, counts, head = problem()
     by = torch.tensor([1.0, 0.5, 2.0])
-    ours = pass_losses(predictions, features, counts, head, **terms(weights), chunk=chunk, **between, pass_weights=by / 4)
+    ours = pass_losses(
+        predictions, features, counts, head, **terms(weights), chunk=chunk, **between, pass_weights=by / 4
+    )
     ours_gradient = torch.autograd.grad(4 * ours.total, predictions)
     naive_sums = naive.pass_losses(predictions, features, counts, head, *weights, **between)
     naive_gradient = torch.autograd.grad((naive_sums * by).sum(), predictions)
@@ -100,9 +102,7 @@ def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
             return out
 
     with Watch():
-        losses = pass_losses(
-            predictions, features, counts, head, **terms((0.0, 1.0, 0.0)), chunk=4, draft_head=own
-        )
+        losses = pass_losses(predictions, features, counts, head, **terms((0.0, 1.0, 0.0)), chunk=4, draft_head=own)
         losses.total.backward()
     passes, slots = len(predictions), int((counts > 0).sum())
     assert largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200

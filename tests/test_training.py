@@ -323,7 +323,7 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
 
 def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
     module = SpecialistTraining(store, [2, 2])
-    probe = Probe(tiny_folder, prompts=2, max_new_tokens=12, nodes=9, top_k=3)
+    probe = Probe(tiny_folder, prompts=2, max_new_tokens=12, nodes=9, tree_width=3)
     trainer = lightning.Trainer(
         max_steps=2,
         accelerator="cpu",
