@@ -164,13 +164,13 @@ class Model:
         output = self.generate(torch.tensor([prompt]), attention_mask=every, max_new_tokens=max_new_tokens, **arguments)
         return self.target.chat.text(output[0, len(prompt) :].tolist())
 
-    def _stops(self, given: int | list[int] | None) -> frozenset[int]:
-        if given is None:
+    def _stops(self, eos_token_id: int | list[int] | None) -> frozenset[int]:
+        if eos_token_id is None:
             return self.target.chat.stops
-        return frozenset([given] if isinstance(given, int) else given)
+        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
-    def _pad(self, given: int | None, stops: int | list[int] | None) -> int:
-        known = [given, self.tokenizer.pad_token_id, *([stops] if isinstance(stops, int) else stops or [])]
+    def _pad(self, pad_token_id: int | None, stops: int | list[int] | None) -> int:
+        known = [pad_token_id, self.tokenizer.pad_token_id, *([stops] if isinstance(stops, int) else stops or [])]
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
 
 
@@ -184,18 +184,18 @@ def _limit(new: int | None, whole: int | None, length: int) -> int:
 def _sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None, processors: Iterable[Processor]
 ) -> Sampling:
-    """The law, with transformers' defaults.
+    """How tokens are drawn, with transformers' defaults.
 
     Raises:
         ValueError: a number outside its range, or one that means nothing without drawing.
     """
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not do_sample and given:
-        name, value = next(iter(given.items()))
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options = {name: value for name, value in options.items() if value is not None}
+    if not do_sample and options:
+        name, value = next(iter(options.items()))
         raise ValueError(f"{name} is {value}, which means nothing without do_sample=True")
     usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0} if do_sample else {}
-    return Sampling(**(usual | given), processors=tuple(processors))
+    return Sampling(**(usual | options), processors=tuple(processors))
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:

@@ -83,13 +83,13 @@ class Specialist(nn.Module):
         Raises:
             RuntimeError: other sizes, or a narrower MLP.
         """
-        own, given = self.state_dict(), other.state_dict()
+        ours, theirs = self.state_dict(), other.state_dict()
         inner = other.down_proj.in_features
         for name in ("gate_proj.weight", "up_proj.weight"):
-            given[name] = torch.cat([given[name], own[name][inner:]])
-        beyond = torch.zeros_like(own["down_proj.weight"][:, inner:])
-        given["down_proj.weight"] = torch.cat([given["down_proj.weight"], beyond], dim=1)
-        self.load_state_dict(given)
+            theirs[name] = torch.cat([theirs[name], ours[name][inner:]])
+        beyond = torch.zeros_like(ours["down_proj.weight"][:, inner:])
+        theirs["down_proj.weight"] = torch.cat([theirs["down_proj.weight"], beyond], dim=1)
+        self.load_state_dict(theirs)
 
     # --- what the layouts differ in ---
 
