@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+from dataclasses import asdict
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -11,12 +12,13 @@ from pathlib import Path
 import nbformat
 import pytest
 from conftest import tiny_draft
-from lab import CHOICES, DEPTH, SEEDS, write_records
+from lab import CHOICES, DEPTH, SEEDS
 from nbclient.exceptions import CellExecutionError
 from synthetic import make_records
 
 from poss_lightning import cli
 from poss_lightning.corpus.readers import Conversation
+from poss_lightning.evaluation.cells import pack
 from poss_lightning.features.extract import write_store
 from poss_lightning.files import conf
 from poss_lightning.reports.figures import DRIFT
@@ -38,15 +40,15 @@ def given(tiny_folder, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("notebooks")
     for place, choice in enumerate(CHOICES):
         for seed in range(SEEDS):
-            cell = folder / "sweep/cells" / choice / f"seed-{seed}"
             facts = {"depth": DEPTH, "allocation": [DEPTH], "training_depth": DEPTH, "parameters": 12345}
-            write_records(cell, make_records((choice,), prompts=3, seed=seed), {"methods": {choice: facts}})
             drift = {f"{tag}/depth_{k}": [9, k * (0.1 + 0.02 * place) + 0.01 * seed] for tag in DRIFT for k in DEPTHS}
-            (cell / "scalars.json").write_text(json.dumps(drift))
+            rows = [asdict(record) for record in make_records((choice,), prompts=3, seed=seed)]
+            pack(folder / "sweep", choice, seed, {"run": {"methods": {choice: facts}}, "scalars": drift}, rows)
     target = Target.load(tiny_folder, "float32")
     tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
     talk = [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four legs."}]
-    write_store(folder / "store", target, [Conversation("talk/0", talk)], 128, 1024, 2**20)
+    sizes = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+    write_store(folder / "store", target, [Conversation("talk/0", talk)], **sizes)
     return {
         "TARGET": tiny_folder,
         "DRAFT": str(folder / "draft"),

@@ -1,9 +1,9 @@
 """The tables in the terminal and the HTML page: what they show, and what they must never hold."""
 
-import json
 import re
+import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,6 +14,7 @@ from scipy import stats
 from synthetic import make_records
 from torch.utils.tensorboard import SummaryWriter
 
+from poss_lightning.evaluation.cells import pack
 from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
 from poss_lightning.evaluation.records import read_cells
 from poss_lightning.evaluation.rounds import NAME, Round, to_line
@@ -331,15 +332,16 @@ def test_scalars_by_depth_are_in_order_of_number(training):
 
 def test_where_there_are_no_event_files_the_last_values_will_do(training, tmp_path):
     events = next(iter(read_scalars(training).values()))
-    kept = tmp_path / "kept" / "poss-1" / "seed-0"
-    kept.mkdir(parents=True)
-    (kept / "scalars.json").write_text(json.dumps({tag: series[-1] for tag, series in events.items()}))
-    assert read_scalars(kept) == {str(kept): {tag: series[-1:] for tag, series in events.items()}}
-    (next(training.iterdir()) / "scalars.json").write_text("{}")
-    assert list(read_scalars(training).values()) == [events]  # event files say more
-    (kept / "scalars.json").write_text('{"val/loss": 1}')
-    with pytest.raises(ValueError, match=r"scalars\.json does not hold a step and a value by tag"):
-        read_scalars(kept)
+    rows = [asdict(record) for record in make_records(methods=("poss-1",))]
+    pack(tmp_path, "poss-1", 0, {"scalars": {tag: series[-1] for tag, series in events.items()}}, rows)
+    cell = tmp_path / "cells/poss-1/seed-0"
+    assert read_scalars(cell) == {str(cell): {tag: series[-1:] for tag, series in events.items()}}
+    shutil.copytree(next(training.iterdir()), cell)
+    assert list(read_scalars(cell).values()) == [events]  # event files say more
+    shutil.rmtree(cell)
+    pack(tmp_path, "poss-1", 0, {"scalars": {"val/loss": 1}}, rows)
+    with pytest.raises(ValueError, match=r"poss-1/seed-0: scalars of cells\.jsonl are not a step and a value by tag"):
+        read_scalars(cell)
 
 
 def test_a_sweep_without_baselines_is_shown_without_speed(tmp_path):

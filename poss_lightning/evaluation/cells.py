@@ -68,7 +68,9 @@ class PackedCell(NamedTuple):
 
 
 def packed_cells(path: str | Path) -> list[PackedCell]:
-    """The finished cells of an experiment, of its cells/ or of folders below; none where the path is another's.
+    """The finished cells of an experiment, of its cells/ or of folders below, in the order of their paths.
+
+    None where the path is another's.
 
     Raises:
         ValueError: a line that is not a cell; the message names file and line.
@@ -76,7 +78,7 @@ def packed_cells(path: str | Path) -> list[PackedCell]:
     path = Path(path)
     for experiment, below in ((path, ()), *_above(path)):
         if (experiment / CELLS).is_file():
-            cells = _read_lines(experiment)
+            cells = sorted(_read_lines(experiment), key=lambda cell: cell.folder)
             return [cell for cell in cells if cell.folder.parts[len(experiment.parts) + 1 :][: len(below)] == below]
     return []
 

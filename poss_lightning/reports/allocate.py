@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from poss_lightning.evaluation.cells import packed_cells
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
 DRIFT = "val_drift_l2"
@@ -45,9 +46,11 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
         FileNotFoundError: no such folder.
         ValueError: it holds no such scalars, those of several runs or of specialists, or fewer depths than asked for.
     """
-    for config in sorted(Path(run).glob("draft-*/config.json")):
-        if len(allocation := json.loads(config.read_text())["allocation"]) > 1:
-            raise ValueError(f"{config} is of specialists, {allocation}: drift is read of a single layer's training")
+    configs = {path: json.loads(path.read_text()) for path in sorted(Path(run).glob("draft-*/config.json"))}
+    configs |= {cell.folder: cell.facts["run"]["methods"][cell.choice] for cell in packed_cells(run)}
+    for place, config in configs.items():
+        if len(allocation := config["allocation"]) > 1:
+            raise ValueError(f"{place} is of specialists, {allocation}: drift is read of a single layer's training")
     runs = {name: series_by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
     drifts = [depths for depths in runs.values() if depths]
     if len(drifts) != 1:
