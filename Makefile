@@ -17,7 +17,7 @@ EMPTY  := /tmp/poss-wheel
 TESTS  := $(BIN)/python -m pytest -q -n auto --dist loadfile
 # what an older CPU would do, and the tests of mathematics
 AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-MATHEMATICS := $(patsubst %,tests/test_%.py,budget draft encoding engine int8_head losses machine metrics muon sampling target trees unroll verification)
+MATHEMATICS := $(addprefix tests/,test_losses.py test_machine.py test_metrics.py test_sampling.py target/test_target.py draft features/test_encoding.py training/test_muon.py decoding)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from measure import once, seconds
 
+from benchmarks.measure import once, seconds
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS

@@ -14,11 +14,11 @@ import json
 from collections.abc import Mapping
 
 import torch
-from floor import LLAMA_3_8B, round_times
-from random_target import random_draft, random_target
-from rounds import against_naive, costs, overhead
-from speed import batch, suites, vocabularies
 
+from benchmarks.floor import LLAMA_3_8B, round_times
+from benchmarks.random_target import random_draft, random_target
+from benchmarks.rounds import against_naive, costs, overhead
+from benchmarks.speed import batch, suites, vocabularies
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.evaluation.suites import Question, read_suites

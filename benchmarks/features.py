@@ -11,8 +11,8 @@ from pathlib import Path
 
 import lightning
 import torch
-from core import extraction
 
+from benchmarks.core import extraction
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS
 from poss_lightning.evaluation.provenance import provenance

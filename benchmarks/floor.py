@@ -8,10 +8,10 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from measure import once, seconds
-from random_target import random_draft
 from transformers import LlamaConfig
 
+from benchmarks.measure import once, seconds
+from benchmarks.random_target import random_draft
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 
 import lightning
 import torch
-from measure import peak_bytes
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.measure import peak_bytes
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.store import Sample

@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
-from measure import once
-from naive_round import NaiveRounds
-from random_target import random_draft
 
+from benchmarks.measure import once
+from benchmarks.naive_round import NaiveRounds
+from benchmarks.random_target import random_draft
 from poss_lightning.decoding.decoder import Clock, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.graphs import Graphs
@@ -122,7 +122,7 @@ def against_naive(
     nodes: int = 60,
     tree_width: int = 10,
 ) -> dict[str, object]:
-    """Seconds of a naive round over those of ours: same draft, same trees (tests/test_naive_round.py), same text."""
+    """Seconds of a naive round over those of ours: same draft, trees and text."""
     draft = random_draft(target, allocation, depth)
     sizes: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width}
     ours, naive = Speculative(target, draft, **sizes), NaiveRounds(target, draft, **sizes)

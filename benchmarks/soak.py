@@ -18,10 +18,10 @@ from random import Random
 from typing import Literal
 
 import torch
-from random_target import random_draft, random_target
 from tqdm import tqdm
 from transformers import LlamaConfig
 
+from benchmarks.random_target import random_draft, random_target
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.suites import read_suites

@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable
 from statistics import median
 
-import published
 import torch
-from measure import once, peak_bytes, seconds
 from torch import Tensor
 
+from benchmarks import published
+from benchmarks.measure import once, peak_bytes, seconds
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import provenance

@@ -1,4 +1,4 @@
-"""Options as YAML files and nested mappings hold them: found, read, merged, checked; and which file an error is about."""
+"""Options in YAML files and nested mappings: found, read, merged, checked; and which file an error is about."""
 
 import re
 from argparse import ArgumentError

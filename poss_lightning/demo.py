@@ -213,9 +213,7 @@ def expected_seconds(sizes: Sizes, speed: Speed, draft: DraftConfig) -> float:
     """How long the demo takes, roughly: its parts by what the machine does in a second."""
     extracting = 1.3 * sizes.conversations * TOKENS / speed.read
     head = draft.vocabulary_size or draft.target.vocab_size
-    flops = step_flops(
-        draft, vocabulary=head, tokens=BATCH_TOKENS, slots=BATCH_TOKENS, context=BATCH_TOKENS / 4
-    )
+    flops = step_flops(draft, vocabulary=head, tokens=BATCH_TOKENS, slots=BATCH_TOKENS, context=BATCH_TOKENS / 4)
     training = 2 * sizes.steps * flops / speed.flops
     answers = sizes.limit * (SUITES + 2) * (DRAFTS + BASELINES)  # those of one suite again in float32, at half the rate
     decoding = answers * sizes.max_new_tokens / speed.write

@@ -15,8 +15,6 @@ import lightning
 import pytest
 import torch
 import yaml
-from conftest import tiny_draft, tiny_model, tiny_target
-from tiny import tiny_tokenizer
 
 from poss_lightning import __version__, cli
 from poss_lightning.evaluation import benchmark, suites
@@ -24,6 +22,7 @@ from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features import extract
 from poss_lightning.training.fit import FINISHED, fit_once
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 CONF = Path(__file__).parents[1] / "conf"
 TALK = {
@@ -481,7 +480,9 @@ def test_an_interpolation_follows_the_command_line(poss, tmp_path):
 @pytest.mark.parametrize("tree", TREES, ids=lambda path: path.stem)
 def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
     common = ("--target", inputs / "target", "--dtype", "float32", "--suites", f"[{inputs / 'suite.jsonl'}]")
-    result = poss("benchmark", "out", "--drafts.d", inputs / "draft", *common, "--max_new_tokens", "9", "--config", tree)
+    result = poss(
+        "benchmark", "out", "--drafts.d", inputs / "draft", *common, "--max_new_tokens", "9", "--config", tree
+    )
     assert result.code is None
     facts = json.loads((tmp_path / "out" / "run.json").read_text())
     given = yaml.safe_load(tree.read_text())

@@ -6,14 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import tiny_draft, tiny_model
-from tiny import tiny_tokenizer
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.demo import CORPUS, LADDER, SPARE, Sizes, Speed, demo, expected_seconds, measure, plan
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
 
 def shortened(path: Path) -> Path:

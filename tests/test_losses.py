@@ -1,12 +1,12 @@
 """The chunked loss against the definition."""
 
-import naive
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poss_lightning.losses import pass_losses
+from tests.support import naive
 
 
 def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from processes import forked, printed
 
 from poss_lightning.metrics import (
     BINS,
@@ -15,6 +14,7 @@ from poss_lightning.metrics import (
     PositionAcceptance,
     UnrollAcceptance,
 )
+from tests.support.processes import forked, printed
 
 
 def test_rounds_against_a_loop():

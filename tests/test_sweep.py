@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import tiny_draft, tiny_target
 
 from poss_lightning import sweep as module
 from poss_lightning.corpus.readers import Conversation
@@ -25,6 +24,7 @@ from poss_lightning.files import find_config, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
+from tests.support.tiny import tiny_draft, tiny_target
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]

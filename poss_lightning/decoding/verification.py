@@ -2,8 +2,8 @@
 
 The published rule visits a node's children in turn: accept x with probability p(x), else take x out of p, renormalise
 and try the next; when none is left, draw the bonus token from what remains. Drafted children are certain proposals, so
-this equals one draw from p: if it is a child, go there, else it is the bonus (tests/test_verification.py enumerates
-both). Greedy decoding is the same walk with the likeliest token for the draw.
+this equals one draw from p: if it is a child, go there, else it is the bonus (tests/decoding/test_verification.py
+enumerates both). Greedy decoding is the same walk with the likeliest token for the draw.
 """
 
 from collections.abc import Callable

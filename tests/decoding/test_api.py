@@ -1,0 +1,189 @@
+"""`load(...).generate(...)` is transformers' `generate`: same arguments, same tokens."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextStreamer
+
+from poss_lightning import load
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.model import Model
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+PROMPTS = ["How many legs has a horse?", "A horse", "the target says it. The draft proposes what"]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """A model of transformers, as a user has it in hand."""
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def model(reference) -> Model:
+    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), nodes=20, tree_width=4)
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = side
+    return dict(tokenizer(PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False))
+
+
+@pytest.fixture(scope="module")
+def stop(reference) -> int:
+    """A token that one answer has early, and another late or not at all."""
+    rows = reference.generate(**padded("left"), max_new_tokens=30, eos_token_id=None)[:, -30:].tolist()
+    places = {token: [row.index(token) if token in row else 30 for row in rows] for token in rows[0]}
+    return max(places, key=lambda token: max(places[token]) - min(places[token]))
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("arguments", [{}, {"max_new_tokens": 1}, {"max_new_tokens": 40}, {"max_length": 60}])
+def test_one_prompt_is_continued_as_transformers_does(model, reference, number, arguments):
+    inputs = tiny_tokenizer()(PROMPTS[number], return_tensors="pt", return_token_type_ids=False)
+    expected = reference.generate(**inputs, **arguments)
+    assert torch.equal(model.generate(**inputs, **arguments), expected)
+    assert torch.equal(model.generate(inputs["input_ids"], **arguments), expected)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("pad", [None, 7])
+def test_a_batch_is_continued_as_transformers_does(model, reference, stop, many, pad):
+    """Padded on the left, its rows end one by one and are filled up."""
+    inputs, stops = padded("left"), [stop, 1] if many else stop
+    arguments = {"max_new_tokens": 30, "eos_token_id": stops} | ({} if pad is None else {"pad_token_id": pad})
+    expected = reference.generate(**inputs, **arguments)
+    filled = (expected[:, -1] == (2 if pad is None else pad)).tolist()
+    assert any(filled) and not all(filled), "the rows should end at different places"
+    assert torch.equal(model.generate(**inputs, **arguments), expected)
+
+
+def test_stop_tokens_are_the_models_own_unless_others_are_named(stop):
+    reference = tiny_model()
+    reference.generation_config.eos_token_id = [stop, 1]
+    model = load(reference, tokenizer=tiny_tokenizer())
+    inputs, limit = padded("left"), {"max_new_tokens": 30}
+    assert torch.equal(model.generate(**inputs, **limit), reference.generate(**inputs, **limit))
+    assert (model.generate(**inputs, **limit) == stop).any()
+    assert not (model.generate(**inputs, **limit, eos_token_id=[]) == 2)[:, -30:].any(), (
+        "nothing ends, nothing is filled"
+    )
+
+
+def test_padding_is_known_without_a_mask_too(model, reference):
+    tokens = padded("left")["input_ids"]
+    assert torch.equal(model.generate(tokens, max_new_tokens=9), reference.generate(tokens, max_new_tokens=9))
+
+
+def test_right_padding_changes_no_answer(model, reference):
+    """transformers warns of it and goes on from the padding; here each row goes on from its last real token."""
+    left, right = padded("left"), padded("right")
+    output = model.generate(**right, max_new_tokens=20)
+    assert torch.equal(output[:, :-20], right["input_ids"])
+    assert torch.equal(output[:, -20:], reference.generate(**left, max_new_tokens=20)[:, -20:])
+
+
+def test_processors_are_those_of_transformers(model, reference):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    arguments = {"max_new_tokens": 25, "logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])}
+    output = model.generate(**inputs, **arguments)
+    assert torch.equal(output, reference.generate(**inputs, **arguments))
+    assert not torch.equal(output, model.generate(**inputs, max_new_tokens=25))
+
+
+@pytest.mark.parametrize("law", [{}, {"temperature": 0.7, "top_k": 0}, {"top_k": 3, "top_p": 0.8}])
+def test_what_is_drawn_is_what_plain_decoding_draws(model, law):
+    inputs, arguments = padded("left"), {"max_new_tokens": 25, "do_sample": True} | law
+    plain = Model(Autoregressive(model.target))
+    outputs = [
+        which.generate(**inputs, **arguments, generator=torch.Generator().manual_seed(seed))
+        for which, seed in ((model, 3), (plain, 3), (plain, 4))
+    ]
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
+
+
+def test_drawing_is_by_the_defaults_of_transformers(model):
+    inputs = padded("left")
+
+    def drawn(**law) -> torch.Tensor:
+        return model.generate(**inputs, do_sample=True, generator=torch.Generator().manual_seed(0), **law)
+
+    assert torch.equal(drawn(), drawn(temperature=1.0, top_k=50, top_p=1.0)) and not torch.equal(
+        drawn(), drawn(top_k=5)
+    )
+    assert torch.equal(drawn(top_k=1), model.generate(**inputs))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_streamer_is_told_what_transformers_would_tell_it(model, reference, capsys, skip):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    for which in (model, reference):
+        which.generate(**inputs, max_new_tokens=30, streamer=TextStreamer(tiny_tokenizer(), skip_prompt=skip))
+    told = capsys.readouterr().out
+    half = len(told) // 2
+    assert told[:half] == told[half:] and told[:half].endswith("\n")
+
+
+def test_a_chat_answers(model):
+    prompt = model.target.chat.prompt([{"role": "user", "content": "Hi"}])
+    (expected,) = Autoregressive(model.target).decode([prompt], 12)
+    assert model.chat("Hi", max_new_tokens=12) == model.target.chat.text(expected.tokens)
+    assert model.chat([{"role": "user", "content": "Hi"}], max_new_tokens=12) == model.chat("Hi", max_new_tokens=12)
+
+
+def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):
+    tiny_draft(target, [1, 1]).save_pretrained(tmp_path)
+    inputs = padded("left")
+    outputs = [load(tiny_folder, draft, dtype="float32").generate(**inputs) for draft in (None, str(tmp_path))]
+    assert torch.equal(*outputs)
+
+
+def test_a_model_in_hand_stays_as_it_was(model, reference):
+    assert model.target.model is reference and reference.generation_config.eos_token_id == 1
+
+
+TWO = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
+BAD = [
+    ({"num_beams": 4}, TypeError, "num_beams"),
+    ({"token_type_ids": TWO["input_ids"]}, TypeError, "token_type_ids"),
+    ({"temperature": 0.5}, ValueError, "temperature is 0.5, which means nothing without do_sample=True"),
+    ({"do_sample": True, "temperature": -1.0}, ValueError, "temperature is -1.0"),
+    ({"do_sample": True, "top_p": 0.0}, ValueError, "top_p is 0.0"),
+    ({"max_new_tokens": 0}, ValueError, "must be at least 1"),
+    ({"max_length": 3}, ValueError, "max_length is 3 and the prompt has 3 tokens"),
+    ({"streamer": TextStreamer(None)}, ValueError, "streamer is for one prompt, and input_ids has 2"),
+    ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
+    ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, ValueError, "row 1 has 0 between real tokens"),
+    ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, ValueError, "row 0 is all 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD)
+def test_bad_arguments_are_refused_by_name(model, arguments, error, words):
+    with pytest.raises(error, match=words):
+        model.generate(**TWO, **arguments)
+
+
+def test_a_model_in_hand_needs_its_tokenizer(reference):
+    with pytest.raises(ValueError, match="tokenizer is None; a LlamaForCausalLM in hand needs its own"):
+        load(reference)
+
+
+def test_importing_the_package_is_free():
+    look = "import sys, poss_lightning; poss_lightning.__version__; print('torch' in sys.modules, len(sys.modules))"
+    heavy, modules = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert heavy == "False" and int(modules) < 100
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 3)]
+)
+def test_what_are_no_token_ids_is_said(target, ids):
+    with pytest.raises(ValueError, match=r"input_ids is .* of torch.*; it must be \(B, T\) token ids"):
+        Model(Autoregressive(target)).generate(ids)

@@ -1,0 +1,104 @@
+"""A head in 8 bits: exact sums of rounded numbers, near the head's own logits; and the text stays the target's."""
+
+import pytest
+import torch
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.int8_head import LEVELS, WEIGHT_LEVELS, Int8Head, exact_levels, faster_product
+from poss_lightning.sampling import Sampling
+from poss_lightning.target.spec import project
+from tests.support.decoders import PROMPTS
+from tests.support.tiny import tiny_draft, tiny_target
+
+here = pytest.mark.skipif(exact_levels() is None, reason="on this CPU no head is read in 8 bits")
+
+
+@pytest.fixture(params=[(1, 40, 32), (7, 320, 32), (33, 5000, 576)], ids=str)
+def case(request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (n, D) and a head (V, D); rows of all sizes, among them one of zeros each."""
+    rows, vocabulary, width = request.param
+    generator = torch.Generator().manual_seed(rows)
+    features, head = (
+        torch.randn(n, width, generator=generator) * 10 ** torch.randn(n, 1, generator=generator)
+        for n in (rows, vocabulary)
+    )
+    features[rows // 2 + 1 :][:1] = head[vocabulary // 2] = 0
+    return features.bfloat16(), head.bfloat16()
+
+
+def naive(rows: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row as whole numbers up to `levels`, one by one, and its scale."""
+    scales = torch.tensor([max(row.abs().max().item(), 1e-30) / levels for row in rows.float()])
+    return torch.stack([(row / scale).round() for row, scale in zip(rows.float(), scales, strict=True)]), scales
+
+
+@here
+@pytest.mark.parametrize("levels", [levels for levels in WEIGHT_LEVELS if levels <= (exact_levels() or 0)])
+def test_sums_are_exact_and_rows_stand_alone(case, levels):
+    features, head = case
+    logits = Int8Head(head, levels)(features, head)
+    (left, scale), (right, scales) = naive(features, LEVELS), naive(head, levels)
+    exact = left.double() @ right.double().t() * scale[:, None] * scales
+    assert left.abs().max() == LEVELS and right.abs().max() == levels
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=0)
+    alone = [Int8Head(head, levels)(row[None, None], head)[0, 0] for row in features]
+    assert torch.equal(logits, torch.stack(alone))
+
+
+@here
+@pytest.mark.parametrize("levels", [levels for levels in WEIGHT_LEVELS if levels <= (exact_levels() or 0)])
+def test_no_logit_is_further_off_than_rounding_explains(case, levels):
+    features, head = (each.double() for each in case)
+    logits = Int8Head(case[1], levels)(*case)
+    half = features.abs().amax(-1, keepdim=True) / LEVELS / 2  # of a step of a row
+    halves = head.abs().amax(-1, keepdim=True) / levels / 2
+    most = features.abs().sum(-1, keepdim=True) * halves.t() + half * (head.abs() + halves).sum(-1)
+    assert ((logits - features @ head.t()).abs() <= 1.001 * most).all()
+
+
+@here
+def test_what_is_no_number_stays_none(case):
+    features, head = case
+    features[0, 0] = torch.nan
+    logits = Int8Head(head, exact_levels())(features, head)
+    assert logits[0].isnan().all() and not logits[1:].isnan().any()
+
+
+@here
+@pytest.mark.parametrize("allocation, more", [([6], {}), ([2, 2, 2], {"kv": "shared"})], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
+def test_the_text_is_the_targets_own(target, allocation, more, sampling):
+    speculative = Speculative(target, tiny_draft(target, allocation, **more), 6, 30, 5, int8_head=True)
+    assert isinstance(speculative.drafter.product, Int8Head)
+    said = [
+        decoder.decode(PROMPTS, 40, frozenset(), sampling, torch.Generator().manual_seed(3))
+        for decoder in (speculative, Autoregressive(target))
+    ]
+    assert len({str([decoded.tokens for decoded in each]) for each in said}) == 1
+
+
+@here
+def test_a_head_of_the_drafts_own_is_what_is_quantized():
+    deep, read = tiny_target(num_hidden_layers=7), torch.randn(1, 3, 32)
+    draft = tiny_draft(deep, [2, 2], kind="eagle3")
+    drafter = Drafter(draft, deep.embed_head, 4, 5, int8_head=True)
+    assert not drafter.product.scale.requires_grad
+    near, own = draft.logits(read, drafter.embed_head, drafter.product), draft.logits(read, drafter.embed_head)
+    torch.testing.assert_close(near, own, rtol=0, atol=0.03 * own.abs().max().item())
+
+
+def test_it_is_taken_where_it_is_faster_or_asked_for(target):
+    draft = tiny_draft(target, [2, 2])
+    assert Drafter(draft, target.embed_head, 4, 5).product is project  # nobody asked
+    assert Speculative(target, draft, 4, 20, 5, compile=True).drafter.product is project
+    assert faster_product(torch.zeros(8, 32, device="meta")) is project
+    taken = isinstance(Drafter(draft, target.embed_head, 4, 5, int8_head=None).product, Int8Head)
+    assert taken <= (exact_levels() is not None)  # which of them is faster is this CPU's to say
+
+
+def test_a_cpu_without_exact_sums_says_so(target, monkeypatch):
+    monkeypatch.setattr("poss_lightning.decoding.int8_head.exact_levels", lambda: None)
+    with pytest.raises(ValueError, match="int8_head is true, but this CPU has no exact products of bytes"):
+        Drafter(tiny_draft(target, [2, 2]), target.embed_head, 4, 5, int8_head=True)

@@ -1,0 +1,248 @@
+"""The draft's config, folder and start."""
+
+import json
+from dataclasses import asdict, replace
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from poss_lightning.draft import specialists
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.target.spec import EmbedHead
+from poss_lightning.training.export import export
+from tests.support.tiny import tiny_draft, tiny_target
+
+
+@pytest.mark.parametrize(
+    ("allocation", "expected"),
+    [
+        ([6], [0] * 8),
+        ([1] * 6, [0, 1, 2, 3, 4, 5, 5, 5]),
+        ([2, 2, 2], [0, 0, 1, 1, 2, 2, 2, 2]),
+        ([1, 3, 4], [0, 1, 1, 1, 2, 2, 2, 2]),
+    ],
+)
+def test_who_serves_which_position(target, allocation, expected):
+    config = DraftConfig(target=target.spec, allocation=tuple(allocation), depth=6)
+    assert [config.specialist_at(k) for k in range(1, 9)] == expected
+
+
+def test_positions_may_be_served_in_another_order(target):
+    config = tiny_draft(target, [2, 1, 3], order=(2, 0, 2, 1, 0, 2)).config
+    assert [config.specialist_at(k) for k in range(1, 9)] == [2, 0, 2, 1, 0, 2, 2, 2]
+    assert config.unreached(3) == {1} and not config.unreached(4)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 3)], ids=str)
+def test_an_order_of_other_specialists_is_refused(target, order):
+    with pytest.raises(ValueError, match="rearrangement of"):
+        tiny_draft(target, [2, 2, 2], order=order)
+
+
+def test_a_kv_that_cannot_be_is_refused(target):
+    with pytest.raises(ValueError, match="kv is 'half'; it must be separate or shared"):
+        tiny_draft(target, [2, 2, 2], kv="half")
+
+
+def test_a_kind_that_cannot_be_is_refused(target, deep):
+    with pytest.raises(ValueError, match="kind is 'eagle4'; it must be eagle2 or eagle3"):
+        tiny_draft(deep, [2], kind="eagle4")
+    with pytest.raises(ValueError, match="of a target with 4 or more; tiny has 2"):
+        tiny_draft(target, [2], kind="eagle3")
+    uncounted = replace(deep.spec, layers=None)
+    with pytest.raises(ValueError, match="tiny has layers that were not counted: extract anew"):
+        DraftConfig(target=uncounted, allocation=(2,), depth=2, kind="eagle3")
+    assert uncounted.difference(deep.spec) is None and deep.spec.difference(uncounted) is None
+    assert deep.spec.difference(target.spec) is not None
+
+
+def test_a_config_from_before_there_were_kinds_is_read(target, deep):
+    config = tiny_draft(target, [2, 2]).config
+    older = {name: value for name, value in asdict(config).items() if name != "kind"}
+    del older["target"]["layers"]
+    read = DraftConfig.from_json(json.dumps(older), "config.json")
+    assert (read.kind, read.layers, read.target.layers) == ("eagle2", (), None)
+    assert tiny_draft(deep, [2], kind="eagle3").config.layers == (2, 3, 4)
+
+
+@pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
+def test_an_allocation_that_cannot_be_is_refused(target, allocation):
+    with pytest.raises(ValueError, match=r"allocation is .* positive integers"):
+        DraftConfig(target=target.spec, allocation=tuple(allocation), depth=6)
+
+
+def test_a_depth_that_cannot_be_is_refused(target):
+    with pytest.raises(ValueError, match="depth is 0"):
+        DraftConfig(target=target.spec, allocation=(2,), depth=0)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """A target with inner layers to read."""
+    return tiny_target(num_hidden_layers=7)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 7)])
+def test_save_then_load_is_identity(deep, tmp_path, vocabulary, kind):
+    size = None if vocabulary is None else len(vocabulary)
+    config = DraftConfig(
+        target=deep.spec,
+        allocation=(1, 3, 2),
+        depth=7,
+        detach=False,
+        intermediate_size=40,
+        vocabulary_size=size,
+        kind=kind,
+    )
+    draft = Specialists(config, vocabulary)
+    draft.save_pretrained(tmp_path)
+    loaded = Specialists.from_pretrained(tmp_path)
+    assert loaded.config == draft.config
+    assert loaded.state_dict().keys() == draft.state_dict().keys()
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_path, monkeypatch):
+    draft = tiny_draft(target, [2, 2])
+    draft.save_pretrained(tmp_path / "full")
+    export(str(tmp_path / "full"), str(tmp_path / "heads" / "embedded-pair"), "bfloat16")
+    halved = tmp_path / "heads" / "embedded-pair" / "model.safetensors"
+    assert all(value.dtype == torch.bfloat16 for value in load_file(halved).values())
+    monkeypatch.setattr(specialists, "SHIPPED", tmp_path / "heads")
+    read = Specialists.from_pretrained("embedded-pair")
+    for name, value in read.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, draft.state_dict()[name].bfloat16().float())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # any other name is the hub's
+        Specialists.from_pretrained("embedded-other")
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be float32, bfloat16 or float16"):
+        export(str(tmp_path / "full"), str(tmp_path / "out"), "int8")
+
+
+def test_the_shipped_heads_are_whole_and_small():
+    names = specialists.shipped()
+    drafts = [Specialists.from_pretrained(name) for name in names]
+    assert names == ["embedded-hass", "embedded-poss2"]
+    assert [draft.config.allocation for draft in drafts] == [(6,), (2, 2, 2)]
+    assert not drafts[0].config.target.difference(drafts[1].config.target)
+    assert sum((specialists.SHIPPED / name / specialists.WEIGHTS).stat().st_size for name in names) <= 32e6
+
+
+def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_it_reads_the_same(target):
+    draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [4], seed=1)
+    features = torch.randn(500, 32) * torch.logspace(-1, 1, 32)
+    features[:, 3] = 0  # dead: must not be blown up
+    embedded = torch.randn(500, 32) / 8
+    draft.normalise(embedded.square().mean(0).sqrt(), features.square().mean(0).sqrt())
+    read = torch.cat([embedded, features], -1) * draft.scale
+    assert torch.allclose(read.square().mean(0)[read.any(0)], torch.ones(63), rtol=1e-4)
+    assert torch.isfinite(draft.scale.half()).all()
+    other.start_from(draft)
+    assert torch.equal(other.scale, draft.scale)
+
+
+def test_a_draft_from_before_inputs_were_scaled_is_read(target, tmp_path):
+    draft = tiny_draft(target, [2, 2])
+    draft.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["scale"]
+    save_file(state, tmp_path / "model.safetensors")
+    assert torch.equal(Specialists.from_pretrained(tmp_path).scale, torch.ones(64))
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_nothing_frozen_is_stored(deep, tmp_path, kind):
+    tiny_draft(deep, [2, 2], kind=kind).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name for name, tensor in stored.items() if deep.spec.vocab_size in tensor.shape} == (
+        {"lm_head.weight"} if kind == "eagle3" else set()
+    )
+
+
+def test_a_wrong_allocation_does_not_load(target, tmp_path):
+    tiny_draft(target, [2, 2]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"allocation": [2, 2, 2]}))
+    with pytest.raises(ValueError, match=r"model\.safetensors does not fit its config\.json"):
+        Specialists.from_pretrained(tmp_path)
+
+
+def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        Specialists.from_pretrained(tmp_path)
+    tiny_draft(target, [2]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"span": 2}))
+    with pytest.raises(ValueError, match=r"config\.json is not a draft's config .*span"):
+        Specialists.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({name: value for name, value in state.items() if name != "fc.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        Specialists.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle is not even opened
+    with pytest.raises(ValueError, match=r"model\.safetensors is torn, or no safetensors file"):
+        Specialists.from_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
+        Specialists.from_pretrained("nobody/no-draft")
+
+
+def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep):
+    vocabularies = torch.arange(0, 320, 2), torch.arange(0, 320, 3)
+    config = DraftConfig(target=deep.spec, allocation=(2, 2), depth=4, kind="eagle3")
+    draft, other = (Specialists(replace(config, vocabulary_size=len(own)), own) for own in vocabularies)
+    embed_head = EmbedHead(deep.embed_head.embedding, deep.embed_head.head, scale=0.5)
+    draft.init_head(embed_head.restrict(draft.vocabulary))
+    features = torch.randn(3, 32)
+    scaled = draft.norm(features)  # what its head reads
+    torch.testing.assert_close(draft.logits(features, embed_head), embed_head.restrict(draft.vocabulary).logits(scaled))
+    draft.start_from(other)
+    assert torch.equal(draft.lm_head.weight[::3], other.lm_head.weight[::2])  # tokens 0, 6, 12, …
+    assert torch.equal(draft.lm_head.weight[1], deep.embed_head.head[2] * 0.5)  # the other does not have it
+    assert torch.equal(draft.fc.weight, other.fc.weight)
+    with pytest.raises(ValueError, match="the draft to start from is eagle2, and this one eagle3"):
+        draft.start_from(tiny_draft(deep, [4]))
+
+
+def test_starting_from_fewer_specialists_copies_who_served_the_first_position(target):
+    single, pair, triple = (tiny_draft(target, a, seed) for seed, a in enumerate(([6], [2, 4], [2, 2, 2])))
+    triple.start_from(pair)
+    assert torch.equal(triple.fc.weight, pair.fc.weight)
+    for mine, theirs in ((0, 0), (1, 1), (2, 1)):  # positions 1, 3 and 5
+        assert torch.equal(triple.layers[mine].q_proj.weight, pair.layers[theirs].q_proj.weight)
+    triple.start_from(single)
+    assert all(torch.equal(layer.q_proj.weight, single.layers[0].q_proj.weight) for layer in triple.layers)
+    triple.layers[0].q_proj.weight.data.zero_()  # copies, not the same tensors
+    assert single.layers[0].q_proj.weight.any() and triple.layers[1].q_proj.weight.any()
+
+
+def test_a_start_of_other_sizes_or_another_target_is_refused(target):
+    with pytest.raises(ValueError, match="other sizes"):
+        tiny_draft(target, [2, 2], intermediate_size=40).start_from(tiny_draft(target, [4]))
+    with pytest.raises(ValueError, match="another target: fingerprint"):
+        tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind):
+    single, many = tiny_draft(deep, [6], kind=kind, rope_theta=50.0), tiny_draft(deep, [1, 2, 3], 1, kind=kind)
+    many.start_from(single)
+    embedded, read = torch.randn(2, 9, 32), torch.randn(2, 9, 96 if kind == "eagle3" else 32)
+    for a, b in zip(single(embedded, read, 6), many(embedded, read, 6), strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(single.logits(a, deep.embed_head), many.logits(b, deep.embed_head))
+
+
+def test_a_wider_layer_starts_as_the_narrow_one_and_has_more_to_learn_with(target):
+    narrow, wide = tiny_draft(target, [6]), tiny_draft(target, [6], seed=1, intermediate_size=100)
+    inner = narrow.layers[0].down_proj.in_features
+    wide.start_from(narrow)
+    inputs = torch.randn(2, 1, 9, 32)
+    for mine, theirs in zip(wide(*inputs, 3), narrow(*inputs, 3), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+    wide(*inputs, 1)[0].square().sum().backward()
+    assert wide.layers[0].gate_proj.weight[inner:].any() and wide.layers[0].down_proj.weight.grad[:, inner:].all()

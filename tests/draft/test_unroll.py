@@ -1,0 +1,332 @@
+"""Training ≡ decoding: the unroll, the drawing of what it sees, and who gets a gradient."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.draft import attention
+from poss_lightning.draft.attention import Packing, attend
+from poss_lightning.draft.layer import rope_at
+from poss_lightning.draft.unroll import unroll
+from tests.support import naive
+from tests.support.tiny import tiny_draft, tiny_target
+
+KINDS = [
+    *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
+    pytest.param([2, 2, 2], {"kv": "shared"}, id="one cache for all"),
+    pytest.param([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, id="in turn"),
+    pytest.param([1, 3, 2], {"order": (2, 1, 1, 0, 2, 1), "kv": "shared"}, id="out of order, one cache"),
+    pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
+    pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
+    pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
+]
+
+HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask
+
+DRAWINGS = {
+    1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
+    2: "0 1 . . . .\n0 0 1 . . .\n0 0 0 1 . .\n0 0 0 0 1 .\n0 0 0 0 0 1",
+    3: "0 1 2 . . .\n0 0 1 2 . .\n0 0 0 1 2 .\n0 0 0 0 1 2",
+    4: "0 1 2 3 . .\n0 0 1 2 3 .\n0 0 0 1 2 3",
+}
+
+
+@pytest.mark.parametrize("k", DRAWINGS)
+def test_what_a_pass_sees_is_the_drawing(k):
+    """Values are one-hot (set, slot) and queries zero, so the output is the mask itself, row by row."""
+    slots = 6
+    values = torch.eye(4 * slots).view(4, 1, 1, slots, 4 * slots)  # (set, B, H, T, d)
+    queries = torch.zeros(1, 1, slots, 4 * slots)
+    diagonals = [(values[k - 1 - i], values[k - 1 - i]) for i in range(k - 1)]
+    seen = (
+        attend(queries, (values[0], values[0]), diagonals, Packing.one_per_row(1, slots, queries.device))[0, 0].view(
+            slots, 4, slots
+        )
+        > 0
+    )  # (t, set, s)
+    rows = []
+    for t in range(k - 1, slots):
+        sets = [seen[t, :, s].nonzero().flatten().tolist() for s in range(slots)]
+        assert all(len(found) <= 1 for found in sets)
+        rows.append(" ".join(str(found[0]) if found else "." for found in sets))
+    assert "\n".join(rows) == DRAWINGS[k] == naive.draw_sets(k, range(k - 1, slots), slots)
+
+
+@pytest.fixture(scope="module")
+def target():
+    """With inner layers to read; nothing here runs it."""
+    return tiny_target(num_hidden_layers=7)
+
+
+def inputs(target, count=12, batch=1, seed=1, draft=None):
+    """Tokens, their embeddings, and what a draft reads of the target."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator)
+    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.own_head else 1)
+    features = torch.randn(batch, count, width, generator=generator)
+    return tokens, target.embed_head.embed(tokens), features
+
+
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation, config):
+    draft, depth = tiny_draft(target, allocation, **config), 8  # two past the allocation: the last specialist goes on
+    _, embedded, features = inputs(target, draft=draft)
+    passes = unroll(draft, embedded, features, depth)
+    for start in range(embedded.shape[1]):
+        for k, output in enumerate(naive.chain(draft, embedded[0], features[0], start, depth), 1):
+            torch.testing.assert_close(passes[k - 1][0, start + k - 1], output, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
+    """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
+    draft, start, depth = tiny_draft(target, allocation, **config), 7, 6
+    tokens, _, features = inputs(target, start + 1, draft=draft)
+    drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
+    drafter.start(1, 64)
+    stepped, step = [], drafter.step
+    drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
+    drafter.append_context(tokens, features, torch.tensor([start + 1]))
+    drafter.slots.advance_host([start + 1])
+    chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
+    padded = torch.cat([features, torch.zeros(1, depth, features.shape[-1])], dim=1)
+    passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
+    for k in range(1, depth + 1):
+        torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0][0, 0], rtol=1e-4, atol=1e-5)
+        assert draft.logits(passes[k - 1][0, start + k - 1], target.embed_head).argmax() == chain[0, k - 1]
+
+
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, config):
+    """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
+    draft, depth, counts = tiny_draft(target, allocation, **config), 4, [8, 5]
+    tokens, _, features = inputs(target, 8, batch=2, draft=draft)
+    drafter = Drafter(draft, target.embed_head, depth, tree_width=4)
+    drafter.start(2, 64)
+    drafter.append_context(tokens, features, torch.tensor(counts))
+    drafter.slots.advance_host(counts)
+    tree = rerank(drafter.draft_tree(Fixed(depth, 40)), 40)
+    seen = ancestor_mask(tree.parents, depth)
+    for row, count in enumerate(counts):
+        for node in range(1, tree.tokens.shape[1]):
+            path = tree.tokens[row, seen[row, node]][1:]  # without the root
+            text = torch.cat([tokens[row, :count], path])
+            known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
+            passes = unroll(draft, target.embed_head.embed(text)[None], known[None], len(path))
+            steps = [
+                draft.logits(output[0, count - 1 + k], target.embed_head).log_softmax(-1)[token]
+                for k, (output, token) in enumerate(zip(passes, path, strict=True))
+            ]
+            torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
+
+
+def test_a_slot_more_in_the_cache_or_one_less_would_be_seen(target):
+    """The law above is worth something: shift what a pass may see by one, and it fails."""
+    draft = tiny_draft(target, [2, 2, 2])
+    _, embedded, features = inputs(target)
+    third = unroll(draft, embedded, features, 3)[2][0, 8]
+    right = naive.chain(draft, embedded[0], features[0], 6, 3)[2]
+    wrong = naive.chain(draft, embedded[0], torch.cat([features[0, 1:], features[0, :1]]), 6, 3)[2]
+    assert torch.allclose(third, right, atol=1e-4) and not torch.allclose(third, wrong, atol=1e-2)
+
+
+def packed(rows: list[list[int]], count: int) -> Packing:
+    """Conversations of these lengths in rows of `count` slots."""
+    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
+    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions]))
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize("rows", [3, 256])
+def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, monkeypatch):
+    """Two rows: two conversations and padding; and one that goes one slot beyond the row, as a last token does."""
+    monkeypatch.setattr(attention, "ROWS", rows)
+    packing = packed([[5, 8], [17]], 16)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        torch.randn(2, heads, 16, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    weights = torch.randn(2, 4, 16, 9, generator=generator, dtype=torch.float64)
+    places = [(0, 0, 5), (0, 5, 13), (1, 0, 16)]
+
+    def loss(out, norm):
+        real = torch.zeros(2, 16, dtype=torch.bool)
+        for row, start, stop in places:
+            real[row, start:stop] = True
+        joined = torch.cat([out, norm[..., None].to(out.dtype)], dim=-1)
+        return (weights * joined * real[:, None, :, None]).sum()
+
+    def naive_block():
+        out, norm = torch.zeros_like(queries), torch.zeros(2, 4, 16, dtype=torch.float64)
+        for row, start, stop in places:
+            for t in range(start, stop):
+                seen = slice(start, max(t - skip, start) + 1)
+                for head in range(4):
+                    scores = keys[row, head // 2, seen] @ queries[row, head, t] * 8**-0.5
+                    out[row, head, t] = scores.softmax(0) @ values[row, head // 2, seen]
+                    norm[row, head, t] = scores.logsumexp(0)
+        return out, norm
+
+    ours, naively = attention.causal_block(queries, keys, values, skip, packing), naive_block()
+    for a, b in zip(ours, naively, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(
+        *(torch.autograd.grad(loss(*found), (queries, keys, values)) for found in (ours, naively)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_flex_attention_sees_the_same(skip):
+    """On a CPU FlexAttention has no backward; its forward says whether the mask and the norm are right."""
+    packing = packed([[5, 8], [16]], 16)
+    queries, keys, values = (torch.randn(2, heads, 16, 16) for heads in (4, 2, 2))
+    for row, slots in ((0, 13), (1, 16)):
+        for ours, flex in zip(
+            attention.causal_block(queries, keys, values, skip, packing),
+            attention.flex_block(queries, keys, values, skip, packing),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours[row, :, :slots], flex[row, :, :slots], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_packed_is_padded_is_alone(target, allocation, config):
+    """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
+    draft, lengths, depth = tiny_draft(target, allocation, **config), [7, 12, 9], 6
+    texts = [inputs(target, length, seed=length, draft=draft)[1:] for length in lengths]  # (1, T, D) and (1, T, R)
+
+    def run(embedded, features, packing, places):
+        draft.zero_grad()
+        passes = draft(embedded, features, depth, packing)
+        real = [torch.stack([p[row, slots][depth - 1 :] for p in passes]) for row, slots in places]
+        sum(part.square().sum() for part in real).backward()
+        return real, [p.grad.clone() for name, p in draft.named_parameters() if name not in HEAD]
+
+    def padded(x):
+        return torch.nn.functional.pad(x, (0, 0, 0, 12 - x.shape[1]))
+
+    edges = [slice(0, 7), slice(7, 19), slice(19, 28)]
+    together = run(*(torch.cat(x, 1) for x in zip(*texts, strict=True)), packed([lengths], 28), [(0, e) for e in edges])
+    rows = run(
+        *(torch.cat([padded(y) for y in x]) for x in zip(*texts, strict=True)),
+        packed([[n] for n in lengths], 12),
+        [(row, slice(0, n)) for row, n in enumerate(lengths)],
+    )
+    alone = [run(*text, None, [(0, slice(0, n))]) for text, n in zip(texts, lengths, strict=True)]
+    singles = [real for (real,), _ in alone]
+    for found, gradient in (together, rows):
+        for a, b in zip(found, singles, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        for i, whole in enumerate(gradient):
+            torch.testing.assert_close(whole, sum(g[i] for _, g in alone), rtol=1e-4, atol=1e-4)
+
+
+def test_no_scores_of_all_slots_with_all_are_ever_made(target, monkeypatch):
+    """Nothing in forward or backward is as large as T x T, so memory grows linearly in T."""
+    monkeypatch.setattr(attention, "ROWS", 8)
+    draft, count = tiny_draft(target, [2, 2]), 160
+    _, embedded, features = inputs(target, count)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+            return out
+
+    with Watch():
+        sum(p.square().sum() for p in draft(embedded, features, 4)).backward()
+    assert largest < count * count
+
+
+def test_padding_and_neighbours_change_nothing(target):
+    draft = tiny_draft(target, [1, 3, 2])
+    _, embedded, features = inputs(target, 12, batch=3)
+    together = unroll(draft, embedded, features, 6)
+    alone = unroll(draft, embedded[1:2, :9], features[1:2, :9], 6)
+    for k in range(6):
+        torch.testing.assert_close(together[k][1, :9], alone[k][0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_a_specialist_learns_from_its_own_positions_only(target, allocation, config):
+    draft = tiny_draft(target, allocation, **config)
+    _, embedded, features = inputs(target, draft=draft)
+    for k in range(1, 7):
+        draft.zero_grad()
+        unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
+        touched = {i for i, layer in enumerate(draft.layers) if any(p.grad is not None for p in layer.parameters())}
+        keys = {draft.config.kv_specialist(k, m + 1) for m in range(k)}
+        assert touched == {draft.config.specialist_at(k)} | keys
+        assert config.get("kv") == "shared" or touched == {draft.config.specialist_at(k)}
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_without_detaching_earlier_specialists_learn_too(target, kind):
+    draft = tiny_draft(target, [1, 1, 1], detach=False, kind=kind)
+    _, embedded, features = inputs(target, draft=draft)
+    draft.logits(unroll(draft, embedded, features, 3)[2], target.embed_head).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_every_parameter_gets_a_gradient(target, kind):
+    draft = tiny_draft(target, [2, 2, 2], kind=kind)
+    _, embedded, features = inputs(target, draft=draft)
+    passes = unroll(draft, embedded, features, 6)
+    sum(draft.logits(output, target.embed_head).square().sum() for output in passes).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+
+
+def test_the_eagle_3_layer_is_the_published_one(target):
+    """By its published names, from the definition; at position 0 everywhere nothing is turned."""
+    draft = tiny_draft(target, [8], kind="eagle3")
+    (layer,), spec = draft.layers, target.spec
+    names = {f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"}
+    names |= {f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")}
+    names |= {"input_layernorm": "input_norm", "hidden_norm": "hidden_norm", "post_attention_layernorm": "norm"}
+    state = {f"{theirs}.weight": layer.get_submodule(ours).weight for theirs, ours in names.items()}
+    assert len(state) == len(list(layer.parameters()))
+    _, embedded, read = inputs(target, draft=draft)
+    draft.rope_at = lambda positions: rope_at(positions * 0, spec.head_dim, spec.rope_theta)
+    ours = unroll(draft, embedded, read, 1)[0][0]
+    features = read[0] @ draft.fc.weight.T
+    expected = naive.eagle3(state, embedded[0], features, spec.heads, spec.norm_eps)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    normed = expected / (expected.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * draft.norm.weight
+    torch.testing.assert_close(
+        draft.logits(ours, target.embed_head), normed @ draft.lm_head.weight.T, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_keys_are_projected_once_for_every_specialist_that_reads_them(target):
+    draft = tiny_draft(target, [2, 2, 2])
+    _, embedded, features = inputs(target)
+    calls = []
+    for layer in draft.layers:
+        layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)
+    unroll(draft, embedded, features, 6)
+    assert [calls.count(layer) for layer in draft.layers] == [2, 4, 6]  # sets 0..1, 0..3, 0..5
+
+
+def test_a_shared_cache_holds_each_slot_once(target):
+    draft = tiny_draft(target, [2, 2, 2], kv="shared")
+    _, embedded, features = inputs(target)
+    calls = []
+    for layer in draft.layers:
+        layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)
+    unroll(draft, embedded, features, 6)
+    assert [calls.count(layer) for layer in draft.layers] == [2, 2, 2]
+    separate, shared = (
+        Drafter(tiny_draft(target, [2, 2, 2], kv=kv), target.embed_head) for kv in ("separate", "shared")
+    )
+    for drafter in (separate, shared):
+        drafter.start(1, 64)
+    assert 3 * shared.store.keys.numel() == separate.store.keys.numel()

@@ -1,0 +1,205 @@
+"""A draft's vocabulary is cut and given back: weights stay, decoding stays lossless, coverage is a hand count."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from poss_lightning import cli
+from poss_lightning.corpus.tokens import count_tokens, most_frequent
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.vocabulary import restrict_vocabulary
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.store import FeatureStore
+from tests.support.decoders import tokens_of
+from tests.support.stores import contents, make_conversations
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+
+def naive(answers: list[list[int]], vocabulary: int, size: int, always: set[int]) -> list[int] | None:
+    """Sort all tokens by: is it always kept, how often is it there, how low is its id. Take the first `size`."""
+    if size == vocabulary:
+        return None  # nothing is left out
+    counts = Counter(token for answer in answers for token in answer)
+    return sorted(sorted(range(vocabulary), key=lambda token: (token not in always, -counts[token], token))[:size])
+
+
+def listed(vocabulary: Tensor | None) -> list[int] | None:
+    return None if vocabulary is None else vocabulary.tolist()
+
+
+# --- which tokens ---
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_most_frequent_is_the_naive_sort(seed):
+    """Few counts, so many ties; and tokens that never occur."""
+    draw = np.random.default_rng(seed)
+    answers = [draw.integers(0, 20, draw.integers(0, 12)).tolist() for _ in range(4)]
+    counts = count_tokens(answers, 30)
+    assert counts.tolist() == [sum(answer.count(token) for answer in answers) for token in range(30)]
+    for size in range(2, 31):
+        for always in (set(), {29}, {3, 28}):
+            assert listed(most_frequent(counts, size, always)) == naive(answers, 30, size, always)
+
+
+def test_a_larger_vocabulary_holds_the_smaller():
+    counts = count_tokens([np.random.default_rng(0).integers(0, 20, 50)], 30)
+    chosen = [set(most_frequent(counts, size, {29}).tolist()) for size in range(1, 30)]
+    assert all(small < large for small, large in pairwise(chosen))
+
+
+# --- the draft ---
+
+
+@pytest.mark.parametrize("kept", [torch.arange(0, 320, 7), torch.arange(320)], ids=len)
+def test_only_the_vocabulary_changes(target, tmp_path, kept):
+    """Cut, saved and loaded: every weight is the same bits, and nothing new is there to be trained."""
+    draft = tiny_draft(target, [1, 3, 2])
+    draft.normalise(torch.rand(32), torch.rand(32))
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    restrict_vocabulary(draft, kept).save_pretrained(tmp_path)
+    loaded = Specialists.from_pretrained(tmp_path)
+    assert loaded.vocabulary.equal(kept)
+    assert asdict(loaded.config) == asdict(draft.config) | {"vocabulary_size": len(kept)}
+    after = {name: value for name, value in loaded.state_dict().items() if name != "vocabulary"}
+    assert after.keys() == before.keys() and all(value.equal(before[name]) for name, value in after.items())
+    assert draft.vocabulary is None and all(value.equal(before[name]) for name, value in draft.named_parameters())
+
+
+def test_cut_then_whole_is_the_identity(target, tmp_path):
+    draft = tiny_draft(target, [2, 2])
+    twice = restrict_vocabulary(
+        restrict_vocabulary(draft, torch.arange(50)), torch.arange(0, 320, 3)
+    )  # a cut draft may be cut anew
+    for name, some in (("before", draft), ("after", restrict_vocabulary(twice, None))):
+        some.save_pretrained(tmp_path / name)
+    assert contents(tmp_path / "before") == contents(tmp_path / "after")
+
+
+def test_a_cut_draft_starts_another(target):
+    draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [2, 2], seed=1)
+    other.start_from(restrict_vocabulary(draft, torch.arange(50)))
+    assert all(a.equal(b) for a, b in zip(draft.parameters(), other.parameters(), strict=True))
+    assert other.vocabulary is None
+
+
+# --- decoding with it ---
+
+
+def decode(target, draft: Specialists) -> tuple[list[list[int]], list]:
+    """What is said, and every tree that was drafted meanwhile."""
+    speculative, trees = Speculative(target, draft, 4, 20, 5), []
+    grow = speculative.drafter.draft_tree
+    speculative.drafter.draft_tree = lambda *arguments: trees.append(grow(*arguments)) or trees[-1]
+    return tokens_of(speculative), trees
+
+
+def test_a_cut_draft_is_lossless_and_drafts_nothing_else(target):
+    said, kept = tokens_of(Autoregressive(target)), torch.arange(1, 320, 4)
+    assert not set(chain(*said)) <= set(kept.tolist())  # else the law would say nothing
+    lossless, trees = decode(target, restrict_vocabulary(tiny_draft(target, [2, 2]), kept))
+    assert lossless == said
+    assert set(torch.cat([tree.tokens[:, 1:].flatten() for tree in trees]).tolist()) <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("kept", [None, torch.arange(320)], ids=["given back", "all of it"])
+def test_a_whole_vocabulary_drafts_as_the_draft_did(target, kept):
+    draft = tiny_draft(target, [2, 2])
+    (said, before), (again, after) = (
+        decode(target, some)
+        for some in (draft, restrict_vocabulary(restrict_vocabulary(draft, torch.arange(0, 320, 5)), kept))
+    )
+    assert again == said and len(before) == len(after) > 5
+    for tree, same in zip(before, after, strict=True):
+        assert all(ours.equal(theirs) for ours, theirs in zip(tree, same, strict=True))
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def given(target, tiny_folder, tmp_path) -> dict[str, str]:
+    """A draft's folder, conversations, and the target's."""
+    tiny_draft(target, [1, 2]).save_pretrained(tmp_path / "draft")
+    lines = [json.dumps({"id": c.id, "messages": c.messages}) for c in make_conversations()]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    return {"draft": str(tmp_path / "draft"), "corpus": str(tmp_path / "corpus.jsonl"), "target": tiny_folder}
+
+
+def run(given: dict[str, str], out: Path, *options: str) -> None:
+    cli.run("vocabulary", [given["draft"], given["corpus"], str(out), "--target", given["target"], *options])
+
+
+def answers_of(target, conversations) -> list[list[int]]:
+    rendered = [target.chat.render(conversation.messages) for conversation in conversations]
+    return [chat.tokens[start:stop] for chat in rendered for start, stop in chat.spans]
+
+
+@pytest.mark.parametrize(("size", "limit"), [(1, 24), (20, 24), (20, 5), (200, 24), (320, 24)])
+def test_the_command_keeps_and_covers_what_a_hand_count_says(target, given, tmp_path, capsys, size, limit):
+    run(given, tmp_path / "small", "--size", str(size), "--limit", str(limit))
+    answers = answers_of(target, make_conversations()[:limit])
+    expected = naive(answers, 320, size, set(target.chat.stops))
+    cut_to = Specialists.from_pretrained(tmp_path / "small")
+    assert listed(cut_to.vocabulary) == expected and cut_to.config.vocabulary_size == (None if size == 320 else size)
+    written = list(chain(*answers))
+    covered = sum(expected is None or token in expected for token in written)
+    line = f"{size} of 320 tokens cover {100 * covered / len(written):.1f} % of {len(written)} answer tokens\n"
+    assert capsys.readouterr().out == line
+
+
+def test_the_command_gives_the_whole_head_back(given, tmp_path, capsys):
+    run(given, tmp_path / "small", "--size", "20")
+    run(given | {"draft": str(tmp_path / "small")}, tmp_path / "whole", "--size", "null")
+    assert contents(tmp_path / "whole") == contents(tmp_path / "draft")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("320 of 320 tokens cover 100.0 % of ")
+
+
+def test_a_store_of_the_corpus_chooses_the_same(target, given, tmp_path):
+    """Nothing is cut off here, and the stop token, which ends every answer, is among the most frequent."""
+    write_store(tmp_path / "store", target, make_conversations(), max_length=512, batch_tokens=512, shard_bytes=2**20)
+    for size in (5, 20, 200, 320):
+        run(given, tmp_path / f"cut-{size}", "--size", str(size))
+        cut_to = Specialists.from_pretrained(tmp_path / f"cut-{size}").vocabulary
+        assert listed(cut_to) == listed(FeatureStore(tmp_path / "store").common_tokens(size))
+
+
+def test_a_killed_command_leaves_no_folder(given, tmp_path, monkeypatch):
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        run(given, tmp_path / "small", "--size", "20")
+    assert contents(tmp_path) == before
+    run(given, tmp_path / "small", "--size", "20")
+    with pytest.raises(FileExistsError, match="small is there already"):
+        run(given, tmp_path / "small", "--size", "30")
+    assert len(Specialists.from_pretrained(tmp_path / "small").vocabulary) == 20
+
+
+def test_a_draft_with_a_head_of_its_own_is_refused(given, tmp_path):
+    tiny_draft(tiny_target(num_hidden_layers=4), [2], kind="eagle3").save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="own has a head of its own, whose vocabulary is chosen when it is trained"):
+        run(given | {"draft": str(tmp_path / "own")}, tmp_path / "small", "--size", "20")
+
+
+def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):
+    """This target also stops at 319, which the template never writes."""
+    tiny_model(eos_token_id=[1, 319]).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    given = given | {"target": str(tmp_path / "target")}
+    run(given, tmp_path / "small", "--size", "2")
+    assert Specialists.from_pretrained(tmp_path / "small").vocabulary.tolist() == [1, 319]
+    with pytest.raises(ValueError, match=r"size is 1; it must lie between 2, as it holds .* \[1, 319\], and .* 320"):
+        run(given, tmp_path / "smaller", "--size", "1")

@@ -1,0 +1,79 @@
+"""The target answers given prompts: turn by turn, as it would alone, killed and resumed."""
+
+import json
+
+import pytest
+
+from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.evaluation import answer as module
+from poss_lightning.evaluation.answer import answer
+from poss_lightning.target.generation import generate
+from tests.support.tiny import tiny_target
+
+TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["The draft " * 9], ["please"]]
+
+
+@pytest.fixture(autouse=True)
+def target(monkeypatch):
+    target = tiny_target(0)
+    monkeypatch.setattr(module.Target, "load", lambda name, dtype, device: target)
+    return target
+
+
+@pytest.fixture
+def suite(tmp_path):
+    lines = [json.dumps({"question_id": i, "turns": turns}) + "\n" for i, turns in enumerate(TURNS)]
+    (tmp_path / "odd.jsonl").write_text("".join(lines))
+    return str(tmp_path / "odd.jsonl")
+
+
+def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
+    answer(str(tmp_path / "out.jsonl"), suites=[suite], max_new_tokens=12, batch_size=2, dtype="float32")
+    found = {conversation.id: conversation.messages for conversation in read_conversations(str(tmp_path / "out.jsonl"))}
+    assert list(found) == [f"odd/{i}" for i in range(len(TURNS))]
+    for (name, messages), turns in zip(found.items(), TURNS, strict=True):
+        assert [message["content"] for message in messages if message["role"] == "user"] == turns, name
+        for place in range(1, len(messages), 2):
+            prompt = target.chat.prompt(messages[:place])
+            tokens = generate(target, [prompt], 12, target.chat.stops)[0]
+            assert messages[place]["content"] == target.chat.text(tokens)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
+    options = {"suites": [suite], "max_new_tokens": 12, "batch_size": 2, "dtype": "float32"}
+    answer(str(tmp_path / "whole.jsonl"), **options)
+    calls, plain = [], module.generate
+
+    def dies(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    monkeypatch.setattr(module, "generate", dies)
+    with pytest.raises(KeyboardInterrupt):
+        answer(str(tmp_path / "killed.jsonl"), **options)
+    assert not (tmp_path / "killed.jsonl").exists()
+    with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun .* \(max_new_tokens 12, now 9\)"):
+        answer(str(tmp_path / "killed.jsonl"), **(options | {"max_new_tokens": 9}))
+    answer(str(tmp_path / "killed.jsonl"), **options)
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
+
+
+def test_what_has_no_room_is_left_out_and_told(tmp_path, capsys, suite):
+    with open(suite, "a") as file:
+        file.write(json.dumps({"question_id": "long", "turns": ["x " * 600]}) + "\n")
+    answer(str(tmp_path / "out.jsonl"), suites=[suite], max_new_tokens=12, dtype="float32")
+    assert "1 of 6 questions are left out" in capsys.readouterr().out
+    assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5
+
+
+def test_a_file_that_nothing_reads_is_refused_at_once(tmp_path, suite):
+    with pytest.raises(ValueError, match=r"out.txt; its name must end in .jsonl or .jsonl.gz"):
+        answer(str(tmp_path / "out.txt"), suites=[suite])
+
+
+def test_sizes_below_one_are_refused(tmp_path, suite):
+    with pytest.raises(ValueError, match="new_tokens is 0"):
+        answer(str(tmp_path / "out.jsonl"), suites=[suite], max_new_tokens=0)

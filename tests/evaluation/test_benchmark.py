@@ -1,0 +1,394 @@
+"""`poss benchmark`: lawful records, the same answers by all methods, kill and resume."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from poss_lightning.decoding.decoder import Decoded
+from poss_lightning.evaluation import benchmark as module
+from poss_lightning.evaluation.benchmark import Run, benchmark
+from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.evaluation.suites import Question
+from poss_lightning.work import Work
+from tests.support.tiny import tiny_draft, tiny_target
+
+QUESTIONS = [
+    {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
+    {"question_id": "eight", "category": "b", "turns": ["Say it, please."]},
+    {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
+]
+METHODS = ("autoregressive", "generate", "chain", "poss")
+FILES = ["records.jsonl", "rounds.jsonl", "run.json"]
+
+
+@pytest.fixture(scope="module")
+def inputs(target, tmp_path_factory) -> Path:
+    """A suite and two drafts."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    (folder / "suite.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    tiny_draft(target, [2]).save_pretrained(folder / "chain")
+    tiny_draft(target, [1, 1]).save_pretrained(folder / "poss")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(inputs, tiny_folder):
+    """Benchmark the tiny target into a folder; keywords change the settings."""
+
+    def start(out: Path, **changes):
+        drafts = {name: str(inputs / name) for name in ("chain", "poss")}
+        settings = {
+            "suites": [str(inputs / "suite.jsonl")],
+            "max_new_tokens": 12,
+            "nodes": 9,
+            "tree_width": 3,
+            "repeats": 2,
+        }
+        benchmark(
+            str(out),
+            **{"drafts": drafts, "target": tiny_folder, "dtype": "float32", "repeats": 2, **settings, **changes},
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    run(out)
+    return out
+
+
+def shown(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def untimed(folder: Path) -> list[dict]:
+    """The lines of a folder without what differs from run to run."""
+    lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+# --- what is written ---
+
+
+def test_every_method_answers_every_turn_and_repeat_once(whole):
+    records = read_records(whole)  # a record that can be read obeys its law
+    found = Counter((record.suite, record.id, record.turn, record.repeat, record.method) for record in records)
+    expected = [
+        ("suite", question["question_id"], turn, repeat, method)
+        for question in QUESTIONS
+        for turn in range(len(question["turns"]))
+        for repeat in range(2)
+        for method in METHODS
+    ]
+    assert found == Counter(expected)
+    assert shown(whole) == FILES
+
+
+def test_in_float32_all_methods_say_the_same(whole):
+    answers: dict[tuple, set] = {}
+    for record in read_records(whole):
+        answers.setdefault((record.id, record.turn), set()).add((tuple(record.tokens), record.text))
+    assert len(answers) == 6 and all(len(said) == 1 for said in answers.values())
+
+
+def test_pieces_make_the_text(whole):
+    for record in read_records(whole):
+        assert "".join(record.pieces) == record.text and len(record.pieces) == record.new_tokens
+
+
+def test_rounds_of_the_first_question_are_those_of_its_records(whole):
+    rounds = read_rounds([whole])
+    records = [r for r in read_records(whole) if r.id == 7 and r.repeat == 0 and r.method in ("chain", "poss")]
+    assert {(r.suite, r.id, r.turn, r.method) for r in records} == set(rounds)  # both turns
+    for record in records:
+        own = rounds[record.suite, record.id, record.turn, record.method]
+        assert [len(one.guesses.path) - 1 for one in own] == record.accepted
+        assert [one.number for one in own] == list(range(len(own)))
+        assert all(2 <= len(one.guesses.tokens) <= 9 for one in own)
+
+
+def test_without_rounds_to_show_there_is_no_file(run, tmp_path):
+    run(tmp_path, limit=1, show=0)
+    assert shown(tmp_path) == ["records.jsonl", "run.json"]
+
+
+def test_later_turns_follow_the_targets_own_answers(whole, target):
+    records = {(record.id, record.turn, record.method): record for record in read_records(whole)}
+    for question in QUESTIONS:
+        messages = []
+        for turn, text in enumerate(question["turns"]):
+            messages.append({"role": "user", "content": text})
+            for method in METHODS:
+                record = records[question["question_id"], turn, method]
+                assert record.prompt_tokens == len(target.chat.prompt(messages))
+            messages.append({"role": "assistant", "content": record.text})
+
+
+def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
+    assert "costs" not in json.loads((whole / "run.json").read_text())
+    run(tmp_path, limit=1, show=0, tree="auto")
+    costs = json.loads((tmp_path / "run.json").read_text())["costs"]
+    assert set(costs) == {"chain", "poss"}
+    for measured in costs.values():
+        assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
+
+
+def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
+    facts = json.loads((whole / "run.json").read_text())
+    assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
+    assert {"python", "torch", "transformers", "poss-lightning"} <= facts["versions"].keys()
+    assert facts["git"] is None or facts["git"]
+    assert facts["config"]["max_new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
+    assert list(facts["methods"]) == list(METHODS)
+    poss = facts["methods"]["poss"]
+    assert (poss["depth"], poss["nodes"], poss["tree_width"], poss["allocation"]) == (2, 9, 3, [1, 1])
+
+
+# --- killed, resumed, refused ---
+
+
+@pytest.mark.parametrize(("answers", "questions"), [(1, 0), (11, 1)])  # two to warm up, eight for the first
+def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
+    decode, calls = module.Speculative.decode, []
+
+    def dying(self, *args, **options):
+        calls.append(args)
+        if len(calls) > answers:
+            raise KeyboardInterrupt
+        return decode(self, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.Speculative, "decode", dying)
+        run(tmp_path)
+    receipts = [json.loads(path.read_text()) for path in sorted((tmp_path / "unfinished").glob("question-*.json"))]
+    begun = "".join(f"{line}\n" for receipt in receipts for line in receipt["records"])
+    assert len({json.loads(line)["id"] for line in begun.splitlines()}) == questions
+    assert not (tmp_path / "records.jsonl").exists()
+    run(tmp_path)
+    assert untimed(tmp_path) == untimed(whole)
+    assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
+    assert shown(tmp_path) == FILES
+    assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
+
+
+def test_a_run_without_a_record_may_have_other_settings(whole, run, tmp_path):
+    (tmp_path / "run.json").write_bytes((whole / "run.json").read_bytes())
+    run(tmp_path, limit=1, repeats=1)
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["repeats"] == 1
+
+
+def test_a_finished_run_is_left_alone(whole, run):
+    before = (whole / "records.jsonl").read_bytes()
+    run(whole)
+    assert (whole / "records.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_new_tokens": 11}, "max_new_tokens 12, now 11"),
+        ({"tree_width": 2}, r"tree_width 3, now 2; methods.chain.nodes \d, now \d; methods.chain.tree_width 3, now 2"),
+        ({"limit": 1}, "limit None, now 1; questions "),
+        ({"drafts": {}}, "drafts None, now {}; .*methods.poss.weights '.*', now None"),
+        ({"repeats": 1}, "repeats 2, now 1"),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_refused(whole, run, change, said):
+    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+    with pytest.raises(ValueError, match=rf"holds records of other settings \({said}"):
+        run(whole, **change)
+    assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
+
+
+def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
+    drafts = {"d": str(tmp_path / "draft")}
+    tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
+    run(tmp_path / "out", drafts=drafts, limit=1)
+    tiny_draft(target, [2], seed=1).save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
+        run(tmp_path / "out", drafts=drafts, limit=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"repeats": 0}, "repeats 0"),
+        ({"show": -1}, "show is -1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
+        ({"depth": -1}, "depth is -1"),
+        ({"baselines": ["generate"]}, "must hold autoregressive"),
+        ({"baselines": ["autoregressive", "beam"]}, "may hold generate"),
+        ({"drafts": {"generate": "x"}}, "like a baseline"),
+        ({"drafts": {"d": "nowhere/at-all"}}, "neither a local folder nor a hub id"),
+        ({"suites": ["nowhere"]}, "none of the project's own"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
+    with pytest.raises((ValueError, OSError), match=words):
+        run(tmp_path / "out", **change)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_of_another_target_is_refused(run, tmp_path):
+    tiny_draft(tiny_target(1), [2]).save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="trained for another target: fingerprint"):
+        run(tmp_path / "out", drafts={"d": str(tmp_path / "draft")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_depth_beyond_the_allocation_is_the_last_specialist_going_on(run, tmp_path):
+    run(tmp_path / "out", depth=5, limit=1)
+    records = read_records(tmp_path / "out")
+    assert len({tuple(record.tokens) for record in records if record.turn == 0}) == 1
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["methods"]["poss"]["depth"] == 5
+
+
+def suite(folder: Path, *turns: list[str]) -> list[str]:
+    path = folder / "made.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question_id": i, "turns": list(texts)}) + "\n" for i, texts in enumerate(turns))
+    )
+    return [str(path)]
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_is_written(run, tmp_path):
+    suites = suite(tmp_path, ["Hi"], ["word " * 600])
+    with pytest.raises(ValueError, match=r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"):
+        run(tmp_path / "out", suites=suites)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_go_on(run, tmp_path, caplog):
+    suites = suite(tmp_path, ["Hi"], ["Hi", "word " * 600], ["Ho"])
+    run(tmp_path / "out", suites=suites)
+    assert "question 1 of made ends before turn 1" in caplog.text
+    assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
+
+
+def test_a_killed_run_does_not_go_on_with_other_settings(run, tmp_path, monkeypatch):
+    kill_after_first(run, tmp_path / "out", suite(tmp_path, ["Hi"], ["Ho"]), monkeypatch)
+    with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
+        run(tmp_path / "out", suites=[str(tmp_path / "made.jsonl")], repeats=1)
+
+
+def kill_after_first(run, out: Path, suites: list[str], monkeypatch) -> None:
+    """Kill a run in its second question."""
+    decode_question, calls = Run._decode_question, []
+
+    def dying(self, question, *args, **options):
+        calls.append(question)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return decode_question(self, question, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "_decode_question", dying)
+        run(out, suites=suites)
+
+
+def test_seconds_of_two_machines_do_not_meet_in_one_file(run, tmp_path, monkeypatch):
+    suites = suite(tmp_path, ["Hi"], ["Ho"])
+    kill_after_first(run, tmp_path / "out", suites, monkeypatch)
+    there = module.provenance(torch.device("cpu"))
+    monkeypatch.setattr(module, "provenance", lambda device: there | {"threads": 99})
+    with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
+        run(tmp_path / "out", suites=suites)
+    monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
+    run(tmp_path / "out", suites=suites)
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
+
+
+def test_packed_records_are_not_begun_anew(run, tmp_path):
+    suites = suite(tmp_path, ["Hi"])
+    run(tmp_path / "out", suites=suites)
+    file = tmp_path / "out" / "records.jsonl"
+    (tmp_path / "out" / "records.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
+    file.unlink()
+    with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):
+        run(tmp_path / "out", suites=suites)
+
+
+def test_two_benchmarks_of_one_folder_do_not_overwrite_each_other(run, tmp_path):
+    work = Work(tmp_path / "out" / "unfinished")
+    with work.exclusive(), pytest.raises(ValueError, match="out: another process writes there"):
+        run(tmp_path / "out", suites=suite(tmp_path, ["Hi"]))
+
+
+# --- the loop, with decoders of a fixed answer ---
+
+
+class FixedAnswer:
+    """A decoder with one answer, that notes its prompts."""
+
+    def __init__(self, tokens: list[int], asked: list[tuple[str, list[int]]], name: str):
+        self.tokens, self.asked, self.name = tokens, asked, name
+
+    def decode(self, prompts: list[list[int]], limit: int, **options) -> list[Decoded]:
+        self.asked.append((self.name, prompts[0]))
+        accepted = [] if self.name in METHODS[:2] else [0] * (len(self.tokens) - 1)
+        return [Decoded(self.tokens, accepted, {"total": 0.1})]
+
+
+def fixed_run(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, list[int]]]]:
+    asked: list[tuple[str, list[int]]] = []
+    methods = {
+        name: FixedAnswer(target.tokenizer(text).input_ids, asked, name)
+        for name, text in zip(METHODS, texts, strict=False)
+    }
+    return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
+
+
+def test_the_autoregressive_answer_is_the_context_for_all(target, tmp_path):
+    loop, asked = fixed_run(target, tmp_path, "autoregressive words", "other words", "wrong words")
+    loop.decode([Question("s", 1, "", ["Hi", "And?"])], 8, repeats=1)
+    messages = [("user", "Hi"), ("assistant", "autoregressive words"), ("user", "And?")]
+    second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
+    assert [prompt == second for _, prompt in asked[-3:]] == [True] * 3
+    assert [prompt == second for _, prompt in asked[:-3]] == [False] * 6  # the warm-up, and the first turn
+
+
+def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
+    loop, asked = fixed_run(target, tmp_path, "a", "b", "c")
+    loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)], 8, repeats=2)
+    rounds = [tuple(name for name, _ in asked[start : start + 3]) for start in range(3, len(asked), 3)]
+    assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
+    assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question
+    assert all(first[0] != second[0] for first, second in zip(rounds[::2], rounds[1::2], strict=True))  # repeats
+
+
+def test_line_separators_inside_an_answer_break_no_record(target, tmp_path):
+    loop, _ = fixed_run(target, tmp_path, "a\u2028b\u0085c")
+    loop.decode([Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])], 8, repeats=1)
+    again, asked = fixed_run(target, tmp_path, "a\u2028b\u0085c")
+    assert again.decode([Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])], 8, repeats=1) == 2 and not asked
+    assert [(record.id, record.text) for record in read_records(tmp_path)] == [
+        (1, "a\u2028b\u0085c"),
+        (2, "a\u2028b\u0085c"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])
+def test_a_letter_split_over_tokens_belongs_to_its_last(target, text):
+    tokens = target.tokenizer(text).input_ids
+    pieces = module._pieces(target, tokens)
+    assert "".join(pieces) == text and len(pieces) == len(tokens)
+    cut = module._pieces(target, tokens[:-1])
+    assert "".join(cut) == target.chat.text(tokens[:-1])
+
+
+def test_bytes_that_are_no_text_and_a_stop_token(target):
+    byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
+    tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
+    pieces = module._pieces(target, tokens)
+    assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""

@@ -1,0 +1,225 @@
+"""`poss generate`: what is said, when, and what it says of its own speed."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from poss_lightning.decoding import decoder
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.trees import Tree
+from poss_lightning.decoding.verification import Verdict
+from poss_lightning.evaluation import generate as module
+from poss_lightning.evaluation.generate import Question, generate, guesses_of
+from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.target.chat import Chat
+from tests.support.tiny import tiny_draft
+
+NUMBER = r"\d+\.\d+"
+
+
+@pytest.fixture(scope="module")
+def draft(target, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("draft")
+    tiny_draft(target, [1, 2]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def common(tiny_folder, draft) -> dict:
+    return {
+        "target": tiny_folder,
+        "draft": draft,
+        "dtype": "float32",
+        "max_new_tokens": 20,
+        "nodes": 12,
+        "tree_width": 4,
+    }
+
+
+class Scripted(Decoder):
+    """Says what it is told to, and looks at what has been printed after every step."""
+
+    def __init__(self, target, script: list[list[int]], look):
+        self.target, self.script, self.look = target, script, look
+        self.shown: list[str] = []
+
+    def rounds(self, request, clock) -> Iterator[Progress]:
+        for tokens in self.script:
+            yield Progress({0: tokens})
+            self.shown.append(self.look())
+
+
+def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys):
+    """Seen by another reader: after each step all of its text has been printed, but for half a letter."""
+    tokens = target.tokenizer("a€🐴!")["input_ids"]  # 1 + 3 + 4 + 1 tokens
+    script = [tokens[:2], tokens[2:3], tokens[3:6], tokens[6:]]
+    speaker = Scripted(target, script, lambda: capsys.readouterr().out)
+    module._print_answer(Question([1], 9, GREEDY, 0), speaker, None)
+    assert speaker.shown == ["a", "", "€", "🐴!"] and capsys.readouterr().out == "\n"
+
+
+def test_what_watching_takes_does_not_count(target, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(decoder.time, "perf_counter", lambda: now[0])
+
+    def watch(step: Progress) -> None:
+        now[0] += 5
+
+    answer = Question([5, 6, 7], 9, GREEDY, 0).answer(Autoregressive(target), watch)
+    assert now[0] == 45 and answer.seconds["total"] == 0
+
+
+@pytest.mark.parametrize("tree", ["auto", "fixed"])
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}])
+def test_an_answer_its_speed_and_the_plain_one(common, target, capsys, tree, sampled):
+    generate("How many legs?", tree=tree, **sampled, **common)
+    text, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
+    measured = rf" \(after {NUMBER} s to measure this machine\)" if tree == "auto" else ""
+    plain = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
+    assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}" + plain, line)
+    prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
+    sampling = Sampling(sampled["temperature"], sampled["top_k"], sampled["top_p"]) if sampled else GREEDY
+    seeded = torch.Generator().manual_seed(sampled.get("seed", 0))
+    (expected,) = Autoregressive(target).decode([prompt], 20, sampling=sampling, generator=seeded)
+    assert text == target.chat.text(expected.tokens)
+
+
+def test_without_a_draft_or_a_comparison_it_says_less(common, capsys):
+    generate("Hi", compare=False, **common)
+    measured = rf" \(after {NUMBER} s to measure this machine\)"
+    assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}\n$", capsys.readouterr().out)
+    generate("Hi", **common | {"draft": None})
+    assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s\n$", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ([5, 6], [5, 6], "2.00 × plain decoding (4.0 tokens/s), same tokens"),
+        ([5, 6], [5, 7], "other tokens from number 2 on, where two all but tied in bfloat16"),
+        ([5, 6], [5], "other tokens from number 2 on"),
+    ],
+)
+def test_the_comparison_says_where_tokens_part(ours, theirs, words):
+    plain = Decoded(theirs, [], {"total": len(theirs) / 4})
+    assert words in module._comparison(Decoded(ours, [0], {"total": len(ours) / 8}), plain, "bfloat16")
+
+
+def test_a_stop_token_ends_both(common, capsys, monkeypatch, target):
+    prompt = target.chat.prompt([{"role": "user", "content": "Hi"}])
+    (whole,) = Autoregressive(target).decode([prompt], 20)
+    stop = frozenset(whole.tokens[7:8])
+    monkeypatch.setattr("poss_lightning.target.chat._stops", lambda *arguments: stop)
+    generate("Hi", json=True, **common)
+    said = json.loads(capsys.readouterr().out)
+    assert said["tokens"] == whole.tokens[: whole.tokens.index(*stop) + 1] and said["equal"]
+
+
+# --- one JSON object ---
+
+
+def test_json_is_one_object_with_all_that_was_asked_and_measured(common, target, capsys):
+    generate("Hi 🐴", json=True, **common)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "🐴" in out
+    said = json.loads(out)
+    assert {name: said[name] for name in common} == common
+    assert (said["prompt"], said["tree"], said["depth"], said["seed"]) == ("Hi 🐴", "auto", 3, 0)
+    assert said["text"] == target.chat.text(said["tokens"]) and len(said["tokens"]) == 20
+    assert said["tau"] == sum(said["accepted"]) / len(said["accepted"]) + 1
+    assert said["tokens_per_second"] == pytest.approx(20 / said["seconds"]["total"])
+    assert said["speed_up"] > 0 and said["equal"] is True
+
+
+def test_json_without_a_draft_has_no_tree(common, capsys):
+    generate("Hi", json=True, **common | {"draft": None})
+    said = json.loads(capsys.readouterr().out)
+    none = ("draft", "tree", "depth", "nodes", "tree_width", "tau", "speed_up", "equal")
+    assert [said[name] for name in none] == [None] * len(none) and said["accepted"] == []
+
+
+# --- stdin and chats ---
+
+
+def test_a_prompt_may_come_from_stdin(common, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs?\n"))
+    generate("-", json=True, compare=False, **common)
+    assert json.loads(capsys.readouterr().out)["prompt"] == "How many\nlegs?"
+
+
+@pytest.mark.parametrize(("first", "lines"), [("-", "One?\nTwo?\n"), ("One?", "Two?\n\nnever asked\n")])
+def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, capsys, monkeypatch, first, lines):
+    asked, prompt = [], Chat.prompt
+    monkeypatch.setattr(Chat, "prompt", lambda self, messages: asked.append(list(messages)) or prompt(self, messages))
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    generate(first, chat=True, **common)
+    out = capsys.readouterr().out
+    assert [[message["content"] for message in messages if message["role"] == "user"] for messages in asked] == [
+        ["One?"],
+        ["One?", "Two?"],
+    ]
+    answer = asked[1][1]
+    assert answer["role"] == "assistant" and f"{answer['content']}\n\n20 tokens" in out
+    assert out.count("20 tokens, ") == 2 and "plain decoding" not in out
+    assert out.count("> ") - answer["content"].count("> ") >= (2 if first == "-" else 1)
+
+
+# --- rounds drawn ---
+
+
+def test_rounds_are_drawn_before_the_answer(common, target, capsys):
+    generate("Hi", show="tree", **common)
+    out = capsys.readouterr().out
+    accepted = [int(count) for count in re.findall(r"^round \d+: \d+ drafted, (\d+) accepted$", out, re.MULTILINE)]
+    prompt = target.chat.prompt([{"role": "user", "content": "Hi"}])
+    (expected,) = Autoregressive(target).decode([prompt], 20)
+    assert 1 + sum(count + 1 for count in accepted) >= 20 and out.count("─ ✓ ") >= sum(accepted)
+    assert f"\n\n{target.chat.text(expected.tokens)}\n\n20 tokens, " in out and "\x1b" not in out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_colour_is_for_terminals_that_want_it(common, monkeypatch, refused):
+    monkeypatch.setattr("sys.stdout", screen := Terminal())
+    monkeypatch.setenv("NO_COLOR", "1" if refused else "")
+    generate("Hi", show="tree", compare=False, **common)
+    assert ("\x1b[" in screen.getvalue()) is not refused
+
+
+def step(path: list[int], tokens: list[int], accepted: int) -> Progress:
+    tree = Tree(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[0, 0, 1, 2]]), torch.zeros(1, 4))
+    return Progress({}, tree=tree, verdict=Verdict(*map(torch.tensor, ([path], [tokens], [accepted]))))
+
+
+@pytest.mark.parametrize(
+    ("stops", "path", "bonus"),
+    [((), [0, 1, 2], 8), ((8,), [0, 1, 2], 8), ((6,), [0, 1, 2], None), ((5,), [0, 1], None), ((7,), [0, 1, 2], 8)],
+)
+def test_a_text_that_ended_within_a_round_is_drawn_so_far(stops, path, bonus):
+    """Of 5, 6, 7 in a row the target takes 5 and 6, and adds 8."""
+    guesses = guesses_of(step([0, 1, 2, 2], [5, 6, 8, 8], 2), frozenset(stops))
+    assert guesses == ([9, 5, 6, 7], [0, 0, 1, 2], [0.0] * 4, path, bonus)
+
+
+def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
+    speculative = Speculative(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so many guesses must hit
+    drawn = []
+
+    def watch(now: Progress) -> None:
+        if now.tree is not None:
+            guesses = guesses_of(now, frozenset())
+            drawn.append([guesses.tokens[node] for node in guesses.path[1:]] + [guesses.bonus])
+
+    answer = Question([5, 6, 7], 30, GREEDY, 0).answer(speculative, watch)
+    assert [len(tokens) - 1 for tokens in drawn] == answer.accepted
+    assert [token for tokens in drawn for token in tokens][:29] == answer.tokens[1:] and sum(answer.accepted) > 3

@@ -1,0 +1,128 @@
+"""Replay ≡ decoding: what is accepted of a known answer is what the engine accepts when the target writes it."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.evaluation.replay import greedy_mismatch, replay_rounds
+from poss_lightning.features.store import Sample
+from tests.support.tiny import tiny_target
+
+PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
+LIMIT = 50
+DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
+DRAFTS += [((3, 3), {"kind": "eagle3", "kv": "shared"})]
+TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width; every draft meets two of them
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(3, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[list[int]]:
+    return [answer.tokens for answer in Autoregressive(target).decode(PROMPTS, LIMIT)]
+
+
+def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tuple[int, ...] = ()) -> Sample:
+    """A stored sample of one answer, and `more` tokens of the template's behind it."""
+    tokens = torch.tensor(prompt + answer + [7] * more)
+    with torch.inference_mode():
+        features, inner = target.text_layers(tokens[None], layers or (1,))
+        greedy = target.embed_head.logits(features[0]).argmax(-1)
+    spans = [(len(prompt), len(prompt) + len(answer))]
+    return Sample("one", tokens, greedy, spans, features[0], inner[0, :, : len(layers)])
+
+
+def ended(target, prompt: list[int], answer: list[int], layers: tuple[int, ...]) -> Sample:
+    """A cut answer, which the template has ended where the target would have gone on."""
+    (following,) = Autoregressive(target).decode([prompt + answer], 1, frozenset())
+    return read(target, prompt, answer + [(following.tokens[0] + 1) % 300], layers=layers)
+
+
+def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int, **options) -> Specialists:
+    """A random draft that knows the target's eight commonest tokens, so that some of what it drafts is accepted."""
+    common = Counter(token for answer in answers for token in answer).most_common(8)
+    words = torch.tensor(sorted({token for token, _ in common}))
+    torch.manual_seed(seed)
+    config = DraftConfig(
+        target=target.spec, allocation=allocation, depth=sum(allocation), vocabulary_size=len(words), **options
+    )
+    return Specialists(config, words).eval()
+
+
+@pytest.mark.parametrize(
+    ("allocation", "options", "tree"),
+    [(*draft, tree) for at, draft in enumerate(DRAFTS) for tree in (TREES[at % 3], TREES[(at + 1) % 3])],
+    ids=str,
+)
+def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tree):
+    depth, nodes, width = tree
+    draft = lucky(target, plain, allocation, sum(tree), **options)
+    decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT)
+    cut = [answer[-1] not in target.chat.stops for answer in plain]
+    given = zip(cut, PROMPTS, plain, strict=True)
+    layers = draft.config.layers
+    samples = [(ended if own else read)(target, prompt, answer, layers=layers) for own, prompt, answer in given]
+    for rows in (2, 16):  # the fifth alone, all side by side
+        replayed = replay_rounds(
+            draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width, rows=rows
+        )
+        for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
+            if not was_cut:
+                assert rounds == own.accepted
+            else:  # only rounds whose window the answer holds
+                assert rounds == own.accepted[: len(rounds)]
+                left = len(answer) - 1 - sum(a + 1 for a in rounds)
+                assert 0 <= left <= depth
+    assert sum(sum(own.accepted) for own in decoded) > 5  # something was accepted at all
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
+    """To the stop, drafted or the bonus, and not to a bonus behind it. A tree of all tokens is right once a round."""
+    plain = Autoregressive(target).decode(PROMPTS[:1], LIMIT, frozenset())[0].tokens
+    end = next(i for i, token in enumerate(plain) if i > 10 and token not in plain[:i] and i % 2 == drafted)
+    whole = target.spec.vocab_size
+    draft = Specialists(DraftConfig(target=target.spec, allocation=(1,), depth=1)).eval()
+    own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
+    assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
+    sample = read(target, PROMPTS[0], own.tokens, more=5)
+    assert replay_rounds(draft, target.embed_head, [sample], depth=1, nodes=whole + 1, tree_width=whole) == [
+        [own.accepted]
+    ]
+
+
+def test_several_answers_of_a_conversation_stay_apart(target):
+    sample = read(target, PROMPTS[1], list(range(100, 140)))
+    draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
+    (whole,) = replay_rounds(draft, target.embed_head, [sample._replace(spans=[(5, 20), (25, 45)])], depth=4)
+    for span, rounds in zip([(5, 20), (25, 45)], whole, strict=True):
+        assert replay_rounds(draft, target.embed_head, [sample._replace(spans=[span])], depth=4) == [[rounds]]
+
+
+def test_nothing_to_replay(target):
+    sample = read(target, PROMPTS[0], [5, 6, 7])
+    draft = lucky(target, [[5, 6, 7]], (6,), 0)
+    without = [sample._replace(spans=[]), sample._replace(spans=[(0, 3)])]
+    assert replay_rounds(draft, target.embed_head, without, depth=6) == [[], []]
+
+
+def test_answers_that_the_target_would_not_write_are_told(target, plain):
+    """Its own are not; nor a tie here and there. Others' are, and its own behind a beginning that is not."""
+    own = [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, plain, strict=True)]
+    assert greedy_mismatch(own) is None and greedy_mismatch([]) is None
+    (long,) = (sample for sample, answer in zip(own, plain, strict=True) if answer is max(plain, key=len))
+    tied = long._replace(greedy=long.greedy.clone())
+    tied.greedy[-10] += 1
+    assert greedy_mismatch([tied] * 2 + own * 2) is None
+    begun = long._replace(greedy=long.greedy.clone())
+    begun.greedy[long.spans[0][0]] += 1  # the second token of the answer
+    assert "differ within 8 tokens" in greedy_mismatch([begun])
+    others = [read(target, prompt, answer[::-1]) for prompt, answer in zip(PROMPTS, plain, strict=True)]
+    assert "not the target's own greedy ones" in greedy_mismatch(others)

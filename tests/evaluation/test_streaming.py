@@ -1,0 +1,82 @@
+"""Text while it is decoded: joined pieces are the text, no letter is ever printed half, and no work is done twice."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from poss_lightning.evaluation.streaming import LOST, WINDOW, Pieces
+from tests.support.tiny import tiny_tokenizer
+
+TEXT = "A horse has four legs: 马有四条腿 🐴👩‍🦰, ça coûte 4 €€€. \n\n The end 🙂"
+
+
+def bytes_joined() -> tuple[Callable[[list[int]], str], list[int]]:
+    """As GPT-2, Llama-3, Qwen: tokens are bytes, put together."""
+    tokenizer = tiny_tokenizer()
+    return tokenizer.decode, tokenizer(TEXT)["input_ids"]
+
+
+def bytes_fallen_back() -> tuple[Callable[[list[int]], str], list[int]]:
+    """As Llama-2: words begin with ▁, the first loses it; rare letters are runs of <0x..>, whole or all lost."""
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for word in ("▁", *map(chr, range(33, 127))):
+        vocabulary[word] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer.decode, tokenizer.encode("▁" + TEXT.replace(" ", "▁")).ids
+
+
+def spoken(text: Callable[[list[int]], str], tokens: list[int], sizes: list[int]) -> list[str]:
+    """The pieces of `tokens`, given so many at a time, again and again."""
+    pieces, said = Pieces(text), []
+    while tokens:
+        size = sizes[len(said) % len(sizes)]
+        said.append(pieces.add(tokens[:size]))
+        tokens = tokens[size:]
+    return [*said, pieces.rest()]
+
+
+@pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [7], [1000]])
+def test_pieces_make_the_text_and_hold_whole_letters(kind, sizes):
+    text, tokens = kind()
+    said = spoken(text, tokens, sizes)
+    assert "".join(said) == text(tokens) == TEXT
+    assert not any(LOST in piece for piece in said) and said[-1] == ""
+
+
+@pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
+def test_nothing_whole_is_held_back(kind):
+    text, tokens = kind()
+    pieces, said = Pieces(text), ""
+    for count, token in enumerate(tokens, start=1):
+        said += pieces.add([token])
+        assert said.startswith(text(tokens[:count]).rstrip(LOST)) and TEXT.startswith(said)
+
+
+def test_bytes_that_make_no_letter_are_said_as_they_are():
+    text, _ = bytes_joined()
+    byte = {character: number for character, number in tiny_tokenizer().get_vocab().items() if len(character) == 1}
+    draw = random.Random(0)
+    tokens = draw.choices(sorted(byte.values()), k=2000)
+    assert "".join(spoken(text, tokens, [1])) == text(tokens)
+    broken = [byte["ÿ"]] * (3 * WINDOW)  # 0xFF
+    assert "".join(spoken(text, broken, [1])) == text(broken) == LOST * len(broken)
+
+
+@pytest.mark.parametrize("alike", ["whole", "broken"])
+def test_time_is_linear(alike):
+    text, tokens = bytes_joined()
+    tokens = (tokens if alike == "whole" else [tiny_tokenizer().get_vocab()["ÿ"]] * 40) * 50
+    decoded = []
+
+    def counted(some: list[int]) -> str:
+        decoded.append(len(some))
+        return text(some)
+
+    spoken(counted, tokens, [1])
+    assert sum(decoded) < 2 * WINDOW * len(tokens)

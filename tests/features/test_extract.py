@@ -1,0 +1,243 @@
+"""`poss extract`: what it stores, and that a killed run ends with the bytes of one that was not."""
+
+import random
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from poss_lightning.corpus.readers import Conversation, CorpusError
+from poss_lightning.features.encoding import decode, encode
+from poss_lightning.features.extract import plan_shards, tokenize, write_store
+from poss_lightning.features.manifest import StoreError
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.target.generation import pad_right
+from poss_lightning.target.model import Target
+from tests.support.stores import ROLES, SIZES, WORDS, contents, dies_after, dies_at, make_conversations
+from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def whole(target, tmp_path_factory) -> Path:
+    """An uninterrupted store of several shards."""
+    folder = tmp_path_factory.mktemp("extract") / "store"
+    write_store(folder, target, make_conversations(), **SIZES)
+    return folder
+
+
+def test_the_store_has_shards_of_bounded_size_and_no_other_files(whole):
+    store = FeatureStore(whole)
+    shards = [note.name for note in store.manifest.shards]
+    assert sorted(contents(whole)) == ["ends.safetensors", "manifest.json", *shards] and len(shards) > 2
+    rest = iter(store.lengths.tolist())
+    for name in shards:
+        rows = len(datasets.Dataset.from_file(str(whole / name)))
+        features = 4 * 32 * sum(next(rest) for _ in range(rows))
+        assert features <= SIZES["shard_bytes"] + 4 * 32 * SIZES["batch_tokens"]
+
+
+def test_samples_are_the_target_reading_each_alone(whole, target):
+    store = FeatureStore(whole)
+    by_name = {conversation.id: conversation for conversation in make_conversations()}
+    assert sorted(store.ids) == sorted(by_name) and store.manifest.tokens == store.lengths.sum()
+    for sample in (store[i] for i in range(len(store))):
+        rendered = target.chat.render(by_name[sample.id].messages)
+        tokens = rendered.tokens[:60]
+        assert sample.tokens.tolist() == tokens
+        assert sample.spans == [(start, min(stop, 60)) for start, stop in rendered.spans if start < 60]
+        features = target.text_features(torch.tensor([tokens]))[0]
+        torch.testing.assert_close(sample.features, features, rtol=1e-4, atol=1e-4)
+        logits = target.model(torch.tensor([tokens])).logits[0]
+        assert sample.greedy.tolist() == naive_greedy(logits, sample.spans)
+
+
+def naive_greedy(logits: torch.Tensor, spans: list[tuple[int, int]]) -> list[int]:
+    """The target's argmax where an assistant's token follows, else -1."""
+    follows = [any(start <= t + 1 < stop for start, stop in spans) for t in range(len(logits))]
+    return [int(row.argmax()) if here else -1 for row, here in zip(logits, follows, strict=True)]
+
+
+def test_bfloat16_is_stored_as_it_was_computed(tmp_path):
+    target = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer(), "tiny")
+    write_store(tmp_path, target, make_conversations(1), **SIZES)
+    sample = FeatureStore(tmp_path)[0]
+    assert sample.features.dtype == torch.bfloat16
+    assert sample.features.equal(target.text_features(sample.tokens[None])[0])
+
+
+def test_a_text_is_cut_at_the_context_of_the_target(tmp_path):
+    target = tiny_target(max_position_embeddings=40)
+    write_store(tmp_path, target, make_conversations(), **SIZES | {"max_length": 2048})
+    store = FeatureStore(tmp_path)
+    assert store.lengths.max() == 40 == store.manifest.max_length
+
+
+@pytest.mark.parametrize("forwards", [1, 4, 7])
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(whole, target, tmp_path, monkeypatch, forwards):
+    dies_after(monkeypatch, target, forwards)
+    with pytest.raises(KeyboardInterrupt):
+        write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert not (tmp_path / "manifest.json").exists()
+    with pytest.raises(StoreError, match=r"no finished feature store.*(with the same `poss extract`|writes one)\)"):
+        FeatureStore(tmp_path)
+    monkeypatch.undo()
+    write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert contents(tmp_path) == contents(whole)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "settings.json"])
+def test_a_kill_around_any_file_is_survived(whole, target, tmp_path, monkeypatch, name):
+    """Killed with the file half written under its temporary name, and with the file just there."""
+    for when in ("before", "after"):
+        folder = tmp_path / when
+        dies_at(monkeypatch, name, when)
+        with pytest.raises(KeyboardInterrupt):
+            write_store(folder, target, make_conversations(), **SIZES)
+        monkeypatch.undo()
+        write_store(folder, target, make_conversations(), **SIZES)
+        assert contents(folder) == contents(whole)
+
+
+def test_a_finished_store_is_left_alone(whole, target, monkeypatch):
+    before = contents(whole)
+    dies_after(monkeypatch, target, 0)
+    write_store(whole, target, make_conversations(), **SIZES)
+    assert contents(whole) == before
+
+
+def other_target() -> Target:
+    return tiny_target(seed=1)
+
+
+def other_template() -> Target:
+    return Target(tiny_model(), tiny_tokenizer(CHATML.replace("\n{% endfor", "\n\n{% endfor")), "tiny")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    ("make", "conversations", "sizes", "word"),
+    [
+        (other_target, 24, {}, "target"),
+        (other_template, 24, {}, "template"),
+        (tiny_target, 24, {"max_length": 59}, "max_length 60, now 59"),
+        (tiny_target, 24, {"stored": "float8"}, "stored 'exact', now 'float8'"),
+        (tiny_target, 24, {"layers": (1,)}, "layers [], now [1]"),
+        (tiny_target, 23, {}, "corpus"),
+    ],
+)
+def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, make, conversations, sizes, word):
+    if not finished:
+        dies_after(monkeypatch, target, 4)
+        with pytest.raises(KeyboardInterrupt):
+            write_store(tmp_path, target, make_conversations(), **SIZES)
+    folder = whole if finished else tmp_path
+    before = contents(folder)
+    kind, words = (
+        (StoreError, "holds a store of another kind") if finished else (ValueError, "begun with other settings")
+    )
+    with pytest.raises(kind, match=words) as error:
+        write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
+    assert word in str(error.value) and "\n" not in str(error.value)
+    assert contents(folder) == before
+
+
+def test_shards_of_nobody_are_not_taken_over(whole, target, tmp_path):
+    (tmp_path / "shard-00000.arrow").write_bytes((whole / "shard-00000.arrow").read_bytes())
+    with pytest.raises(StoreError, match="is not empty, and no beginning of a store"):
+        write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert sorted(contents(tmp_path)) == ["shard-00000.arrow"]
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+    strict = CHATML.replace(
+        "{% for", "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}{% for", 1
+    )
+    target = Target(tiny_model(), tiny_tokenizer(strict), "tiny")
+    with pytest.raises(CorpusError, match="conversation c1: the chat template refuses"):
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_corpus_without_answers_within_the_length_is_refused(target, tmp_path):
+    with pytest.raises(CorpusError, match="none of the 24 conversations has an answer within 3 tokens"):
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES | {"max_length": 3})
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_is_left_out_is_told(caplog):
+    """Of two-turn conversations the first answer, which this template writes otherwise later; then what is cut off."""
+    later = "{{ message['content'][(1 if message['role'] == 'assistant' and not loop.last else 0):] }}"
+    target = Target(tiny_model(), tiny_tokenizer(CHATML.replace("{{ message['content'] }}", later)), "tiny")
+    said = [[("user", "hi"), ("assistant", "a cat sat")], [("user", "so"), ("assistant", "blue")] * 2]
+    conversations = [
+        Conversation(str(i), [{"role": role, "content": text} for role, text in own]) for i, own in enumerate(said)
+    ]
+    texts = tokenize(target, conversations, 500)
+    assert [len(text.spans) for text in texts] == [1, 1]
+    why = "left out 1 of 3 answers: 1 that the chat template writes otherwise .* 0 with less .* so 0 of 2 conversations"
+    assert re.search(why, caplog.text)
+    caplog.clear()
+    length = max(text.spans[0][0] for text in texts)  # ends where the second conversation's answer begins
+    assert len(tokenize(target, conversations, length)) == 1
+    assert re.search(f"left out 2 of 3 answers: 1 .*, 1 .* first {length}; and so 1 of 2 conversations", caplog.text)
+    caplog.clear()
+    assert len(tokenize(tiny_target(), conversations, 500)) == 2 and not caplog.text
+
+
+# --- 8 bits, and layers ---
+
+
+@pytest.mark.parametrize("layers", [(), (1, 3)])
+@pytest.mark.parametrize("stored", ["exact", "float8"])
+def test_features_and_layers_are_the_targets_as_stored(tmp_path, stored, layers):
+    target = Target(tiny_model(num_hidden_layers=4).to(torch.bfloat16), tiny_tokenizer(), "tiny")
+    write_store(tmp_path, target, make_conversations(), **SIZES, stored=stored, layers=layers)
+    store = FeatureStore(tmp_path)
+    assert (store.manifest.stored, store.manifest.layers) == (stored, layers)
+    batches = plan_shards(tokenize(target, make_conversations(), 60), 200, 10**9)[0]
+    samples = (store[i] for i in range(len(store)))
+    for batch in batches:
+        tokens = pad_right([text.tokens for text in batch], "cpu")
+        features, outputs = target.text_features(tokens), naive_layers(target, tokens, layers)
+        for row, text in enumerate(batch):
+            sample, here = next(samples), slice(0, len(text.tokens))
+            assert sample.id == text.id
+            assert sample.features.equal(as_stored(features[row, here], stored))
+            assert sample.layers.equal(as_stored(outputs[row, here], stored))
+
+
+def as_stored(x: torch.Tensor, stored: str) -> torch.Tensor:
+    return decode(encode(x, stored), stored, x.dtype) if x.numel() else x
+
+
+def naive_layers(target: Target, tokens: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    """(B, T, n, D): caught as they leave the decoder layers, counted from 1."""
+    caught = {}
+    for number, layer in enumerate(target.model.model.layers, 1):
+        layer.register_forward_hook(lambda module, inputs, output, number=number: caught.update({number: output}))
+    target.text_features(tokens)
+    empty = torch.empty(*tokens.shape, 0, target.spec.hidden_size, dtype=target.dtype)
+    return torch.cat([empty, *(caught[layer][:, :, None] for layer in layers)], dim=2)
+
+
+@pytest.mark.parametrize("layers", [(0,), (-1,), (1, 2)])
+def test_layers_that_cannot_be_kept_are_refused(target, tmp_path, layers):
+    with pytest.raises(ValueError, match=rf"layers has {layers[-1]}; those of tiny that can be kept are 1 to 1"):
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=layers)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(("stored", "most"), [("exact", 2 * 32 + 16), ("float8", 32 + 24)])
+def test_bytes_of_a_token_all_columns_included(tmp_path, stored, most):
+    """Conversations of some 200 tokens: ids, spans and Arrow's own bytes fall on few."""
+    draw = random.Random(0)
+    long = [
+        Conversation(f"c{i}", [{"role": role, "content": " ".join(draw.choices(WORDS, k=40))} for role in ROLES])
+        for i in range(60)
+    ]
+    target = Target(tiny_model().to(torch.bfloat16), tiny_tokenizer(), "tiny")
+    write_store(tmp_path, target, long, max_length=512, shard_bytes=2**30, stored=stored)
+    shards = FeatureStore(tmp_path).manifest
+    assert sum(note.bytes for note in shards.shards) / shards.tokens <= most

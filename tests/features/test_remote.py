@@ -1,0 +1,166 @@
+"""A store from an address: copied once, file by file, each checked while it is read."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import fsspec
+import pytest
+
+from poss_lightning.features import remote
+from poss_lightning.features.extract import extract, write_store
+from poss_lightning.features.manifest import StoreError, verify_files
+from poss_lightning.features.store import FeatureStore
+from tests.support.stores import SIZES, make_conversations
+
+ADDRESS = "memory://bucket/store"
+
+
+@pytest.fixture(scope="module")
+def whole(target, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("remote") / "store"
+    write_store(folder, target, make_conversations(), **SIZES)
+    return folder
+
+
+@pytest.fixture
+def bucket(whole, tmp_path, monkeypatch):
+    """The store in memory, and an empty user cache."""
+    monkeypatch.setenv("POSS_CACHE", str(tmp_path / "cache"))
+    files = fsspec.filesystem("memory")
+    for path in whole.iterdir():
+        files.pipe_file(f"/bucket/store/{path.name}", path.read_bytes())
+    yield files
+    files.rm("/bucket", recursive=True)
+
+
+@pytest.fixture
+def copied(monkeypatch) -> list[str]:
+    """Names of the files that are copied from now on."""
+    copy, names = remote._copy, []
+
+    def counting(files, root, address, note, *rest):
+        names.append(note.name)
+        copy(files, root, address, note, *rest)
+
+    monkeypatch.setattr(remote, "_copy", counting)
+    return names
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_copy_is_the_store(whole, bucket, copied, scheme):
+    address = ADDRESS if scheme == "memory" else f"file://{whole}"
+    store = FeatureStore(address)
+    verify_files(store.folder)
+    assert contents(store.folder) == contents(whole)
+    assert sorted(copied) == sorted(set(contents(whole)) - {"manifest.json"})
+    assert store[3].features.equal(FeatureStore(whole)[3].features)
+
+
+def test_it_is_copied_once_and_anew_when_it_is_another(bucket, copied):
+    first = FeatureStore(ADDRESS).folder
+    files = len(copied)
+    assert FeatureStore(ADDRESS).folder == first and len(copied) == files
+    manifest = json.loads(bucket.cat_file("/bucket/store/manifest.json"))
+    bucket.pipe_file("/bucket/store/manifest.json", json.dumps(manifest | {"corpus": "another"}).encode())
+    assert FeatureStore(ADDRESS).folder != first and len(copied) == 2 * files
+
+
+def test_a_killed_copy_goes_on_with_the_file_that_is_not_there(whole, bucket, copied, monkeypatch):
+    replace, done = remote.atomic, []
+
+    def dying(path):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(path)
+        return replace(path)
+
+    monkeypatch.setattr(remote, "atomic", dying)
+    with pytest.raises(KeyboardInterrupt):
+        FeatureStore(ADDRESS)
+    monkeypatch.setattr(remote, "atomic", replace)
+    begun = copied[:2]
+    copied.clear()
+    store = FeatureStore(ADDRESS)
+    assert not set(begun) & set(copied) and contents(store.folder) == contents(whole)
+
+
+def test_a_copy_that_was_cut_is_mended(whole, bucket, copied):
+    folder = FeatureStore(ADDRESS).folder
+    copied.clear()
+    (folder / "shard-00001.arrow").write_bytes(b"cut")
+    assert contents(FeatureStore(ADDRESS).folder) == contents(whole) and copied == ["shard-00001.arrow"]
+
+
+def test_several_processes_make_one_copy(bucket, copied, monkeypatch):
+    """Threads here: the lock is the operating system's, and holds between open files."""
+    cache, together = remote.user_cache(), Barrier(4)
+    monkeypatch.setattr(remote, "user_cache", lambda: together.wait(5) >= 0 and cache)  # all at the lock at once
+    with ThreadPoolExecutor(4) as threads:
+        folders = set(threads.map(remote.local_copy, [ADDRESS] * 4))
+    assert len(folders) == 1 and len(copied) == len(set(copied)) > 2
+
+
+@pytest.mark.parametrize("name", ["ends.safetensors", "shard-00001.arrow"])
+def test_a_file_that_arrives_changed_is_named_and_not_kept(bucket, name):
+    data = bytearray(bucket.cat_file(f"/bucket/store/{name}"))
+    data[len(data) // 2] ^= 1
+    bucket.pipe_file(f"/bucket/store/{name}", bytes(data))
+    with pytest.raises(StoreError, match=f"^{ADDRESS}/{name} is not as it was written"):
+        FeatureStore(ADDRESS)
+    assert not list(remote.user_cache().rglob(f"*{name}*"))
+
+
+def test_a_missing_file_is_named(bucket):
+    bucket.rm("/bucket/store/shard-00001.arrow")
+    with pytest.raises(StoreError, match=f"^{ADDRESS}/shard-00001.arrow cannot be copied"):
+        FeatureStore(ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("memory://bucket/nothing", "memory://bucket/nothing is no finished feature store: it has no manifest"),
+        ("file:///nowhere/at/all", "file:///nowhere/at/all is no finished feature store"),
+        ("carrier-pigeon://roof", "carrier-pigeon://roof cannot be reached: Protocol not known"),
+    ],
+)
+def test_an_address_without_a_store_is_named(bucket, address, words):
+    with pytest.raises(StoreError, match=words):
+        FeatureStore(address)
+    assert not remote.user_cache().exists()
+
+
+def test_an_address_that_fails_is_named(bucket, monkeypatch):
+    def failing(*arguments):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(type(bucket), "cat_file", failing)
+    with pytest.raises(StoreError, match=r"bucket/store/manifest\.json cannot be read: no credentials"):
+        FeatureStore(ADDRESS)
+
+
+def test_a_manifest_must_not_write_outside_its_folder(whole, bucket):
+    manifest = json.loads((whole / "manifest.json").read_text())
+    manifest["shards"][0]["name"] = "../../elsewhere"
+    bucket.pipe_file("/bucket/store/manifest.json", json.dumps(manifest).encode())
+    with pytest.raises(StoreError, match=f"^{ADDRESS}/manifest.json is not a manifest.*'../../elsewhere'"):
+        FeatureStore(ADDRESS)
+
+
+def test_verify_reads_an_address_and_extract_writes_to_none(whole, bucket, tmp_path, capsys):
+    extract("", ADDRESS, verify=True)
+    assert capsys.readouterr().out == f"{ADDRESS}: every file is as it was written\n"
+    with pytest.raises(ValueError, match="out is 's3://bucket/new'; it must be a local folder"):
+        extract("corpus.jsonl", "s3://bucket/new")
+
+
+def test_a_path_is_mapped_where_it_lies(whole, bucket, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "store")
+    assert FeatureStore(str(folder)).folder == folder and not remote.user_cache().exists()

@@ -1,0 +1,342 @@
+"""EAGLE-3's published layout: the same laws as for the others, and what its files say twice must agree."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.interop.convert import parse_published
+from poss_lightning.interop.layouts import LAYOUTS, check_expressible
+from poss_lightning.target.model import Target
+from tests.support import naive
+from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, Code, D, put, read, refused, same
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+DEEP = {"num_hidden_layers": 8}
+FUSED = [2, 4, 5]
+SOME = torch.arange(1, VOCABULARY, 3)
+# The names of eagle/model/cnets.py; its config.json has CONFIG's keys and the first of these (traineagle3/).
+KEY, FUSED_BY = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"
+LAYER = SHAPES | {f"self_attn.{name}_proj.weight": (rows, 2 * D) for name, rows in (("q", 32), ("k", 16), ("v", 16))}
+LAYER |= {"input_layernorm.weight": (D,), "hidden_norm.weight": (D,)}
+NAMES = {"fc.weight", "norm.weight", "lm_head.weight"} | {f"midlayer.{name}" for name in LAYER}
+
+
+@pytest.fixture(scope="module")
+def deep() -> Target:
+    return tiny_target(**DEEP)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("deep-target")
+    tiny_model(**DEEP).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def random_file(
+    ids: Tensor | None = SOME, dtype: torch.dtype = torch.float16, layers: tuple[str, ...] = ("midlayer",)
+) -> dict[str, Tensor]:
+    """Random weights under the published names; None is the whole vocabulary."""
+    generator, rows = torch.Generator().manual_seed(0), VOCABULARY if ids is None else len(ids)
+    shapes = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (rows, D)}
+    shapes |= {f"{layer}.{name}": shape for layer in layers for name, shape in LAYER.items()}
+    made = {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
+    return made if ids is None else made | maps(ids)
+
+
+def maps(ids: Tensor) -> dict[str, Tensor]:
+    marks = torch.tensor([token in ids for token in range(VOCABULARY)])
+    return {"d2t": torch.tensor([token - row for row, token in enumerate(ids.tolist())]), "t2d": marks}
+
+
+def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4) -> None:
+    """Logits of what ours drafts from a prompt of 5 slots are those of the twin of a published folder."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
+    outputs = torch.randn(5, 3 * D, generator=generator)
+    twin = naive.PublishedEagle3(
+        read(folder), json.loads((folder / "config.json").read_text()), draft.config.allocation
+    )
+    expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, depth))  # (K, V)
+    embed_head, ours = target.embed_head.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
+    features = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, depth))
+    ours[:, embed_head.token_ids(torch.arange(len(embed_head.head)))] = draft.logits(features, embed_head)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- theirs -> ours -> theirs, and ours -> theirs -> ours ---
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype", "kind", "theta"),
+    [
+        (SOME, torch.float16, "safetensors", None),
+        (SOME, torch.float32, "bin shards", 50.0),
+        (None, torch.bfloat16, "bin", None),
+    ],
+)
+def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
+    convert,
+    deep,
+    tmp_path,
+    capsys,
+    ids,
+    dtype,
+    kind,
+    theta,
+):
+    tensors, rows = random_file(ids, dtype), VOCABULARY if ids is None else len(ids)
+    given = {KEY: rows} | ({} if theta is None else {"rope_theta": theta})
+    theirs = put(
+        tmp_path / "theirs", tensors | {"embed_tokens.weight": deep.embed_head.embedding.to(dtype)}, kind, **given
+    )
+    convert(theirs, tmp_path / "ours", "--input_format", "eagle3")
+    assert f"reads the outputs of target layers {FUSED}" in capsys.readouterr().out
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle3")
+    assert same(read(tmp_path / "back"), tensors)  # its readers take the embedding from the target
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    untold = {"max_position_embeddings", "torch_dtype", "architectures"}  # the target's, the tensors', and nobody's
+    assert all(back[key] == (CONFIG | given)[key] for key in (back.keys() & (CONFIG | given).keys()) - untold)
+
+    draft, stored = Specialists.from_pretrained(tmp_path / "ours"), read(tmp_path / "ours")
+    config = draft.config
+    assert (config.kind, config.allocation, config.depth, config.detach) == ("eagle3", (7,), 7, False)
+    assert (config.rope_theta, config.vocabulary_size) == (theta, None if ids is None else rows)
+    assert {tensor.dtype for key, tensor in stored.items() if key not in ("scale", "vocabulary")} == {dtype}
+    agree(tmp_path / "back", draft, deep)
+
+
+def test_a_map_of_the_whole_vocabulary_is_none(convert, deep, tmp_path):
+    whole = random_file(None)
+    put(tmp_path / "theirs", whole | maps(torch.arange(VOCABULARY)))
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle3")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle3")
+    assert same(read(tmp_path / "back"), whole)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_ours_comes_back_and_its_scale_goes_into_the_weights(convert, deep, tmp_path, scaled):
+    config = tiny_draft(deep, [8], kind="eagle3", intermediate_size=40, detach=False, kv="shared").config
+    draft = Specialists(replace(config, vocabulary_size=len(SOME)), SOME)
+    if scaled:
+        draft.scale.uniform_(0.5, 2)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle3")
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle3", "--allocation", [8])
+    back, some = Specialists.from_pretrained(tmp_path / "back"), torch.randn(1, 9, 3 * D)
+    assert same(read(tmp_path / "back"), read(tmp_path / "ours")) is not scaled
+    torch.testing.assert_close(back.fuse(some), draft.fuse(some), rtol=1e-5, atol=1e-5)
+    assert back.config == replace(draft.config, target=back.config.target, depth=7, kv="separate")
+    convert(tmp_path / "back", tmp_path / "again", "--output_format", "eagle3")
+    assert same(read(tmp_path / "again"), read(tmp_path / "theirs"))
+
+
+# --- SPEED: several layers, one cache ---
+
+THREE = ("layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(("allocation", "most"), [([3, 3, 2], 8), ([1, 3, 4], 8), ([3, 3, 9], 9)], ids=str)
+def test_speeds_specialists_draft_as_its_trainer_has_it_and_come_back(
+    convert, deep, tmp_path, capsys, allocation, most
+):
+    tensors = random_file(layers=THREE)
+    put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "speed", "--allocation", allocation)
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "speed")
+    assert same(read(tmp_path / "back"), tensors)
+    assert f'"num_speculative_tokens": {most}}}' in capsys.readouterr().out
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["num_hidden_layers"], back["architectures"]) == (3, ["LlamaForCausalLMEagle3"])
+    draft = Specialists.from_pretrained(tmp_path / "ours")
+    assert draft.config.allocation == tuple(allocation)
+    assert (draft.config.kind, draft.config.kv, draft.config.detach) == ("eagle3", "shared", False)
+    agree(tmp_path / "back", draft, deep, depth=8)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "changes", "words"),
+    [
+        ([3, 3, 2], {}, None),
+        ([3, 5], {}, None),
+        ([2, 2, 2], {}, "all but the last serve [3] or [3, 3] or [1, 3] positions"),
+        ([1, 3], {"order": (1, 0, 1, 1)}, "with order (1, 0, 1, 1)"),
+        ([3, 3, 2], {"kv": "separate"}, "have keys and values of their own (kv: separate)"),
+        ([8], {}, "--output_format eagle3 takes one"),
+    ],
+)
+def test_what_speeds_readers_would_draft_otherwise_is_refused(deep, allocation, changes, words):
+    config = tiny_draft(deep, allocation, **({"kind": "eagle3", "kv": "shared"} | changes)).config
+    if words is None:
+        return check_expressible(config, LAYOUTS["speed"])
+    with pytest.raises(ValueError) as caught:
+        check_expressible(config, LAYOUTS["speed"])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- engines ---
+
+# What their code asks for, read in vllm 0.33.0 (model_executor/models/llama_eagle3.py and llama.py, transformers_utils/
+# configs/eagle.py, v1/worker/gpu_model_runner.py) and sglang 0.5.23 (srt/models/llama_eagle3.py and llama.py,
+# srt/model_executor/model_runner_components/spec_aux_hidden_state.py). None: the key must not be there.
+ENGINES = {
+    "architectures": ["LlamaForCausalLMEagle3"],  # registered by both; vLLM leaves a name that ends so as it is
+    "tie_word_embeddings": False,  # else SGLang takes the embedding for the head
+    "bias": False,  # SGLang's fc has one where this is true; attention in both
+    "attention_bias": None,
+    "norm_before_residual": None,  # vLLM: the residual goes on from h itself
+    "norm_output": None,  # both: what is fed back is what stands before the norm
+    "norm_before_fc": None,
+    "fc_norm": None,
+    "target_hidden_size": None,  # else hidden_size
+    "num_aux_hidden_states": None,  # else 3
+    "eagle_config": None,  # else layers 2, half, and all less 3, as counted here; vLLM and SGLang count it differently
+    FUSED_BY: None,
+    "logit_scale": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "method"), [("vllm", '"method": "eagle3"'), ("sglang", "--speculative-algorithm EAGLE3 ")]
+)
+@pytest.mark.parametrize("ids", [SOME, None, torch.arange(VOCABULARY)], ids=["some", "all", "all named"])
+def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, capsys, engine, method, ids):
+    config = tiny_draft(deep, [8], kind="eagle3").config
+    draft = Specialists(replace(config, vocabulary_size=None if ids is None else len(ids)), ids)
+    draft.scale.uniform_(0.5, 2)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
+    assert method in capsys.readouterr().out
+    # Where all tokens are proposed, vLLM has no parameter for d2t, and stops.
+    assert read(tmp_path / "theirs").keys() == NAMES | ({"d2t", "t2d"} if ids is SOME else set())
+    asked = BOTH | ENGINES | {KEY: VOCABULARY if ids is None else len(ids)}
+    given = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert {key: given.get(key) for key in asked} == asked
+    assert given.keys() <= asked.keys() | {"rope_theta", "torch_dtype"}
+    assert {path.name for path in (tmp_path / "theirs").iterdir()} == {"config.json", "model.safetensors"}
+    parsed = AutoConfig.from_pretrained(tmp_path / "theirs")  # as both read it
+    assert parsed.draft_vocab_size == asked[KEY] and parsed.rope_parameters["rope_theta"] == deep.spec.rope_theta
+    agree(tmp_path / "theirs", draft, deep)
+
+
+# --- what is refused, in one line ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
+        ({"layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}, "layers.1.mlp.up_proj.weight has no place in this layout"),
+        ({"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is torch.float32 [32, 64]; it must be floats [32, 96]"),
+        ({"lm_head.weight": torch.zeros(9, D)}, "lm_head.weight is torch.float32 [9, 32]; it must be floats [107, 32]"),
+        ({"embed_tokens.weight": torch.zeros(VOCABULARY, D)}, "embed_tokens.weight is not the target's: 319 of 320"),
+        ({"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for the target's 320 tokens"),
+        ({"d2t": None}, "d2t is missing"),
+        ({"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64, one a draft id"),
+        ({"d2t": torch.zeros(107, dtype=torch.int64)}, "d2t and t2d contradict each other in 142 of 320 ids"),
+        ({"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
+        ({"d2t": torch.full((107,), 300)}, "d2t does not lead to ascending ids of the target's 320"),
+        ({"t2d": torch.ones(107, dtype=torch.bool)}, "t2d is torch.bool [107]; it must be torch.bool [320]"),
+        ({"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "d2t and t2d contradict each other in 213 of 320 ids"),
+        ({KEY: 106}, "draft_vocab_size is 106; a draft of ours for"),
+        ({"norm_before_residual": True}, "norm_before_residual is True; a draft of ours for"),
+        ({FUSED_BY: [1, 4, 7]}, "ids is [1, 4, 7]; a draft of ours for"),
+        ({"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
+)
+def test_a_file_that_is_wrong_is_refused(deep, changes, words):
+    tensors, config = random_file(), CONFIG | {KEY: len(SOME)}
+    for name, value in changes.items():
+        (tensors if isinstance(value, Tensor | None) else config)[name] = value
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(ValueError) as caught:
+        parse_published(config, kept, LAYOUTS["eagle3"], [7], deep)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_marks_may_be_missing_as_engines_skip_them(deep):
+    given, tensors = CONFIG | {KEY: len(SOME)}, random_file()
+    whole = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
+    part = parse_published(
+        given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep
+    )
+    assert same(part.state, whole.state) and part.config == whole.config
+
+
+@pytest.mark.parametrize("ids", [{FUSED_BY: FUSED}, {"eagle_config": {FUSED_BY: [1, 3, 4]}}, {FUSED_BY: None}], ids=str)
+def test_layers_may_be_counted_as_engines_do(deep, ids):
+    parse_published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["mapless", "out", "--input_format", "eagle3"],
+            "does not fit --input_format eagle3: d2t is missing, and lm_head.weight is [107, 32]",
+        ),
+        (
+            ["code", "out", "--input_format", "eagle3"],
+            "pytorch_model.bin is not read, as it holds more than plain tensors",
+        ),
+        (
+            ["theirs", "out", "--input_format", "eagle3", "--allocation", [4, 4]],
+            "is of 2 specialists, and it has one layer",
+        ),
+        (
+            ["three", "out", "--input_format", "eagle3"],
+            "its layers are EAGLE-3's and numbered: say --input_format speed",
+        ),
+        (
+            ["three", "out", "--input_format", "poss", "--allocation", [3, 3, 2]],
+            "and numbered: say --input_format speed",
+        ),
+        (
+            ["three", "out", "--input_format", "speed"],
+            "it has 3 layers, and does not say how many positions each serves",
+        ),
+        (
+            ["three", "out", "--input_format", "speed", "--allocation", [3, 3]],
+            "is of 2 specialists, and it has 3 layers",
+        ),
+        (["theirs", "out", "--input_format", "speed"], "layers.0.self_attn.q_proj.weight is missing (and 9 more)"),
+        (["theirs", "out", "--input_format", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
+        (
+            ["theirs", "out", "--input_format", "eagle3", "--output_format", "eagle"],
+            "its kind is eagle3 and this layout's eagle2; --output_format eagle3 or speed",
+        ),
+        (
+            ["single", "out", "--output_format", "eagle3"],
+            "its kind is eagle2 and this layout's eagle3; --output_format eagle, hass and poss",
+        ),
+        (
+            ["several", "out", "--output_format", "eagle3"],
+            "it has 3 specialists and this layout one layer; --output_format speed takes several",
+        ),
+        (
+            ["several", "out", "--output_format", "vllm"],
+            "it has 3 specialists and this layout one layer; --output_format speed takes several",
+        ),
+        (["shallow", "out", "--output_format", "eagle3"], "it fuses layers [2, 2, 1] of 4; EAGLE-3's code takes three"),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
+)
+def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    tensors = random_file()
+    put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
+    put(tmp_path / "three", random_file(layers=THREE), **{KEY: len(SOME)})
+    put(tmp_path / "mapless", {name: tensors[name] for name in NAMES}, **{KEY: len(SOME)})
+    put(tmp_path / "code", tensors | {"norm.weight": Code()}, "bin")
+    tiny_draft(deep, [6]).save_pretrained("single")
+    tiny_draft(deep, [3, 3, 2], kind="eagle3", kv="shared").save_pretrained("several")
+    tiny_draft(tiny_target(num_hidden_layers=4), [8], kind="eagle3").save_pretrained("shallow")
+    refused(convert, tmp_path, words, *arguments)

@@ -1,0 +1,371 @@
+"""Published layouts: a file drafts as its authors compute it and comes back bit for bit; engines find every key."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.interop import settings
+from poss_lightning.interop.layouts import LAYOUTS, check_expressible
+from poss_lightning.interop.tensors import check_frozen
+from poss_lightning.target.model import Target
+from tests.support import naive
+from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, Code, D, put, read, refused, same
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+
+def published(target: Target, layers: int, bias: bool = True, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    """Random weights under the names of cnets1.py, with the target's embedding."""
+    generator = torch.Generator().manual_seed(layers)
+    shapes = {"fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
+    shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    return {
+        name: tensor.to(dtype)
+        for name, tensor in (tensors | {"embed_tokens.weight": target.embed_head.embedding}).items()
+    }
+
+
+def agree(folder: Path, draft: Specialists, target: Target, depth: int = 6) -> None:
+    """What ours drafts from a prompt of 5 slots is what the twin of a published folder does."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
+    features = torch.randn(5, D, generator=generator)
+    tensors, config = read(folder), json.loads((folder / "config.json").read_text())
+    twin = naive.PublishedDraft(tensors, config, draft.config.allocation[0])
+    expected = twin.chain(target.embed_head.embedding, tokens, features, depth)
+    unknown = torch.full((depth - 1, D), torch.nan)  # features of drafted slots are nobody's business
+    ours = naive.chain(draft, target.embed_head.embed(tokens), torch.cat([features, unknown]), 4, depth)
+    torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+# --- theirs -> ours -> theirs, and ours -> theirs -> ours ---
+
+
+@pytest.mark.parametrize(
+    ("name", "allocation", "bias", "dtype", "kind"),
+    [
+        ("eagle", None, True, torch.float16, "safetensors"),
+        ("eagle", [4], False, torch.bfloat16, "bin"),
+        ("hass", None, True, torch.float32, "safetensors shards"),
+        ("poss", [2, 2, 2], True, torch.float32, "bin shards"),
+        ("poss", [1] * 4, False, torch.float16, "safetensors"),
+    ],
+)
+def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
+    convert, target, tmp_path, name, allocation, bias, dtype, kind
+):
+    tensors = published(target, len(allocation or [6]), bias, dtype)
+    theirs = put(tmp_path / "theirs", tensors, kind, **({} if bias else {"bias": False}))
+    convert(theirs, tmp_path / "ours", "--input_format", name, *(["--allocation", allocation] if allocation else []))
+    convert(tmp_path / "ours", tmp_path / "back", f"--output_format={name}")
+    assert same(read(tmp_path / "back"), tensors)
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    untold = {"max_position_embeddings", "torch_dtype"}  # the target's, and the tensors'
+    assert all(back[key] == CONFIG[key] for key in (back.keys() & CONFIG.keys()) - untold)
+    assert back.get("bias", True) is bias  # EAGLE's reader builds fc by it
+
+    draft, stored = Specialists.from_pretrained(tmp_path / "ours"), read(tmp_path / "ours")
+    assert draft.config.allocation == tuple(allocation or [6])
+    assert draft.config.depth == {"eagle": 1, "hass": 3, "poss": sum(allocation or [])}[name]
+    assert {tensor.dtype for key, tensor in stored.items() if key != "scale"} == {dtype}
+    assert not any(VOCABULARY in tensor.shape for tensor in stored.values())
+    agree(tmp_path / "back", draft, target)
+
+
+@pytest.mark.parametrize("file", ["safetensors", "bin"])
+def test_ours_comes_back_but_for_what_only_training_knows(convert, target, tmp_path, file):
+    draft = tiny_draft(target, [2, 2, 2], intermediate_size=40, depth=8, detach=False)
+    torch.nn.init.normal_(draft.fc.bias)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "poss", "--file", file)
+    assert (tmp_path / "theirs" / "pytorch_model.bin").exists() == (file == "bin")
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "poss", "--allocation", [2, 2, 2])
+    assert same(read(tmp_path / "back"), read(tmp_path / "ours"))
+    back = Specialists.from_pretrained(tmp_path / "back").config
+    assert back.target.difference(target.spec) is None
+    assert back == replace(draft.config, target=back.target, depth=6, detach=True)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_scale_goes_into_the_weights(convert, target, tmp_path, exact):
+    """To the bit where it is a power of two, and to float32's rounding elsewhere."""
+    draft = tiny_draft(target, [6])
+    exponents = torch.randint(-6, 6, (2 * D,), generator=torch.Generator().manual_seed(0))
+    draft.scale.copy_(2.0 ** (exponents if exact else exponents + 0.3))
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle")
+    back, some = Specialists.from_pretrained(tmp_path / "back"), torch.randn(2, 1, 9, D)
+    assert (back.scale == 1).all()
+    assert torch.equal(back.join(*some), draft.join(*some)) or not exact
+    torch.testing.assert_close(back.join(*some), draft.join(*some), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, tmp_path, tied):
+    """The target is stored in bfloat16, the draft in float32; what is the target's is seen to be and not kept."""
+    model = tiny_model(tie_word_embeddings=tied).bfloat16()
+    for part in (model, tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "target")
+    tensors = published(tiny_target(), 1, dtype=torch.float32)
+    tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.float()
+    head = {"lm_head.weight": model.get_output_embeddings().weight.detach().float()}
+    put(tmp_path / "theirs", tensors | {name: tensor.clone() for name, tensor in head.items()})
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle", target=tmp_path / "target")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle", target=tmp_path / "target")
+    assert same(read(tmp_path / "back"), tensors)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is tied
+
+
+@pytest.mark.parametrize(
+    ("stored", "between", "taken"),
+    [
+        (torch.float32, torch.bfloat16, False),  # nobody rounds as coarsely
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float16, torch.float16, True),
+        (torch.float16, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, taken):
+    """The target's, in float32, went through another dtype before it was stored; one bit more is another one."""
+    own = target.embed_head.embedding
+    theirs = own.to(between).to(stored)
+    for tensor, fits in ((theirs, taken), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
+        with nullcontext() if fits else pytest.raises(ValueError, match="rows differ by more than the rounding"):
+            check_frozen({"embed_tokens.weight": tensor}, target.embed_head, LAYOUTS["eagle"])
+
+
+def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):
+    """And a number that a GGUF file rounded to float32 is still the same."""
+    left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
+    turned = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | turned):
+        config = settings.parse(given, LAYOUTS["eagle"], [6], target.spec, vocabulary_size=VOCABULARY)
+        assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
+
+
+def test_a_rotary_base_of_its_own_is_kept(convert, target, tmp_path):
+    theirs = put(tmp_path / "theirs", published(target, 1, bias=False), bias=False, rope_theta=50.0)
+    convert(theirs, tmp_path / "ours", "--input_format", "eagle")
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "vllm")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_theta"] == 50.0
+    agree(tmp_path / "back", Specialists.from_pretrained(tmp_path / "ours"), target)
+
+
+# --- engines ---
+
+LAYER = {f"layers.0.{name}" for name in SHAPES}
+ATTENTION = {f"layers.0.self_attn.{name}_proj.bias" for name in "qkvo"}
+
+# What their code asks for, read in vllm 0.33.0 (model_executor/models/llama_eagle.py and llama.py, transformers_utils/
+# configs/eagle.py) and sglang 0.5.23 (srt/models/llama_eagle.py and llama.py). None: the key must not be there.
+ENGINES = {
+    "vllm": (
+        {"fc.weight"} | LAYER | ATTENTION,  # fc has no bias, and a file's is dropped; no embedding, so the target's
+        {"architectures": ["LlamaForCausalLM"], "attention_bias": True},  # becomes EagleLlamaForCausalLM
+    ),
+    "sglang": (
+        {"fc.weight", "fc.bias"} | LAYER,  # fc always has a bias, at random where the file has none
+        {"architectures": ["LlamaForCausalLMEagle"], "attention_bias": None, "bias": None},  # both are attention's
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_find_each_key_and_compute_the_same(convert, target, tmp_path, engine):
+    draft = tiny_draft(target, [6])
+    draft.scale.uniform_(0.5, 2)
+    torch.nn.init.normal_(draft.fc.bias)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
+    names, keys = ENGINES[engine]
+    assert read(tmp_path / "theirs").keys() == names
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert {key: config.get(key) for key in BOTH | keys} == BOTH | keys
+    parsed = AutoConfig.from_pretrained(tmp_path / "theirs")  # as both read it
+    assert parsed.model_type == "llama" and parsed.rope_parameters["rope_theta"] == target.spec.rope_theta
+    agree(tmp_path / "theirs", draft, target)
+
+
+@pytest.mark.parametrize(("engine", "rest"), [("vllm", set()), ("sglang", {"fc.bias"})])
+def test_a_published_draft_without_a_bias_goes_to_engines(convert, target, tmp_path, engine, rest):
+    put(tmp_path / "theirs", published(target, 1, bias=False), bias=False)
+    convert(tmp_path / "theirs", tmp_path / "served", "--input_format", "eagle", "--output_format", engine)
+    assert read(tmp_path / "served").keys() == {"fc.weight"} | LAYER | rest
+    assert not json.loads((tmp_path / "served" / "config.json").read_text()).get("attention_bias")
+
+
+def test_a_smaller_vocabulary_is_sglangs_token_map(convert, target, tmp_path, capsys):
+    kept = torch.arange(0, VOCABULARY, 3)
+    draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=len(kept)), kept)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "sglang")
+    assert torch.load(tmp_path / "theirs" / "token_map.pt", weights_only=True) == kept.tolist()
+    assert f"--speculative-token-map {tmp_path}/theirs/token_map.pt" in capsys.readouterr().out
+
+
+def test_a_vocabulary_of_all_tokens_is_none(convert, target, tmp_path):
+    """So layouts without a place for a smaller one take it."""
+    every = torch.arange(VOCABULARY)
+    draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=VOCABULARY), every)
+    draft.save_pretrained(tmp_path / "ours")
+    for engine in ENGINES:
+        convert(tmp_path / "ours", tmp_path / engine, "--output_format", engine)
+        assert read(tmp_path / engine).keys() <= ENGINES[engine][0]
+        assert not (tmp_path / engine / "token_map.pt").exists()
+
+
+# --- what is refused, in one line ---
+
+
+def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
+    """Put a published PosS folder of three layers that is wrong in one way."""
+    layer = "layers.1.mlp.up_proj.weight"
+    match how:
+        case "missing":
+            del tensors[layer]
+        case "gap":
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("layers.1.")}
+        case "extra":
+            tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(D)
+        case "shape":
+            tensors[layer] = tensors[layer][:-1]
+        case "integers":
+            tensors[layer] = tensors[layer].to(torch.int8)
+        case "head":
+            tensors["lm_head.weight"] = torch.zeros(VOCABULARY, D)
+        case "embedding":
+            tensors["embed_tokens.weight"][7] += 1
+        case "vocabulary":
+            tensors["embed_tokens.weight"] = torch.zeros(7, D)
+        case "code":
+            tensors["layers.0.self_attn.q_proj.weight"] = Code()
+    wrong = {"eps": {"rms_norm_eps": 1e-5}, "width": {"intermediate_size": None}}
+    wrong |= {"scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "size": {"hidden_size": 64}}
+    wrong |= {"speculators": {"speculators_model_type": "eagle3"}}
+    kind = {"code": "bin", "list": "bin", "shard": "safetensors shards", "path": "safetensors shards"}
+    put(folder, [1, 2] if how == "list" else tensors, kind.get(how, "safetensors"), **wrong.get(how, {}))
+    match how:
+        case "no config":
+            (folder / "config.json").unlink()
+        case "no json":
+            (folder / "config.json").write_text("{")
+        case "no weights":
+            (folder / "model.safetensors").unlink()
+        case "damaged":
+            path = folder / "model.safetensors"
+            path.write_bytes(path.read_bytes()[:-9])
+        case "shard":
+            next(folder.glob("*-00001-*")).unlink()
+        case "path":
+            index = folder / "model.safetensors.index.json"
+            index.write_text(json.dumps({"weight_map": {"fc.weight": "../model.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("missing", "does not fit --input_format poss: layers.1.mlp.up_proj.weight is missing"),
+        ("gap", "is missing (and 7 more)"),
+        ("extra", "layers.0.self_attn.q_proj.bias has no place in this layout"),
+        ("shape", "layers.1.mlp.up_proj.weight is torch.float16 [47, 32]; it must be floats [48, 32]"),
+        ("integers", "layers.1.mlp.up_proj.weight is torch.int8"),
+        ("head", "lm_head.weight is not the target's: 320 of 320 rows differ"),
+        ("embedding", "embed_tokens.weight is not the target's: 1 of 320 rows differ"),
+        ("vocabulary", "embed_tokens.weight is torch.float32 [7, 32]; the target's is [320, 32]"),
+        ("eps", "rms_norm_eps is 1e-05; a draft of ours for"),
+        ("scaling", "rope_scaling is 'linear'"),
+        ("size", "hidden_size is 64"),
+        ("width", "intermediate_size is None; it must be the width"),
+        ("no config", "theirs has no config.json"),
+        ("no json", "config.json is not JSON"),
+        ("speculators", "config.json is of the speculators format (eagle3), which is not read"),
+        ("no weights", "has neither model.safetensors nor pytorch_model.bin"),
+        ("damaged", "model.safetensors is damaged: "),
+        ("shard", "is missing"),
+        ("path", "names '../model.safetensors', which is no file beside it"),
+        ("code", "pytorch_model.bin is not read, as it holds more than plain tensors"),
+        ("list", "pytorch_model.bin is no table of names and tensors"),
+    ],
+)
+def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatch, how, words):
+    monkeypatch.chdir(tmp_path)
+    broken(tmp_path / "theirs", published(target, 3), how)
+    refused(convert, tmp_path, words, "theirs", "out", "--input_format", "poss", "--allocation", [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["theirs", "out", "--input_format", "poss"],
+            "it has 3 layers, and does not say how many positions each",
+        ),
+        (
+            ["theirs", "out", "--input_format", "poss", "--allocation", [3, 3]],
+            "is of 2 specialists, and it has 3 layers",
+        ),
+        (["theirs", "out", "--input_format", "poss", "--allocation", [2, 2, 0]], "allocation is [2, 2, 0]; it must be"),
+        (
+            ["theirs", "out", "--input_format", "eagle"],
+            "it has 3 layers; if they are specialists, say --input_format poss",
+        ),
+        (
+            ["theirs", "out", "--input_format", "poss", "--output_format", "poss"],
+            "input_format and output_format are both poss",
+        ),
+        (["theirs", "out", "--input_format", "poss", "--file", "bin"], "file is bin"),
+        (["theirs", "theirs", "--input_format", "poss"], "theirs is there already"),
+        (["nowhere", "out", "--input_format", "poss"], "'nowhere' is neither a local folder nor a hub id"),
+        (["ours", "out", "--output_format", "poss", "--allocation", [2, 2]], "states its own: leave it out"),
+        (
+            ["ours", "out", "--output_format", "eagle"],
+            "does not fit --output_format eagle: it has 2 specialists and this layout one layer",
+        ),
+        (["another", "out", "--output_format", "eagle"], "another was trained for another target: fingerprint"),
+        (["cut", "out", "--output_format", "vllm"], "`poss vocabulary DRAFT CORPUS OUT --size null` gives it back"),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
+)
+def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "theirs", published(target, 3))
+    tiny_draft(target, [2, 3]).save_pretrained("ours")
+    tiny_draft(tiny_target(1), [6]).save_pretrained("another")
+    config = replace(tiny_draft(target, [6]).config, vocabulary_size=9)
+    Specialists(config, torch.arange(9)).save_pretrained("cut")
+    refused(convert, tmp_path, words, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "changes", "words"),
+    [
+        ([2, 2, 9], {}, None),  # past the end the last one goes on anyway
+        ([1, 3, 2], {}, "as many positions as the first"),
+        ([2, 2], {"order": (0, 1, 0, 1)}, "with order (0, 1, 0, 1)"),
+        ([2, 2], {"kv": "shared"}, "share keys and values"),
+        ([6], {"kv": "shared"}, None),
+        ([6], {"logit_scale": 0.5}, "scales or caps logits"),
+        ([6], {"logit_cap": 30.0}, "scales or caps logits"),
+        ([6], {"head_dim": 16}, "heads are 16 wide; this layout's code takes hidden_size / heads, 8"),
+    ],
+)
+def test_what_poss_files_cannot_say_is_refused(target, allocation, changes, words):
+    own = {key: changes[key] for key in changes.keys() & {"order", "kv"}}
+    spec = replace(target.spec, **{key: changes[key] for key in changes.keys() - own.keys()})
+    config = replace(tiny_draft(target, allocation, **own).config, target=spec)
+    if words is None:
+        return check_expressible(config, LAYOUTS["poss"])
+    with pytest.raises(ValueError) as caught:
+        check_expressible(config, LAYOUTS["poss"])
+    assert words in str(caught.value)

@@ -1,0 +1,247 @@
+"""Documents tell the truth: their commands parse, what they print is printed, and their worked examples run."""
+
+import functools
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lightning
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from poss_lightning import cli
+from poss_lightning.files import find_config
+from poss_lightning.sweep import Sweep
+from tests.support import families
+from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, commands, everywhere, files, parsed, shell
+from tests.support.tiny import tiny_draft
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TOLD = {"--help", "--version"}
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch) -> Callable[[str], Path]:
+    """Makes a folder to be in: conf/ and experiments/ as in the checkout, and the files that a document shows."""
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    (tmp_path / "experiments").mkdir()
+    for folder in filter(Path.is_dir, (ROOT / "experiments").iterdir()):
+        (tmp_path / "experiments" / folder.name).symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+
+    def lay(text: str) -> Path:
+        for name, shown in files(text).items():
+            assert not (tmp_path / name).exists(), f"{name} is there already"
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(shown)
+        return tmp_path
+
+    return lay
+
+
+def sweeps(text: str) -> list[str]:
+    return [name for name in files(text) if name.endswith("sweep.yaml")]
+
+
+# --- every command parses ---
+
+
+def wrong(command: Command) -> str | None:
+    """What is wrong with a command, if anything."""
+    name, *words = command.words
+    if command.program == "make":
+        names = [name, *(word.partition("=")[0] for word in words)]
+        known = re.findall(r"^([a-z-]+):|\$\((\w+)\)", MAKEFILE, re.MULTILINE)
+        return None if {*names} <= {word for pair in known for word in pair} else "the Makefile does not have it"
+    if name in TOLD or name.isupper():  # COMMAND stands for any
+        return None
+    if name not in cli.TRAINER | cli.TOOLS:
+        return "there is no such command"
+    try:
+        given = parsed(command) if words and words[-1] not in TOLD else {}
+        if name == "sweep" and given:
+            Sweep.read(Path(given["folder"]) / "sweep.yaml")
+    except Exception as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_parses_and_names_files_that_are_there(document, desk):
+    text = document.read_text()
+    here, found = desk(text), {}
+    for command in commands(everywhere(text)):
+        found[str(command)] = wrong(command)
+        if "--trainer.logger.name" in command.words:  # a training leaves its settings to the lines behind it
+            file = here / "runs" / command.words[command.words.index("--trainer.logger.name") + 1] / "config.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("{model: {allocation: [1]}, data: {store: any}}")
+    assert not (told := {line: why for line, why in found.items() if why}), told
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
+    text = document.read_text()
+    here = desk(text)
+    for file in sweeps(text):
+        own = Sweep.read(here / file)
+        for cell in own.cells(here)[: len(own.choices)]:
+            (here / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
+            configs = [find_config(name) for name in cell.configs] + ["fit.yaml"]
+            parsed(Command(0, "poss", ["fit", *(f"--config={name}" for name in configs)]))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("poss fitt --data.store x", "no such command"),
+        ("poss extract a b --tarrget x", "--tarrget"),
+        ("poss extract a", "required"),
+        ("poss fit --config conf/draft/gone.yaml …", "does not exist"),
+        ("poss fit --config conf/draft/poss2.yaml --trainer.max_stepss 3", "--trainer.max_stepss"),
+        ("poss fit --config conf/tree/chain.yaml …", "depth"),
+        ("poss sweep experiments/gone", "no such file"),
+        ("make tests", "the Makefile does not have it"),
+        ("make test ARG=1", "the Makefile does not have it"),
+    ],
+)
+def test_a_wrong_command_is_seen(line, why, desk):
+    desk("")
+    for text in (f"a\n```bash\n{line}\n```\n", f"a\n\n    {line}\n", f"`{line}`"):
+        (command,) = commands(everywhere(text))
+        assert why in (wrong(command) or "")
+
+
+# --- what a document says is printed is printed ---
+
+
+def printed() -> Iterator[tuple[str, str]]:
+    """Commands in `console` blocks, and what stands below each."""
+    for document in DOCUMENTS:
+        for block in blocks(document.read_text(), "console"):
+            for part in block.text.removeprefix("$ ").split("\n\n$ "):
+                command, _, said = part.partition("\n")
+                yield command, said.rstrip()
+
+
+@pytest.mark.parametrize(("command", "said"), printed(), ids=lambda text: text[:48])
+def test_what_is_said_to_be_printed_is_printed(command, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    poss, name, *words = shlex.split(command)
+    assert poss == "poss"
+    cli.run(name, words)
+    assert "\n".join(line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()) == said
+
+
+# --- worked examples run, on the tiny target and in one step ---
+
+HERE = ["--device", "cpu", "--dtype", "float32"]
+FIT = {
+    "data": {"validation": 0.3},
+    "trainer": {
+        "accelerator": "cpu",
+        "precision": "32-true",
+        "max_steps": 1,
+        "val_check_interval": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [
+            {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 2}},
+            {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+            {"class_path": "poss_lightning.training.callbacks.LastCheckpoint"},
+        ],
+    },
+}
+SMALL = {  # a line's own options come first, so these have the last word
+    "synthesize": [*HERE, "--conversations", "40", "--user_tokens", "6", "--answer_tokens", "8"],
+    "extract": HERE,
+    "answer": [*HERE, "--suites", "[chat]", "--limit", "3", "--max_new_tokens", "8"],
+    "generate": [*HERE, "--max_new_tokens", "8"],
+    "benchmark": [*HERE, "--suites", "[chat]", "--limit", "3", "--max_new_tokens", "4"],
+    "fit": ["--config", "small.yaml"],  # FIT
+}
+
+
+def shrink(file: Path) -> None:
+    """Leave of a sweep one seed and its reference."""
+    given = yaml.safe_load(file.read_text())
+    given["choices"] = {given["reference"]: given["choices"][given["reference"]]}
+    file.write_text(OmegaConf.to_yaml(OmegaConf.merge(given, {"seeds": [0], "fit": FIT})))
+
+
+def left(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+
+
+def test_the_worked_examples_run(desk, tiny_folder, capsys):
+    """Page by page, each in the folder that those before have left: every command of their shell blocks, in order."""
+    for name in ("training.md", "allocation.md", "methods.md"):
+        text = page(name)
+        here = desk(text)
+        (here / "small.yaml").write_text(yaml.safe_dump(FIT))
+        for file in sweeps(text):
+            shrink(here / file)
+        for command in commands(shell(text), T=tiny_folder):
+            verb, *words = command.words
+            before = left(here) if verb == "validate" else None
+            cli.run(verb, [*words, *SMALL.get(verb, [])])
+            assert before is None or before == left(here)  # it only looks
+    for run in ("eagle", "poss2"):
+        for promised in ("draft-best", "draft-last", "checkpoints/last.ckpt", "config.yaml"):
+            assert (here / "runs" / run / promised).exists()
+    for experiment in ("allocation", "early"):
+        assert all((here / "experiments" / experiment / name).is_file() for name in ("cells.jsonl", "records.parquet"))
+    assert "τ" in capsys.readouterr().out
+
+
+@pytest.fixture
+def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], dict]:
+    """Runs Python that a document shows, on the tiny target, a draft and a store of it, and for one step."""
+    drafts = [tmp_path / name for name in ("embedded-hass", "embedded-poss2")]
+    for draft, allocation in zip(drafts, ([4], [2, 2]), strict=True):
+        tiny_draft(target, allocation).save_pretrained(draft)
+    lines = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "it " * 9}]}
+        for n in range(30)
+    ]
+    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cli.run("extract", ["text.jsonl", "store", "--target", tiny_folder, *HERE])
+    trainer = functools.partial(lightning.Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    monkeypatch.setattr(lightning, "Trainer", lambda max_steps: trainer(max_steps=min(max_steps, 1), **quiet))
+    stand_ins = {"embedded": tiny_folder, "runs/eagle/draft-best": drafts[0], "embedded-hass": drafts[0]}
+    stand_ins |= {"embedded-poss2": drafts[1], "runs/demo/features": "store", "runs/features": "store"}
+
+    def run(text: str) -> dict:
+        for theirs, ours in stand_ins.items():
+            text = text.replace(f'"{theirs}"', json.dumps(str(ours)))
+        exec(text, given := {})
+        return given
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("decoding", "training"))]
+)
+def test_python_that_a_document_shows_runs(document, python):
+    (own,) = [block.text for block in blocks(document.read_text(), "python")]
+    given = python(own)
+    if "output" in given:
+        assert given["output"].shape[1] > 8
+    if "training" in given:
+        assert given["training"].trainer.global_step == 1
+
+
+def test_the_family_of_the_worked_example_is_tested():
+    (own,) = [block.text for block in blocks(page("families.md"), "python")]
+    exec(own, given := {})
+    assert given["FAMILIES"].items() <= families.FAMILIES.items()

@@ -1,0 +1,135 @@
+"""Notebooks run as they are committed, on a tiny target and a made-up sweep, and their files read well in a diff."""
+
+import ast
+import json
+import re
+import runpy
+from dataclasses import asdict
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from poss_lightning import cli
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.evaluation.cells import pack
+from poss_lightning.features.extract import write_store
+from poss_lightning.files import conf
+from poss_lightning.reports.figures import DRIFT
+from poss_lightning.target.model import Target
+from tests.support.lab import CHOICES, DEPTH, SEEDS
+from tests.support.synthetic import make_records
+from tests.support.tiny import tiny_draft
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+DEPTHS = range(1, DEPTH + 1)
+EVERY = sorted(NOTEBOOKS.glob("*.ipynb"))
+ABSOLUTE = re.compile(r"(?<![\w.])(/(home|root|work|tmp|Users|mnt|private)\b|[A-Z]:\\)")
+MOST = 1_000_000  # bytes of a committed notebook, figures included
+
+execute = runpy.run_path(str(NOTEBOOKS / "execute.py"))
+read, executed, stripped, text = (execute[name] for name in ("read", "executed", "stripped", "text"))
+
+
+@pytest.fixture(scope="module")
+def given(tiny_folder, tmp_path_factory) -> dict:
+    """A value for every name that a parameters cell may set."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    for place, choice in enumerate(CHOICES):
+        for seed in range(SEEDS):
+            facts = {"depth": DEPTH, "allocation": [DEPTH], "training_depth": DEPTH, "parameters": 12345}
+            drift = {f"{tag}/depth_{k}": [9, k * (0.1 + 0.02 * place) + 0.01 * seed] for tag in DRIFT for k in DEPTHS}
+            rows = [asdict(record) for record in make_records((choice,), prompts=3, seed=seed)]
+            pack(folder / "sweep", choice, seed, {"run": {"methods": {choice: facts}}, "scalars": drift}, rows)
+    target = Target.load(tiny_folder, "float32")
+    tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
+    talk = [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four legs."}]
+    sizes = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+    write_store(folder / "store", target, [Conversation("talk/0", talk)], **sizes)
+    return {
+        "TARGET": tiny_folder,
+        "DRAFT": str(folder / "draft"),
+        "QUESTION": "How many legs has a horse?",
+        "NEW_TOKENS": 12,
+        "EXPERIMENT": str(folder / "sweep"),
+        "CHOICES": list(CHOICES),
+        "REFERENCE": CHOICES[0],
+        "STORE": str(folder / "store"),
+        "SAMPLE": 0,
+        "SLOTS": 10,
+    }
+
+
+@pytest.fixture
+def nobodys_home(tmp_path, monkeypatch):
+    """What a kernel writes of itself goes nowhere else."""
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
+def test_a_notebook_runs(file, given, nobodys_home):
+    """From its first cell to its last, as it is committed but for what it reads; what it shows names no place."""
+    notebook = read(file)
+    names = assigned(parameters(notebook).source)
+    parameters(notebook).source = "\n".join(f"{name} = {given[name]!r}" for name in names)
+    done = stripped(executed(notebook, NOTEBOOKS))
+    shown = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert shown and not ABSOLUTE.search(json.dumps(shown))
+    figures = sum("image/png" in output.get("data", {}) for output in shown)
+    assert figures == {"quickstart": 0, "span_ablation": 1, "feature_drift": 3}[file.stem]
+
+
+@pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
+def test_a_notebook_is_committed_stripped(file):
+    notebook, said = read(file), file.read_text(encoding="utf-8")
+    assert text(stripped(notebook)) == said, f"{file.name}: write it with notebooks/execute.py"
+    assert not (found := ABSOLUTE.search(said)), f"{file.name} names a place of one machine: {found and found.group()}"
+    assert len(said) < MOST
+    assert parameters(notebook) is next(cell for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
+def test_the_commands_it_shows_exist(file):
+    prose = "\n".join(cell.source for cell in read(file).cells if cell.cell_type == "markdown")
+    for command, arguments in re.findall(r"^poss (\w+) (.*)$", prose, re.MULTILINE):
+        for yaml in re.findall(r"conf/(\S+)", arguments):
+            conf(yaml)
+        if command not in cli.TRAINER:
+            known = signature(getattr(import_module(cli.TOOLS[command][0]), command)).parameters
+            assert set(re.findall(r"--(\w+)", arguments)) <= set(known)
+
+
+def test_what_runs_is_written_and_what_fails_stays(tmp_path, nobodys_home):
+    code = nbformat.v4.new_code_cell
+    good, bad = tmp_path / "good.ipynb", tmp_path / "bad.ipynb"
+    cells = [code("import sys, os; print(os.getcwd()); print('careful', file=sys.stderr)"), code("40 + 2")]
+    good.write_text(text(nbformat.v4.new_notebook(cells=cells)))
+    bad.write_text(text(nbformat.v4.new_notebook(cells=[code("1 / 0")])))
+    before = bad.read_text()
+    execute["main"]([str(good)])
+    printed, value = (cell.outputs for cell in read(good).cells)
+    assert [output.text.strip() for output in printed] == [str(tmp_path)]  # and no warning
+    assert [dict(output.data) for output in value] == [{"text/plain": "42"}]
+    assert good.read_text() == text(stripped(read(good)))
+    with pytest.raises(CellExecutionError, match="1 / 0"):
+        execute["main"]([str(bad)])
+    assert bad.read_text() == before and sorted(file.suffix for file in tmp_path.glob("*.*")) == [".ipynb"] * 2
+
+
+def parameters(notebook):
+    """The one cell that says what the notebook reads."""
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    return cell
+
+
+def assigned(source: str) -> list[str]:
+    """The names that plain assignments of plain values give."""
+    lines = ast.parse(source).body
+    for line in lines:
+        ast.literal_eval(line.value)
+    return [line.targets[0].id for line in lines]

@@ -1,0 +1,260 @@
+"""The real targets at their real sizes, without weights; and docs/reproduce.md, command by command."""
+
+import inspect
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub.cli.download import download
+from omegaconf import OmegaConf
+from torch.distributed.run import get_args_parser
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.files import find_config
+from poss_lightning.sweep import Cell, Sweep
+from poss_lightning.target.masks import LayerMasks
+from poss_lightning.training.costs import count_parameters, count_specialist_parameters, shapes
+from poss_lightning.training.plan import TARGETS, token_bytes
+from tests.support.documents import ROOT, Command, expanded, parsed, shell
+
+LLAMA_3 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PUBLISHED = {  # of their config.json, what sizes depend on; and all their weights, and a specialist's, in millions
+    "llama-3-8b": (LLAMA_3, 8030.3, 218.1),
+    "llama-3.1-8b": (
+        LLAMA_3
+        | {
+            "max_position_embeddings": 131072,
+            "rope_scaling": SCALING | {"original_max_position_embeddings": 8192},
+        },
+        8030.3,
+        218.1,
+    ),
+    "llama-2-13b": (
+        LLAMA_3
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 40,
+            "vocab_size": 32000,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+        },
+        13015.9,
+        317.2,
+    ),
+    "qwen3-8b": (
+        LLAMA_3
+        | {
+            "model_type": "qwen3",
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+        },
+        8190.7,
+        192.9,
+    ),
+}
+EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": ([2] * 4, 8), "poss3": ([3] * 4, 12)}
+THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj", "down_proj")  # of a specialist
+
+
+def experiment(name: str) -> dict[str, Cell]:
+    """The cells of a target's experiment by choice."""
+    own = Sweep.read(ROOT / f"experiments/{name}/sweep.yaml")
+    return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
+
+
+def whole(cell: Cell) -> dict:
+    """All that a training is given, in the order in which it is read."""
+    configs = [OmegaConf.load(find_config(name)) for name in cell.configs]
+    return OmegaConf.to_container(OmegaConf.merge(*configs, cell.fit))
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
+    given, millions, _ = PUBLISHED[name]
+    spec, config = TARGETS[name], AutoConfig.for_model(**given)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+    ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert [tuple(end.shape) for end in ends] == [(spec.vocab_size, spec.hidden_size)] * 2
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (spec.context, spec.norm_eps)
+    assert (config.rope_parameters["rope_theta"], config.num_hidden_layers) == (spec.rope_theta, spec.layers)
+    LayerMasks.of(config, spec.context)  # refuses layers that a tree cannot be read with
+
+    with torch.device("meta"):
+        layer = Specialists(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
+    theirs = {key.split(".")[-2]: value.shape for key, value in model.base_model.layers[0].state_dict().items()}
+    theirs["norm"] = theirs["post_attention_layernorm"]
+    assert {key.removesuffix(".weight"): value.shape for key, value in layer.state_dict().items()} == {
+        part: theirs[part] for part in PARTS
+    }
+    assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_drafts_of_a_target_s_experiment(name):
+    cells, spec, depths = experiment(name), TARGETS[name], THIRTEEN_B if name == "llama-2-13b" else EIGHT_B
+    assert {
+        choice: tuple(c.fit["model"][key] for key in ("allocation", "depth")) for choice, c in cells.items()
+    } == depths
+    for allocation, depth in depths.values():
+        config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth)
+        with torch.device("meta"):
+            draft = Specialists(config)
+        keys = [f"layers.{i}.{part}.weight" for i in range(len(allocation)) for part in PARTS]
+        assert list(draft.state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
+        assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
+        assert count_parameters(config) == sum(p.numel() for p in draft.parameters())
+        assert not config.unreached(depth)
+        assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
+
+
+def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
+    """EAGLE-3 and SPEED on Llama-3.1-8B: D 4096, keys 1024 wide, an MLP of 14336, a head of 32,000 tokens."""
+    layer = 8192 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 3 * 4096  # reads [e; h]; three norms
+    around = 3 * 4096 * 4096 + 4096 + 32000 * 4096  # fc, the last norm, the head
+    assert (layer, around) == (243_281_920, 181_407_744)
+    cells = experiment("llama-3.1-8b-speed")
+    assert list(cells) == ["eagle3", "eagle3-on", "speed", "speed134"]
+    for cell in cells.values():
+        model = whole(cell)["model"]
+        own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
+        config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
+        vocabulary = torch.arange(32000)
+        with torch.device("meta"):
+            draft = Specialists(config, vocabulary)
+        total = len(config.allocation) * layer + around
+        assert count_parameters(config) == sum(p.numel() for p in draft.parameters()) == total
+        assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
+        assert config.layers == (2, 16, 29) and not config.unreached(8)
+        assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_experiment_trains_as_published_from_the_head_that_it_trains_first(name):
+    cells, conf = experiment(name), yaml.safe_load((ROOT / f"conf/target/{name}.yaml").read_text())
+    assert conf["target"].rpartition("/")[2].lower().removeprefix("meta-").startswith(name)
+    first, *others = cells.values()
+    assert first.choice == "eagle" and first.fit["model"]["start_from"] is None
+    assert {cell.fit["model"]["start_from"] for cell in others} == {str(first.folder / "draft-last")}
+    assert all(cell.configs == ["trainer/zero2.yaml", "published.yaml"] for cell in cells.values())
+
+
+def test_eagle_3_and_speed_are_trained_as_published():
+    """Each in turn from the one before; the files of draft/ have the last word over published.yaml."""
+    cells = experiment("llama-3.1-8b-speed")
+    found = {choice: whole(cell) for choice, cell in cells.items()}
+    law = ("learning_rate", "warmup", "gamma", "detach", "mean_over", "normalise")
+    said = {choice: tuple(own["model"][name] for name in law) for choice, own in found.items()}
+    eagle3, speed = (5e-5, 12 / 800, 0.9, False, "tokens", False), (1e-4, 0.015, 0.9, False, "tokens", False)
+    assert said == {"eagle3": eagle3, "eagle3-on": speed, "speed": speed, "speed134": speed}
+    assert [own["trainer"]["max_epochs"] for own in found.values()] == [40, 20, 20, 20]
+    assert [own["model"]["allocation"] for own in found.values()] == [[8], [8], [3, 3, 2], [1, 3, 4]]
+    first, *others = found.values()
+    assert first["model"]["start_from"] is None
+    starts = {own["model"]["start_from"] for own in others}
+    assert starts == {str(cells["eagle3"].folder / "draft-last")}
+
+
+def test_the_published_settings():
+    given = yaml.safe_load((ROOT / "conf/published.yaml").read_text())
+    model, trainer = given["model"], given["trainer"]
+    assert [model[f"w_{term}"] for term in ("feature", "token", "topk")] == [1.0, 0.1, 1.0] and model["gamma"] == 1
+    assert (model["optimizer"], model["learning_rate"], model["betas"]) == ("adamw", 3e-5, [0.9, 0.95])
+    assert model["warmup"] == 0.01 and given["data"]["noise"] == 0.2
+    assert (trainer["precision"], trainer["gradient_clip_val"], trainer["max_epochs"]) == ("bf16-mixed", 0.5, 20)
+    assert trainer["devices"] * given["data"]["batch_tokens"] == 8 * 2048
+
+
+# --- the documents ---
+
+
+def lines(target: str) -> Iterator[list[str]]:
+    """The command lines of docs/reproduce.md, in order, as the shell would have them for a target."""
+    for _, line in expanded(shell((ROOT / "docs/reproduce.md").read_text()), T=target):
+        yield shlex.split(line)
+
+
+OUTPUTS = dict.fromkeys(("convert", "extract", "answer", "benchmark", "replay", "report"), "out")
+INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what is there already
+
+
+@pytest.mark.parametrize("target", PUBLISHED)
+def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    made, seen = set(), []
+    for line in lines(target):
+        if line[0] == "torchrun":
+            line = [(ran := get_args_parser().parse_args(line[1:])).training_script, *ran.training_script_args]
+            assert ran.no_python and ran.nproc_per_node == "8"
+        seen.append(" ".join(line[:2]))
+        if line[:2] == ["hf", "download"]:
+            made.add(downloaded(line[2:]))
+        elif line[0] == "poss":
+            given = parsed(Command(0, *line[:1], line[1:]))
+            read = [given[name] for name in INPUTS if name in given] + list((given.get("drafts") or {}).values())
+            if line[1] == "sweep":
+                read += sweep_reads(Path(given["folder"]).name, made)
+            for place in read:
+                assert place in made or (ROOT / place).exists(), f"{' '.join(line)}: nothing has written {place}"
+            made.add(given.get(OUTPUTS.get(line[1])))
+            if line[1] == "benchmark":  # every file on the line was heard
+                assert (given["nodes"], given["max_new_tokens"], len(given["suites"])) == (60, 1024, 6)
+                assert given["depth"] == (8 if "speed" in given["out"] else 6)
+                own = Path(given["out"]).parts[1]
+                assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{own}.yaml").read_text())["target"]
+        else:
+            assert line[0] == "make" or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
+    asked = {
+        f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "report", "replay")
+    }
+    assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
+
+
+def sweep_reads(name: str, made: set[str]) -> list[str]:
+    """The stores of an experiment; what it writes goes to `made`, and its starts must be there in time."""
+    cells = experiment(name).values()
+    for cell in cells:
+        assert cell.fit["model"]["start_from"] in {None, *made}
+        made |= {str(cell.folder), str(cell.folder / "draft-last")}
+    return [store for cell in cells for store in (cell.fit["data"]["store"], cell.options["store"])]
+
+
+def downloaded(line: list[str]) -> str:
+    """The file that `hf download` writes, its options being options of it."""
+    (repo, file), options = line[:2], dict(zip(line[2::2], line[3::2], strict=True))
+    known = {f"--{name.replace('_', '-')}" for name in inspect.signature(download).parameters}
+    assert options.keys() <= known and "/" in repo
+    return f"{options['--local-dir']}/{file}"

@@ -1,0 +1,142 @@
+"""What a Markdown document tells its reader to run: commands of `poss` and `make`; and the blocks that it shows."""
+
+import functools
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from poss_lightning import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^ {4,}\S(?:.*\\\n)*.*$", re.MULTILINE)
+SHELL = re.compile(r"^\S(?:.*\\\n)*.*$", re.MULTILINE)  # a line that ends in a backslash goes on
+SPAN = re.compile(r"`((?:poss|make)\s[^`]+)`")
+SETTING = re.compile(r"([A-Z])=(\S+)(\s+#.*)?")  # T=…, which later lines call $T
+REST = {"…", "..."}  # and so on
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    line: int  # of the document, from 1
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as the shell would have it."""
+
+    line: int
+    program: str  # poss or make
+    words: list[str]  # what follows
+    whole: bool = True  # False where the document leaves the rest to its reader
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {shlex.join([self.program, *self.words])}"
+
+
+def blocks(text: str, language: str) -> list[Block]:
+    """All of a language."""
+    every = (Block(_line(text, found.start(3)), found[2], found[3]) for found in FENCED.finditer(text))
+    return [block for block in every if block.language == language]
+
+
+def files(text: str) -> dict[str, str]:
+    """The YAML files that a document shows, by the path in their first line."""
+    shown = [block.text for block in blocks(text, "yaml")]
+    return {name[1]: own for own in shown if (name := re.match(r"# (\S+\.yaml)\b", own))}
+
+
+def shell(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of every command line of its bash blocks."""
+    for block in blocks(text, "bash"):
+        for found in SHELL.finditer(block.text):
+            yield block.line + _line(block.text, found.start()) - 1, found[0]
+
+
+def everywhere(text: str) -> Iterator[tuple[int, str]]:
+    """As `shell`, and of other places: console and indented blocks, and spans that begin with a program."""
+    yield from shell(text)
+    for block in blocks(text, "console"):
+        for found in re.finditer(r"^\$ (.*)$", block.text, re.MULTILINE):
+            yield block.line + _line(block.text, found.start()) - 1, found[1]
+    text = FENCED.sub(_blank, text)
+    for found in INDENTED.finditer(text):
+        yield _line(text, found.start()), found[0].strip()
+    text = INDENTED.sub(_blank, text)
+    for found in SPAN.finditer(text):
+        yield _line(text, found.start()), found[1]
+
+
+def expanded(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[tuple[int, str]]:
+    """The same in order, with `$T` replaced by what T=… says; `names` have, by their letter, what stands for that."""
+    given = {}
+    for number, line in sorted(lines):
+        for name, value in given.items():
+            line = line.replace(f"${name}", value)
+        if setting := SETTING.fullmatch(line):
+            given[setting[1]] = names.get(setting[1], setting[2])
+        else:
+            yield number, line.replace("\\\n", " ")
+
+
+def commands(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[Command]:
+    """Commands of `poss` and `make`, alone or behind another program."""
+    for number, line in expanded(lines, **names):
+        for part in line.partition("$(")[0].split(" && "):
+            words = shlex.split(part, comments=True)
+            begin = next((place for place, word in enumerate(words) if Path(word).name in ("poss", "make")), None)
+            if begin is not None:
+                program, *words = words[begin:]
+                own = [word for word in words if word not in REST]
+                yield Command(number, Path(program).name, own, len(own) == len(words))
+
+
+class Parsed(Exception):
+    """Raised where a command would begin its work."""
+
+
+def parsed(command: Command) -> dict:
+    """What a tool's function would be called with; of a training nothing, but it is parsed too. Nothing is run."""
+    (name, *words), given = command.words, {}
+    with pytest.MonkeyPatch.context() as patch:
+        if name in cli.TRAINER:
+            patch.setattr(LightningCLI, "before_instantiate_classes", _stop)
+            words = words if command.whole else ["--data.store", "any", "--model.allocation", "[1]", *words]
+        else:
+            module = import_module(cli.TOOLS[name][0])
+            tool = getattr(module, name)
+
+            @functools.wraps(tool)
+            def instead(*args, **kwargs) -> None:
+                given.update(inspect.signature(tool).bind(*args, **kwargs).arguments)
+                _stop()
+
+            patch.setattr(module, name, instead)
+        with pytest.raises(Parsed):
+            cli.run(name, words)
+    return given
+
+
+def _stop(*_) -> None:
+    raise Parsed
+
+
+def _line(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
+def _blank(found: re.Match) -> str:
+    return "\n" * found[0].count("\n")  # what follows keeps its line

@@ -1,0 +1,111 @@
+"""One process of some trainings; tests/training/test_strategies.py forks as many as they have.
+
+A run leaves the weights, a checkpoint of every second step, what the callbacks wrote, and how much a step reduced.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import lightning
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from poss_lightning import cli
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.training.callbacks import DraftFolders
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft
+
+STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
+DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
+MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "betas": (0.9, 0.95), "warmup": 0.0, "gamma": 0.9}
+MODEL |= {"weight_decay": 0.01, "vocabulary_size": 200}
+EAGLE3 = {"kind": "eagle3", "w_feature": 0.0, "w_token": 1.0, "w_topk": 0.0, "detach": False}
+QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger", "use_distributed_sampler"), False)
+
+
+def deepspeed(stage: int, **options: bool) -> DeepSpeed:
+    strategy = DeepSpeed(stage, **options)
+    strategy.config["zero_optimization"]["param_persistence_threshold"] = 0  # tiny as they are, stage 3 divides them
+    return strategy
+
+
+STRATEGIES = {
+    "one": lambda: "auto",
+    "ddp": DDPStrategy,
+    "fsdp2": FSDP2,
+    "zero1": lambda: deepspeed(1),
+    "zero2": lambda: deepspeed(2),
+    "zero3": lambda: deepspeed(3),
+    "zero3-offload": lambda: deepspeed(3, offload_optimizer=True, offload_parameters=True),
+}
+
+
+class Reductions(lightning.Callback):
+    """Counts the numbers that were summed over the processes in every step."""
+
+    def __init__(self):
+        self.now, self.steps = 0, Counter()
+        for name in dir(dist):
+            if name.startswith(("all_reduce", "reduce")) and name != "reduce_op":
+                setattr(dist, name, self.counted(getattr(dist, name), place=int("scatter" in name)))
+
+    def counted(self, function, place: int):
+        def reduce(*args, **kwargs):
+            tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
+            self.now += sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
+            return function(*args, **kwargs)
+
+        return reduce
+
+    def on_train_start(self, trainer, pl_module):
+        self.now, self.steps = 0, Counter()
+        if type(trainer.strategy) is DDPStrategy:
+            trainer.strategy.model.register_comm_hook(None, allreduce_hook)  # the same in Python, so that it is counted
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        self.now, self.step = 0, trainer.global_step + 1  # what checkpoints gather is not counted
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.steps[self.step] += self.now
+
+
+def main(store: str, initial: str, runs: list[dict]) -> None:
+    """Do the runs, one after the other: {"strategy": "ddp", "world": 2, "folder": …, …}, or {"fit": arguments}."""
+    reductions = Reductions()
+    for run in runs:
+        if "fit" in run:
+            cli.run("fit", run["fit"])
+            continue
+        folder, steps = Path(run["folder"]), run["accumulate"] * STEPS
+        source, weights = run.get("store", store), run.get("initial", initial)
+        module = SpecialistTraining(source, **MODEL | run.get("model", {}))
+        module.draft.load_state_dict(load_file(weights))
+        trainer = lightning.Trainer(
+            strategy=STRATEGIES[run["strategy"]](),
+            accelerator="cpu",
+            devices=run["world"],
+            precision=run.get("precision", "32-true"),
+            max_steps=STEPS,
+            accumulate_grad_batches=run["accumulate"],
+            gradient_clip_val=CLIP,
+            num_sanity_val_steps=0,
+            val_check_interval=steps,
+            check_val_every_n_epoch=None,
+            default_root_dir=folder,
+            callbacks=[
+                reductions,
+                DraftFolders("val/loss", "min"),
+                ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
+            ],
+            **QUIET,
+        )
+        trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
+        draft = gather_draft(module.draft)
+        if trainer.is_global_zero:
+            save_file(draft.state_dict(), folder / "weights.safetensors")
+            (folder / "reduced.json").write_text(json.dumps(reductions.steps))

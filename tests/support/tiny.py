@@ -1,0 +1,72 @@
+"""A tiny random target, its tokenizer and drafts for it: everything a law needs, in milliseconds."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.target.model import Target
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+LINES = [
+    "The draft proposes what the target would say, and the target says it.\n\n\n",
+    "How many legs has a horse? A horse has four legs.\n\n\n",
+    "user assistant system: answer the question, please.\n\n\n",
+]
+
+
+def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over any text: 3 special tokens, 256 bytes, the rest merges learnt from `LINES` (88 at most)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[1], pad_token=SPECIAL[2]
+    )
+    fast.chat_template = template
+    return fast
+
+
+def tiny_model(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """A random Llama of two layers; its logits are spread enough to differ from token to token."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+
+
+def tiny_target(seed: int = 0, **changes) -> Target:
+    return Target(tiny_model(seed, **changes), tiny_tokenizer(), "tiny")
+
+
+def tiny_draft(target: Target, allocation: list[int], seed: int = 0, **config) -> Specialists:
+    """Random specialists, differing enough from each other that a wrong one shows."""
+    torch.manual_seed(seed)
+    depth = config.pop("depth", sum(allocation))
+    draft = Specialists(DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth, **config))
+    for parameter in draft.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+        elif draft.config.own_head:  # a norm's
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return draft

@@ -1,0 +1,207 @@
+"""Families of targets: each one a tiny random model that decodes losslessly, or is refused with the reason."""
+
+import copy
+
+import lightning
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.online import OnlineFeatures
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.target import masks
+from poss_lightning.target.generation import pad_right, prefill
+from poss_lightning.target.model import Target
+from poss_lightning.training.module import SpecialistTraining
+from tests.support import naive
+from tests.support.decoders import PROMPTS as ORACLE_S
+from tests.support.decoders import Oracle, tokens_of
+from tests.support.families import FAMILIES, MIXED, SIZE, TURN, WINDOW
+from tests.support.stores import SIZES, make_conversations
+from tests.support.tiny import tiny_draft, tiny_tokenizer
+from tests.support.trees import random_tree
+
+WINDOWED = ["qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "cohere2"]
+PROMPTS = [[5, 6, 7, 8], list(range(20, 45)), [3, 4]]
+# Allocation, depth, nodes, top_k.
+DRAFTS = [([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1)]
+
+
+def family(name: str, seed: int = 0, **changes) -> Target:
+    """A random target of the family whose name comes before the comma, its biases and norms random too."""
+    torch.manual_seed(seed)
+    kind = name.split(",")[0]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return Target(model, tiny_tokenizer(), name)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request) -> Target:
+    return family(request.param)
+
+
+def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int = 30):
+    """Of every prompt: the tokens of a tree behind it, what each sees of the others, and the features (n, D)."""
+    rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
+    above = [naive.ancestor_mask(parents) for _, parents in rows]
+    cache = prefill(target, prompts, nodes)[0]
+    read = read or target.tree_features
+    features = read(torch.tensor([tokens for tokens, _ in rows]), torch.tensor(above), cache)
+    return zip([tokens for tokens, _ in rows], above, features, strict=True)
+
+
+def test_greedy_is_lossless(target):
+    expected = tokens_of(Generate(target), PROMPTS, 20)
+    assert len({token for text in expected for token in text}) > 20  # it does not just repeat itself
+    assert tokens_of(Autoregressive(target), PROMPTS, 20) == expected
+    for allocation, *tree in DRAFTS:
+        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), PROMPTS, 20) == expected
+    assert tokens_of(Speculative(target, tiny_draft(target, [6]), 3, 20, 5), PROMPTS[1:2], 20) == expected[1:2]
+
+
+@pytest.mark.parametrize("wrong_every", [0, 2])
+def test_long_paths_accepted_are_lossless_too(target, wrong_every):
+    future = tokens_of(Generate(target), ORACLE_S[:1], 58, frozenset())[0]
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
+    speculative.drafter = Oracle(speculative.drafter, future, wrong_every)
+    decoded = speculative.decode(ORACLE_S[:1], 50, frozenset())[0]
+    assert decoded.tokens == future[:50]
+    assert sum(decoded.accepted) > 25
+
+
+def test_a_tree_behind_a_cache_equals_its_paths_read_alone(target):
+    prompts = [[9] * 4 + list(range(20, 36)), [10, 11, 12]]
+    for prompt, (tokens, above, features) in zip(prompts, read_trees(target, prompts), strict=True):
+        paths = [[token for token, on in zip(tokens, seen, strict=True) if on] for seen in above]
+        assert max(map(len, paths)) > WINDOW + 1
+        alone = target.text_features(pad_right([prompt + path for path in paths], target.device))
+        last = [len(prompt + path) - 1 for path in paths]
+        torch.testing.assert_close(features, alone[range(len(paths)), last], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_window_off_by_one_is_refused_when_loading_and_seen_in_a_tree(name, shift, monkeypatch):
+    target, prompts, right = family(name), [list(range(20, 40))], masks.in_window
+    ((*_, features),) = read_trees(target, prompts)
+    monkeypatch.setattr(masks, "in_window", lambda window, *rest: right(window + shift, *rest))
+    ((*_, wrong),) = read_trees(target, prompts)
+    assert not torch.isclose(features, wrong, atol=1e-3).all(-1).any()  # at no node
+    with pytest.raises(ValueError, match="cache and a tree's mask and windows are not those of a plain forward"):
+        family(name, sliding_window=64)  # longer than what is read when it is loaded
+
+
+def test_the_window_of_a_tree_is_the_drawing():
+    positions, length = torch.tensor([[3, 4, 4, 5, 5, 6]]), torch.tensor([3])
+    tree = torch.tensor(naive.ancestor_mask([0, 0, 0, 1, 2, 4]))
+    visible = torch.cat([torch.ones_like(tree)[:, :3], tree], dim=1)  # (n, extent)
+    seen = (visible & masks.in_window(2, positions, length, 9))[0, 0].tolist()
+    drawn = [line.replace("|", "").split()[1:] for line in masks.__doc__.splitlines()[-6:]]
+    assert [["x" if see else "." for see in row] for row in seen] == drawn
+
+
+def test_a_window_that_holds_the_whole_context_is_none():
+    plain, wide = family("llama"), family("mistral", sliding_window=512)
+    assert plain.masks.windows == {masks.FULL: None} and wide.masks.windows == {masks.SLIDING: None}
+
+
+def test_specs_of_rotary_kinds():
+    assert family("phi3, longrope").spec.context == TURN
+    assert family("phi3").spec.context == 512
+    assert family("gemma3_text").spec.rope_theta == 1e6  # its full attention's; the sliding layers have 1e4
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic"])
+def test_what_is_drafted_beyond_the_context_does_not_turn_the_others(name):
+    """The last rounds draft beyond the limit; so does a row that waits for others."""
+    target, prompts = family(name), [list(range(20, 16 + TURN)), [5, 6, 7]]
+    expected = [tokens_of(Generate(target), [prompt], 12, frozenset())[0] for prompt in prompts]
+    assert [len(text) for text in expected] == [4, 12]
+    assert tokens_of(Autoregressive(target), prompts, 12, frozenset()) == expected
+    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 20, 3)
+    assert tokens_of(speculative, prompts, 12, frozenset()) == expected
+
+
+@pytest.mark.parametrize("name", ["llama, dynamic", "gemma2"])
+def test_a_tree_never_asks_the_device(name):
+    """What must know a value would break the graph, and is refused."""
+    target, prompts = family(name), [[5, 6, 7, 8, 9], [3, 4]]
+    expected = [features for *_, features in read_trees(target, prompts)]
+    whole = torch.compile(target.tree_features, fullgraph=True, backend="eager")
+    torch.testing.assert_close([features for *_, features in read_trees(target, prompts, whole)], expected)
+
+
+LINEAR = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "num_experts": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+REFUSED = {
+    "mamba": ({}, "layers of linear_attention; only full_attention and sliding_attention can read a tree"),
+    "qwen3_next": (LINEAR, "layers of linear_attention"),
+    "llama4_text": ({"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16}, "layers of chunked_attention"),
+    "gptj": ({"n_head": 4, "rotary_dim": 4}, r"its logits are not head\(feature\)"),  # its head has a bias
+    "gemma3_text": (MIXED | {"head_dim": 8, "use_bidirectional_attention": True}, "not those of a plain forward"),
+    "bloom": ({"n_head": 4}, ""),  # asks for a mask of its own form
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_read_a_tree_is_refused_in_one_line(name):
+    changes, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^target '{name}' \(\w+\) is not supported: .*{reason}.*\Z"):
+        family(name, **changes)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2", "cohere2"])
+def test_in_bfloat16_logits_are_rounded_as_the_model_rounds_them(name):
+    """A tie that the model's rounding makes must be a tie for the engine too."""
+    target = Target(family(name).model.to(torch.bfloat16), tiny_tokenizer(), name)
+    tokens = torch.arange(200)[None]
+    assert torch.equal(target.embed_head.logits(target.text_features(tokens)), target.model(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma2"])
+def test_store_and_online_have_the_target_s_own_logits_and_train(name, tmp_path):
+    target = family(name)
+    write_store(tmp_path / "store", target, make_conversations(), **SIZES)
+    store = FeatureStore(tmp_path / "store")
+    assert store.target == target.spec and (store.target.logit_scale, store.target.logit_cap) != (1.0, None)
+    sample = store[0]
+    logits = target.model(sample.tokens[None]).logits[0]
+    for embed_head in (store.embed_head(), OnlineFeatures(target, []).embed_head()):
+        torch.testing.assert_close(embed_head.logits(sample.features), logits)
+        some = torch.tensor([3, 50, 280])
+        torch.testing.assert_close(embed_head.restrict(some).logits(sample.features), logits[:, some])
+    start, end = sample.spans[0]
+    assert sample.greedy[start - 1 : end - 1].tolist() == logits[start - 1 : end - 1].argmax(-1).tolist()
+    train(str(tmp_path / "store"))
+
+
+def train(store: str) -> None:
+    """Two steps; before and after, the loss of a batch is the twin's, and it has become smaller."""
+    lightning.seed_everything(0)
+    data = FeatureData(store, batch_tokens=200, validation=0.2)
+    module, batches, losses = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, warmup=0.0), [], []
+    module.on_train_batch_start = lambda batch, index: batches.append(batch)
+    before = copy.deepcopy(module.draft.state_dict())
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    lightning.Trainer(accelerator="cpu", max_steps=2, enable_model_summary=False, **options).fit(module, data)
+    for weights in (copy.deepcopy(module.draft.state_dict()), before):
+        module.draft.load_state_dict(weights)
+        ours, predictions = module._losses(batches[0], 3)
+        given = predictions, batches[0].features[:, 1:], batches[0].counts[:, :-1], module.embed_head.head
+        twin = naive.pass_losses(*given, 1.0, 0.1, 1.0, scale=module.embed_head.scale, cap=module.embed_head.cap)
+        torch.testing.assert_close(ours.weighted.double(), twin, rtol=1e-4, atol=1e-4)
+        losses.append(float(twin.detach().sum()))
+    assert losses[0] < losses[1]

@@ -1,0 +1,188 @@
+"""What TensorBoard gets: no chart is empty, one row a run, histograms and points that say what the scalars say."""
+
+import csv
+import json
+import re
+from types import SimpleNamespace
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+
+from poss_lightning.evaluation.probe import Replay, answered_samples
+from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.store import FeatureStore, Sample
+from poss_lightning.features.stream import collate
+from poss_lightning.metrics import BINS
+from poss_lightning.training import hyperparameters, panels
+from poss_lightning.training.dashboard import Dashboard, pick_slots
+from poss_lightning.training.module import SpecialistTraining
+
+DEPTH, EVERY = 4, 10**6
+
+
+def fit(store, folder, logger, steps, **options):
+    lightning.seed_everything(0)
+    training = SpecialistTraining(store, [2, 2], learning_rate=3e-3, **options)
+    data = FeatureData(store, batch_tokens=512, validation=0.2)
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        val_check_interval=steps // 2,
+        check_val_every_n_epoch=None,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            Replay(EVERY, nodes=12, tree_width=4),
+            Dashboard(slots=6),
+        ],  # and a sanity check, which leaves nothing
+        default_root_dir=folder,
+    )
+    trainer.fit(training, data)
+    return training, trainer, data
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    training, trainer, _ = fit(store, folder, TensorBoardLogger(folder, name="", version=""), steps=20)
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    return SimpleNamespace(folder=folder, training=training, trainer=trainer, events=events)
+
+
+def test_no_chart_is_empty(run):
+    tags = run.events.Tags()["scalars"]
+    charts = [patterns for category in panels.LAYOUT.values() for _, patterns in category.values()]
+    for pattern in (pattern for patterns in charts for pattern in patterns if pattern != "probe/tau$"):
+        assert any(re.match(pattern, tag) for tag in tags), f"{pattern} is no scalar"
+    assert "custom_scalars__config__" in run.events.Tags()["tensors"]
+
+
+def test_histograms_are_the_drift_slot_by_slot(run):
+    for k in range(1, DEPTH + 1):
+        drawn = run.events.Histograms(f"val_drift_cosine_by_slot/depth_{k}")
+        means = run.events.Scalars(f"val_drift_cosine/depth_{k}")
+        for one, mean in zip(drawn, means, strict=True):
+            shape = one.histogram_value
+            assert sum(shape.bucket) == shape.num > 0 and len(shape.bucket) == len(shape.bucket_limit)
+            assert shape.sum / shape.num == pytest.approx(mean.value, abs=1 / BINS)  # half a bin
+
+
+def test_depths_without_slots_have_no_histogram():
+    counts = torch.zeros(3, BINS, dtype=torch.long)
+    counts[0, 50], counts[2, 60] = 2, 3
+    drawn = panels.count_histograms(counts)
+    assert drawn.keys() == {1, 3} and panels.count_histograms(counts * 0) == {}
+    assert [(own["min"], own["max"]) for own in drawn.values()] == [pytest.approx((0, 0.22))] * 2
+
+
+def test_a_run_is_one_row_with_tau_and_no_placeholder(run):
+    noted, tags = run.events.summary_metadata, run.events.Tags()["scalars"]
+    assert "hp_metric" not in tags and [file.name for file in run.folder.iterdir() if file.is_dir()] == ["00020"]
+    experiment = metadata.parse_experiment_plugin_data(noted[metadata.EXPERIMENT_TAG].plugin_data.content)
+    begun = metadata.parse_session_start_info_plugin_data(noted[metadata.SESSION_START_INFO_TAG].plugin_data.content)
+    assert metadata.SESSION_END_INFO_TAG in noted
+    metrics = {metric.name.tag for metric in experiment.metric_infos}
+    assert metrics - {f"val_pos_acc_tree/depth_{k}" for k in range(2, DEPTH + 1)} <= set(tags)  # some were not reached
+    assert {"val/tau_tree", "val_pos_acc_tree/depth_4"} <= metrics
+    assert {info.name for info in experiment.hparam_infos} == set(begun.hparams) >= set(hyperparameters.FIRST)
+    assert begun.hparams["allocation"].string_value == "[2, 2]" and begun.hparams["steps"].number_value == 20
+    assert "learning_rate: 0.003" in (run.folder / "hparams.yaml").read_text()
+
+
+def test_the_projector_shows_the_same_slots_at_every_depth(run):
+    place = run.folder / "00020" / "features"
+    points = np.loadtxt(place / "tensors.tsv")
+    labels = list(csv.DictReader((place / "metadata.tsv").open(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    assert points.shape == (6 * (DEPTH + 1), 32) and len(labels) == len(points)
+    for slot in range(6):
+        place = slot
+        for depth in range(DEPTH + 1):
+            label = labels[place]
+            kind = f"depth {depth}" if depth else "target"
+            assert (int(label["slot"]), label["kind"]) == (slot, kind)
+            assert (label["token"], label["following"]) == (labels[slot]["token"], labels[slot]["following"])
+            place = int(label["__seq_next__"] or -1)
+        assert place == -1
+
+
+def test_points_against_a_loop(store):
+    batch = collate([[FeatureStore(store)[i] for i in (0, 20)], [FeatureStore(store)[39]]])
+    outputs = [torch.randn(*batch.features[:, 1:].shape) for _ in range(2)]
+    rows, slots = (batch.counts >= 2).nonzero(as_tuple=True)
+    found = pick_slots(outputs, batch, EVERY)
+    for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+        assert torch.equal(found.target[i], batch.features[row, slot + 1].float())
+        assert all(torch.equal(found.draft[k, i], outputs[k][row, slot]) for k in range(2))
+        assert (found.tokens[i], found.following[i]) == tuple(batch.tokens[row, slot + 1 : slot + 3].tolist())
+    assert pick_slots(outputs * EVERY, batch._replace(counts=batch.counts * 0), 6) is None
+    assert len(pick_slots(outputs, batch, 3).target) == 3
+
+
+def test_tokens_are_spelt_where_the_tokenizer_is_at_hand(tiny_folder):
+    spell = panels.load_speller(tiny_folder)
+    assert spell(1) == "<|im_end|>" and all("\t" not in spell(i) and "\n" not in spell(i) for i in range(320))
+    assert (
+        panels.load_speller("somebody/unknown")(7) == "7" and panels.load_speller("no folder, no id/ at all/")(7) == "7"
+    )
+
+
+def test_a_figure_shows_every_kind_that_was_logged(run):
+    assert [image.step for image in run.events.Images("val_pos_acc/by_position")] == [10, 20]
+    logged = {f"val_pos_acc_{kind}/depth_1": 0.5 for kind in panels.KINDS} | {"val/tau_tree": 1.5}
+    axes = panels.draw_acceptance(logged, 3, 7).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50"]
+    assert not panels.draw_acceptance({}, 3, 7).axes[0].lines
+
+
+def test_another_logger_gets_the_scalars_alone(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(panels, "draw_acceptance", None)  # would be called
+    fit(store, tmp_path, CSVLogger(tmp_path, name="", version=""), steps=2)
+    with (tmp_path / "metrics.csv").open() as file:
+        assert {"val/tau_tree", "val_pos_acc_chain/depth_1"} <= set(next(csv.reader(file)))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hparams.yaml", "metrics.csv"]
+
+
+# --- replay while training ---
+
+
+@pytest.mark.parametrize("vocabulary", [None, 100])
+def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):
+    training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=vocabulary)
+    held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
+    for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
+        found = replay_rounds(draft, data.source.embed_head(), held, depth=DEPTH, nodes=nodes, tree_width=tree_width)
+        rounds = [count for sample in found for answer in sample for count in answer]
+        tau = sum(count + 1 for count in rounds) / len(rounds)
+        assert float(trainer.callback_metrics[f"val/tau_{kind}"]) == pytest.approx(tau)
+    assert tau > 1
+    values = [float(trainer.callback_metrics.get(f"val_pos_acc_tree/depth_{k}", 0)) for k in range(1, DEPTH + 1)]
+    assert 1 + np.cumprod(values).sum() == pytest.approx(tau, rel=1e-5)
+
+
+def test_answers_of_two_tokens_or_more_are_replayed():
+    for spans in ([(1, 3)], [(2, 9), (9, 12)], [(4, 8), (10, 20)], [(3, 5), (6, 7), (8, 20)], []):
+        long = [span for span in spans if span[1] - span[0] > 1]
+        tokens = torch.arange(20)
+        batch = collate([[Sample("a", tokens, tokens, spans, torch.zeros(20, 4))]])
+        assert [sample.spans for sample in answered_samples(batch)] == ([long] if long else [])
+
+
+def test_few_answers_are_whole_batches(store):
+    batch = collate([[FeatureStore(store)[i] for i in (0, 20, 39)]])
+    training, watch = SpecialistTraining(store, [1]), Replay(answers=4)
+    for _ in range(3):
+        watch.on_validation_batch_end(SimpleNamespace(world_size=1), training, None, batch, 0)
+    assert [len(watch.samples), json.dumps(watch.samples[0].spans)] == [6, json.dumps(FeatureStore(store)[0].spans)]
+    with pytest.raises(ValueError, match="answers is 0"):
+        Replay(answers=0)
+    with pytest.raises(ValueError, match="slots is 0"):
+        Dashboard(slots=0)

@@ -1,0 +1,120 @@
+"""A run that was killed and goes on ends with the weights of one that was not."""
+
+import json
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.files import atomic
+from poss_lightning.training.module import SpecialistTraining
+from tests.support.processes import forked, printed
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(lightning.Callback):
+    """Raises, or ends the process, after so many batches of the run, before the checkpoint of the last."""
+
+    def __init__(self, after: int | None = None, signal: int | None = None):
+        self.after, self.signal = after, signal
+        self.seen: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
+        if len(self.seen) == self.after:
+            if self.signal:
+                os.kill(os.getpid(), self.signal)
+            with atomic(Path(trainer.default_root_dir, f"seen-{trainer.global_rank}.json")) as path:
+                path.write_text(json.dumps(self.seen))
+            raise Killed
+
+
+class Left(Kill):
+    """Keeps what a kill after batch n would leave as n.ckpt: training up to there again and again takes long."""
+
+    def on_train_batch_end(self, trainer, *rest):
+        super().on_train_batch_end(trainer, *rest)
+        if (last := Path(trainer.default_root_dir, "last.ckpt")).exists():
+            shutil.copy(last, last.with_name(f"{len(self.seen)}.ckpt"))
+
+
+def fit(store, folder, kill=None, goes_on=None, every=1, **options):
+    lightning.seed_everything(0)
+    module = SpecialistTraining(store, [1, 2], learning_rate=3e-3)
+    keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
+    kill = kill or Kill()
+    trainer = lightning.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 3,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "gradient_clip_val": 0.5,
+            "default_root_dir": folder,
+            "use_distributed_sampler": False,
+            "callbacks": [kill, keep],
+            **options,
+        }
+    )
+    data = FeatureData(store, batch_tokens=256, validation=0.2)
+    trainer.fit(module, data, ckpt_path=goes_on and folder / goes_on)
+    return module, trainer, kill.seen
+
+
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [(1, {}), (2, {"accumulate_grad_batches": 2}), (3, {"max_epochs": -1, "max_steps": 17})],
+    ids=str,
+)
+def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, every, options):
+    whole, trainer, seen = fit(store, tmp_path, Left(), every=every, **options)
+    batches = trainer.num_training_batches
+    assert batches >= 5
+    for after in [batches - 2, batches - 1, batches, batches + 1, 2 * batches]:
+        again, other, rest = fit(store, tmp_path, goes_on=f"{after}.ckpt", every=every, **options)
+        assert other.global_step == trainer.global_step
+        assert 0 < len(rest) < len(seen) and seen[-len(rest) :] == rest  # at the exact sample
+        for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True):
+            assert torch.equal(a, b), after
+
+
+def test_sigkill(store, tmp_path):
+    whole, _, _ = fit(store, tmp_path / "whole")
+    work = partial(fit, store, tmp_path, Kill(9, signal.SIGKILL), every=4)
+    assert forked(tmp_path / "log", 1, work) == [-signal.SIGKILL], printed(tmp_path / "log")
+    again, _, _ = fit(store, tmp_path, goes_on="last.ckpt", every=4)
+    assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+
+
+def die_on_two(store, folder, afters):
+    for after in afters:
+        with pytest.raises(Killed):
+            fit(store, folder / str(after), Kill(after + 1), devices=2, strategy="ddp")
+
+
+def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
+    afters, log = (1, 3), tmp_path / "log"
+    assert forked(log, 2, die_on_two, store, tmp_path, afters) == [0, 0], printed(log)
+    for after in afters:
+        folder = tmp_path / str(after)
+        seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
+        taken = [name for rank in seen for _, ids in rank[:after] for name in ids]
+        with pytest.warns(UserWarning, match="the run goes on with 1 batches a step .* where it had 2"):
+            _, trainer, rest = fit(store, folder, goes_on="last.ckpt", max_epochs=2)
+        first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
+        assert sorted(taken + first) == sorted(second) and taken and first
+        assert trainer.current_epoch == 2
+        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # the rate falls to nothing, and no sooner
+        assert abs(steps - trainer.num_training_batches * 2) <= 1

@@ -1,0 +1,379 @@
+"""The same global batches give the same draft on every strategy, and any of them goes on where another stopped.
+
+Covered, each against a loop without Lightning: four AdamW steps in float32, some clipped, with uneven slot counts.
+
+                                one ×1   DDP ×2   FSDP2 ×2   ZeRO-1 ×2   ZeRO-2 ×2   ZeRO-3 ×2   ZeRO-3 ×2, offloaded
+    2 batches a step              2        1         1           1           1           1            -
+    4 batches a step              4        2         2           2           2           2            2
+    … resumed after step 2      itself   itself    itself      itself      itself      itself         -
+    … resumed from                -       one       DDP        FSDP2       ZeRO-1      ZeRO-2         -
+    … in bf16-mixed               4        2         2           2           2           2            -
+    4, of the EAGLE-3 kind        -        2         2           2           -           2            -
+
+The numbers are accumulated batches. At 4 batches a step the third is short: it ends the epoch.
+"""
+
+import json
+import pickle
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.stream import collate
+from poss_lightning.target.model import Target
+from poss_lightning.training.export import export
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import DeepSpeed
+from tests.support import naive, ranks
+from tests.support.processes import forked, printed
+from tests.support.ranks import CLIP, DATA, EAGLE3, MODEL, STEPS
+from tests.support.tiny import tiny_target
+
+CONF = Path(__file__).parents[2] / "conf"
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
+ZERO = [pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3)]
+SHARDED = ["ddp", "fsdp2", *ZERO]
+STRATEGIES = ["one", *SHARDED]
+OTHER_KIND = ("ddp", "fsdp2", "zero1", "zero3")
+SPREAD = 4  # times what half an ulp makes: the sums of a strategy are rounded more often than once
+MODEL_DEPTH = sum(MODEL["allocation"])
+TABLE = [(strategy, batches) for strategy in ("one", "ddp", "fsdp2") for batches in (2, 4)]
+TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
+TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
+WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
+Weights = dict[str, torch.Tensor]
+
+
+def conversations() -> list[Conversation]:
+    talks = [(WORDS[i % 6], f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)) for i in range(32)]
+    return [
+        Conversation(str(i), [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}])
+        for i, (asked, answered) in enumerate(talks)
+    ]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, tiny_folder) -> str:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(
+        folder,
+        Target.load(tiny_folder, "float32"),
+        conversations(),
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory) -> str:
+    """What a draft of the EAGLE-3 kind reads."""
+    folder = tmp_path_factory.mktemp("inner")
+    write_store(
+        folder,
+        tiny_target(num_hidden_layers=7),
+        conversations(),
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+        layers=(2, 3, 4),
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def initial(store, inner, tmp_path_factory) -> Path:
+    """Weights to start from, spread so that every specialist matters; those of the EAGLE-3 kind beside them."""
+    folder = tmp_path_factory.mktemp("initial")
+    for name, source, model in (("weights", store, MODEL), ("eagle3", inner, MODEL | EAGLE3)):
+        torch.manual_seed(0)
+        draft = SpecialistTraining(source, **model).draft
+        for parameter in draft.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        save_file(draft.state_dict(), folder / f"{name}.safetensors")
+    return folder / "weights.safetensors"
+
+
+def eagle3(initial: Path) -> Path:
+    return initial.with_name("eagle3.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(store, inner, initial, tmp_path_factory) -> Path:
+    """A folder a run, strategy/name, of all trainings in the table; each library has processes of its own."""
+    out = tmp_path_factory.mktemp("trained")
+    launch(store, initial, out, 1, runs(out, "one"))
+    another = {name: other_kind(out, name, inner, initial) for name in OTHER_KIND}
+    sharded = [*runs(out, "fsdp2", "ddp"), another["fsdp2"]]
+    launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"], *sharded, from_yaml(out, "fsdp2", store)])
+    if not HAS_DEEPSPEED:
+        return out
+    zero = runs(out, "zero1", "fsdp2") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
+    offload = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2}
+    launch(store, initial, out, 2, [*zero, another["zero1"], another["zero3"], offload, from_yaml(out, "zero3", store)])
+    return out
+
+
+def other_kind(out: Path, strategy: str, inner: str, initial: Path) -> dict:
+    """A draft whose own head learns outside the unroll, without detaching."""
+    beginning = {"store": inner, "model": EAGLE3, "initial": str(eagle3(initial))}
+    return {"strategy": strategy, "world": 2, "accumulate": 2, "folder": str(out / strategy / "eagle3"), **beginning}
+
+
+def from_yaml(out: Path, name: str, store: str) -> dict:
+    """What the command line is given for a trainer's YAML on two CPU ranks."""
+    options = {
+        "data.store": store,
+        "data.validation": 0.2,
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 2,
+        "trainer.max_steps": 2,
+        "trainer.val_check_interval": 2,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.log_every_n_steps": 1,
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.logger.save_dir": out,
+        "trainer.logger.name": f"{name}.yaml",
+        "trainer.logger.version": "",
+        "trainer.callbacks.init_args.every_n_train_steps": 1,  # of the last callback, which writes last.ckpt
+    }
+    configs = [CONF / "draft" / "poss3.yaml", CONF / "trainer" / f"{name}.yaml"]
+    return {"fit": [f"--config={path}" for path in configs] + [f"--{key}={value}" for key, value in options.items()]}
+
+
+def runs(out: Path, strategy: str, other: str | None = None) -> list[dict]:
+    world = 1 if strategy == "one" else 2
+    settings = {"2": {}, "4": {}, "again": {"resume": str(out / strategy / "4" / "step=2.ckpt")}}
+    settings["bf16"] = {"precision": "bf16-mixed"}
+    if other:
+        settings["from-other"] = {"resume": str(out / other / "4" / "step=2.ckpt")}
+    common = {"strategy": strategy, "world": world}
+    return [
+        {**common, **more, "folder": str(out / strategy / name), "accumulate": (2 if name == "2" else 4) // world}
+        for name, more in settings.items()
+    ]
+
+
+def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -> None:
+    log = out / runs[0]["strategy"]
+    assert forked(log, world, ranks.main, store, str(initial), runs) == [0] * world, printed(log)
+
+
+@pytest.fixture(scope="module")
+def reference(store, inner, initial) -> dict[int | str, Weights]:
+    """Batches a step -> weights after plain steps: every conversation alone, one loss, no Lightning."""
+    plain = {share: plain_steps(store, initial, share) for share in (2, 4)}
+    return plain | {"eagle3": plain_steps(inner, eagle3(initial), 4, **EAGLE3)}
+
+
+@pytest.fixture(scope="module")
+def rounding(store, initial, reference, tmp_path_factory) -> float:
+    """What float32 leaves open: how far plain steps end up from weights that begin half an ulp away, at most of three.
+
+    Adam divides small gradients by their own size, so their rounding counts: on one CPU 3e-6 to 2e-5 of what changed.
+    """
+    nudged, found = tmp_path_factory.mktemp("nudged") / "weights.safetensors", []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        weights = load_file(initial)
+        for name, value in weights.items():
+            if value.is_floating_point() and name != "scale":
+                value.mul_(1 + (torch.rand(value.shape, generator=generator) - 0.5) * torch.finfo(value.dtype).eps)
+        save_file(weights, nudged)
+        found.append(difference(plain_steps(store, nudged, 2), reference[2], initial))
+    assert max(found) < 1e-4  # or the laws below would see no fault
+    return max(found)
+
+
+def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
+    module = SpecialistTraining(store, **MODEL | changes)
+    draft, depth = module.draft, module.draft.config.depth
+    draft.load_state_dict(load_file(initial))
+    optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
+    clipped = []
+    for step, conversations in enumerate(step_by_step(store, share, draft.config.layers)):
+        sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
+        for conversation in conversations:
+            batch = collate([[conversation]])
+            embedded, packing = (
+                module.embed_head.embed(batch.tokens[:, 1:]),
+                Packing(batch.lengths, batch.positions[:, :-1]),
+            )
+            predictions = draft(embedded, batch.draft_input[:, :-1], depth, packing)
+            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.embed_head.head)
+            sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
+            slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
+        optimizer.zero_grad()
+        (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
+        clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP) > CLIP))
+        optimizer.param_groups[0]["lr"] = MODEL["learning_rate"] * min(1, (STEPS - step) / (STEPS - 1))
+        optimizer.step()
+    assert set(clipped) == {True, False} or changes
+    return draft.state_dict()
+
+
+def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Tensor:
+    if not draft.config.own_head:
+        return naive.pass_losses(predictions, features, counts, head, 1.0, 0.1, 1.0)
+    read = [draft.norm(one) for one in predictions]
+    said = torch.isin(greedy, draft.vocabulary)
+    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, draft_head=draft.lm_head.weight)
+
+
+def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:
+    """The conversations of every optimizer step."""
+    data = FeatureData(store, **DATA)
+    data.source = data.source.select(layers)
+    schedule, steps = data.train_dataloader().sampler, []
+    for epoch in range(2):
+        schedule.set_epoch(epoch)
+        batches = schedule.batches()
+        for start in range(0, len(batches), share):
+            steps.append([data.source[i] for rows in batches[start : start + share] for row in rows for i in row])
+    return steps[:STEPS]
+
+
+def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
+    """Of what training changed, relative."""
+    start = load_file(initial)
+    names = [name for name, value in start.items() if value.is_floating_point()]
+    wrong, changed = (
+        torch.cat([(a[name].double() - b[name].double()).flatten() for name in names]).norm()
+        for a, b in ((weights, wanted), (wanted, start))
+    )
+    return float(wrong / changed)
+
+
+def weights(folder: Path) -> Weights:
+    return load_file(folder / "weights.safetensors")
+
+
+# --- one truth ---
+
+
+def test_processes_have_uneven_slot_counts(store):
+    schedule = FeatureData(store, **DATA).train_dataloader().sampler
+    sums = [sum(int(collate([[source]]).counts.sum()) for source in step) for step in step_by_step(store, 1)]
+    assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
+
+
+@pytest.mark.parametrize(("strategy", "batches"), TABLE)
+def test_every_strategy_takes_the_same_steps(trained, reference, initial, rounding, strategy, batches):
+    assert difference(weights(trained / strategy / str(batches)), reference[batches], initial) <= SPREAD * rounding
+
+
+@pytest.mark.parametrize("strategy", [pytest.param(n, marks=[needs_deepspeed] * ("zero" in n)) for n in OTHER_KIND])
+def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, rounding, strategy):
+    """Without detaching, each pass's rounding goes through those before it."""
+    found = difference(weights(trained / strategy / "eagle3"), reference["eagle3"], eagle3(initial))
+    assert found <= MODEL_DEPTH * SPREAD * rounding
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
+    """With and without accumulation: what is summed over the processes is as many numbers as there are parameters."""
+    start = load_file(initial)
+    learnt = [value for name, value in start.items() if value.is_floating_point() and name != "scale"]
+    parameters = sum(map(torch.numel, learnt))
+    for batches in ("2", "4"):
+        reduced = json.loads((trained / strategy / batches / "reduced.json").read_text())
+        assert sorted(reduced) == ["1", "2", "3", "4"]
+        for count in reduced.values():
+            extra = count - (parameters if strategy != "one" else 0)
+            assert 0 <= extra <= 4  # the norm that clips, an overflow flag
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_stays_near(trained, reference, initial, strategy):
+    """Arithmetic in bfloat16; masters, moments and what a checkpoint holds in float32."""
+    assert difference(weights(trained / strategy / "bf16"), reference[4], initial) < 0.06
+    stored = torch.load(trained / strategy / "bf16" / "step=4.ckpt", weights_only=True)
+    floats = [value for value in stored["state_dict"].values() if value.is_floating_point()]
+    moments = [state[name] for state in stored["optimizer_states"][0]["state"].values() for name in ("exp_avg", "step")]
+    assert {value.dtype for value in floats + moments} == {torch.float32}
+    assert any((value != value.bfloat16()).any() for value in floats)
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strategy):
+    unbroken, again = weights(trained / strategy / "4"), weights(trained / strategy / "again")
+    assert all(torch.equal(value, again[name]) for name, value in unbroken.items())
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_strategy_goes_on_from_another_s_checkpoint(trained, reference, initial, rounding, strategy):
+    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) <= SPREAD * rounding
+
+
+@pytest.mark.parametrize("precision", ["4", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_draft_comes_out_of_training_and_out_of_its_checkpoint(trained, tmp_path, strategy, precision):
+    run = trained / strategy / precision
+    export(str(run / "step=4.ckpt"), str(tmp_path / "exported"))
+    for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
+        draft = Specialists.from_pretrained(folder)
+        assert draft.config.allocation == tuple(MODEL["allocation"])
+        assert all(torch.equal(value, weights(run)[name]) for name, value in draft.state_dict().items())
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
+    whole = trained / "one" / "4" / "step=4.ckpt"
+    (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:-1000])
+    (tmp_path / "bomb.ckpt").write_bytes(pickle.dumps({"state_dict": Bomb()}))
+    stored = torch.load(whole, weights_only=True)
+    torch.save({name: value for name, value in stored.items() if name != "draft"}, tmp_path / "other.ckpt")
+    config = json.loads(stored["draft"]) | {"allocation": [1, 1, 1]}
+    torch.save(stored | {"draft": json.dumps(config)}, tmp_path / "contradicting.ckpt")
+    torch.save(stored | {"draft": "{}"}, tmp_path / "empty.ckpt")
+    (tmp_path / "folder.ckpt").mkdir()
+    for name, error, words in (
+        ("missing", FileNotFoundError, "no such file"),
+        ("folder", ValueError, "is a folder, and no draft's; give a .ckpt file"),
+        ("cut", ValueError, "is no whole checkpoint"),
+        ("bomb", ValueError, "is no whole checkpoint"),
+        ("other", ValueError, "has no 'draft'"),
+        ("contradicting", ValueError, "does not fit its draft's config"),
+        ("empty", ValueError, "is not a draft's config"),
+    ):
+        with pytest.raises(error, match=words):
+            export(str(tmp_path / f"{name}.ckpt"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists() and "must not run" not in capsys.readouterr().out
+
+
+# --- the YAML files ---
+
+
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
+    """With validation, probe and checkpoint while everything is divided."""
+    run = trained / f"{name}.yaml"
+    export(str(run / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
+    for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
+        assert Specialists.from_pretrained(folder).config.allocation == (3, 3)
+
+
+@needs_deepspeed
+def test_stages_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="stage is 4; ZeRO's stages are 1, 2 and 3"):
+        DeepSpeed(4)
+    with pytest.raises(ValueError, match="offload_parameters is true at stage 2"):
+        DeepSpeed(2, offload_parameters=True)

@@ -1,0 +1,373 @@
+"""Training through Lightning on the tiny target: it learns, it logs, and padding is worth nothing."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.probe import Probe
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.manifest import StoreError
+from poss_lightning.features.schedule import split
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import collate
+from poss_lightning.target.model import Target
+from poss_lightning.training.callbacks import DraftFolders, Throughput
+from poss_lightning.training.dashboard import Dashboard
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.muon import Muon
+from tests.support import naive
+from tests.support.talks import EAGLE3, talks
+from tests.support.tiny import tiny_target
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory):
+    """A store with inner layers, and one more than a draft reads."""
+    folder = tmp_path_factory.mktemp("inner")
+    write_store(
+        folder,
+        tiny_target(num_hidden_layers=7),
+        talks(),
+        max_length=128,
+        batch_tokens=1024,
+        shard_bytes=2**20,
+        layers=(2, 6, 3, 4),
+    )
+    return str(folder)
+
+
+@pytest.fixture
+def source(request, store, inner):
+    """The store of a kind of draft, and the options of its training."""
+    return (inner, EAGLE3 | {"vocabulary_size": 200}) if request.param == "eagle3" else (store, {})
+
+
+def gradients(module, batch):
+    module.zero_grad()
+    losses, _ = module._losses(batch, module.draft.config.depth)
+    losses.total.backward()
+    return losses.weighted, [p.grad.clone() for p in module.draft.parameters()]
+
+
+@pytest.mark.parametrize("source", ["eagle2", "eagle3"], indirect=True)
+@pytest.mark.parametrize("allocation", [[6], [2, 2, 2], [1, 3, 2]], ids=str)
+def test_alone_padded_and_in_a_batch_are_one(source, allocation):
+    lightning.seed_everything(0)
+    store, options = source
+    module = SpecialistTraining(store, allocation, 6, **options)
+    samples = [FeatureStore(store).select(module.draft.config.layers)[i] for i in (0, 20, 39)]
+    loss, gradient = gradients(module, collate([[sample] for sample in samples]))
+    apart = [gradients(module, collate([[sample]])) for sample in samples]
+    assert loss.all()
+    torch.testing.assert_close(loss, sum(a for a, _ in apart), rtol=1e-4, atol=1e-5)
+    for i, together in enumerate(gradient):
+        torch.testing.assert_close(together, sum(g[i] for _, g in apart), rtol=1e-3, atol=1e-5)
+
+
+def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true", **changes):
+    lightning.seed_everything(0)
+    module = SpecialistTraining(store, [2, 2], learning_rate=3e-3, warmup=0.05, **changes)
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        precision=precision,
+        val_check_interval=steps // 2,
+        check_val_every_n_epoch=None,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        log_every_n_steps=5,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=lightning.pytorch.loggers.TensorBoardLogger(folder, name="", version=""),
+        callbacks=[*callbacks, DraftFolders("val/loss", "min")],
+    )
+    trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2), ckpt_path=resume)
+    return module, trainer
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory, tiny_folder):
+    """The same texts, read and kept in bfloat16."""
+    folder = tmp_path_factory.mktemp("half")
+    write_store(
+        folder, Target.load(tiny_folder, "bfloat16"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize(("precision", "computed"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)])
+def test_a_store_in_either_dtype_trains_in_the_one_asked_for(store, half, tmp_path, precision, computed):
+    """Not one of another machine's, which may multiply it slowly: the frozen ends too are turned to it."""
+    losses = []
+    for name, source in (("whole", store), ("half", half)):
+        module, trainer = fit(source, tmp_path / name, steps=4, precision=precision)
+        assert module.embed_head.head.dtype == module.embed_head.embedding.dtype == computed
+        losses.append(float(trainer.callback_metrics["val/loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path):
+    norms, plain = [], Muon._step_matrices
+
+    def watch(self, group):
+        every = [p.grad for own in self.param_groups for p in own["params"] if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(every).item())
+        return plain(self, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Muon, "_step_matrices", watch)
+        fit(store, tmp_path, optimizer="muon")
+    assert len(norms) == 60 and max(norms) <= 0.5 + 1e-3 and min(norms) > 0.4
+    losses = [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_it_learns_logs_and_leaves_a_draft(store, tmp_path, recwarn):
+    fit(store, tmp_path)
+    assert not any("draft-best" in str(warning.message) for warning in recwarn)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = {f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_drift_cosine")}
+    assert names <= set(events.Tags()["scalars"])
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses[-1] < 0.9 * losses[0]  # the target's own entropy stays
+    draft = Specialists.from_pretrained(tmp_path / "draft-best")
+    assert draft.config.allocation == (2, 2) and draft.config.target == FeatureStore(store).manifest.target
+    assert (tmp_path / "draft-last" / "model.safetensors").is_file()
+
+
+def test_an_eagle_3_draft_learns_and_says_nothing_of_features(inner, tmp_path):
+    """Its head too; and it stands beside no target, so nothing of drift is logged."""
+    fit(inner, tmp_path, steps=30, **EAGLE3, vocabulary_size=200, callbacks=[Dashboard()])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    names = set(events.Tags()["scalars"])
+    assert {
+        f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_token_loss")
+    } <= names
+    assert "val_pos_acc_unroll/depth_1" in names
+    assert not any("drift" in name or "feature" in name for name in names)
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses[-1] < 0.97 * losses[0]
+    draft = Specialists.from_pretrained(tmp_path / "draft-best")
+    assert draft.config.kind == "eagle3" and len(draft.vocabulary) == 200
+    begun = FeatureStore(inner).embed_head().head[draft.vocabulary]
+    assert draft.lm_head.weight.shape == begun.shape and not torch.equal(draft.lm_head.weight, begun)
+
+
+@pytest.mark.parametrize("size", [200, None])
+def test_an_own_head_is_taught_what_it_can_say(inner, size):
+    """Token loss against the target within the vocabulary, where the target's likeliest token is in it."""
+    lightning.seed_everything(0)
+    module = SpecialistTraining(inner, [2, 2], **EAGLE3, vocabulary_size=size)
+    batch = collate([[FeatureStore(inner).select((2, 3, 4))[i]] for i in (5, 30)])
+    assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
+    losses, predictions = module._losses(batch, 4)
+    said = range(320) if size is None else module.draft.vocabulary.tolist()
+    counts = batch.counts[:, :-1].clone()
+    for row, slot in counts.nonzero().tolist():
+        counts[row, slot] *= int(batch.greedy[row, slot + 1]) in said
+    assert size is None or 0 < (counts > 0).sum() < (batch.counts[:, :-1] > 0).sum()
+    read = [module.draft.norm(prediction) for prediction in predictions]
+    given = read, batch.features[:, 1:], counts, module.embed_head.head, 0.0, 1.0, 0.0
+    torch.testing.assert_close(
+        losses.weighted.double(),
+        naive.pass_losses(*given, draft_head=module.draft.lm_head.weight),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_an_own_head_goes_on_with_the_tokens_of_its_start(inner, tmp_path):
+    """Those of SPEED's start are EAGLE-3's, whatever is common in the new store; another size is chosen anew."""
+    given = SpecialistTraining(inner, [4], **EAGLE3, vocabulary_size=200).draft
+    odd = Specialists(given.config, torch.arange(120, 320))
+    odd.save_pretrained(tmp_path / "odd")
+    speed = EAGLE3 | {"kv": "shared", "start_from": str(tmp_path / "odd")}
+    for size in (None, 200):
+        draft = SpecialistTraining(inner, [2, 2], **speed, vocabulary_size=size).draft
+        assert draft.vocabulary.equal(odd.vocabulary) and draft.config.vocabulary_size == 200
+        assert draft.lm_head.weight.equal(odd.lm_head.weight)
+    for size in (100, 320):
+        draft = SpecialistTraining(inner, [2, 2], **speed, vocabulary_size=size).draft
+        common = FeatureStore(inner).common_tokens(size)
+        assert draft.vocabulary is None if common is None else draft.vocabulary.equal(common)
+
+
+@pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["eagle2", "eagle3"])
+def test_as_many_tokens_as_the_target_has_are_all(inner, kind):
+    draft = SpecialistTraining(inner, [2], **kind, vocabulary_size=320).draft
+    assert draft.vocabulary is None and draft.config.vocabulary_size is None
+
+
+def test_what_an_eagle_3_draft_needs_is_said(store, inner):
+    with pytest.raises(ValueError, match=r"tiny.* has 2$"):
+        SpecialistTraining(store, [2, 2], **EAGLE3)
+    with pytest.raises(
+        ValueError, match=r"w_feature is 1\.0, but a draft of kind eagle3 predicts no feature: make it 0"
+    ):
+        SpecialistTraining(inner, [2, 2], kind="eagle3")
+    with pytest.raises(StoreError, match=r"keeps no outputs of layer 5, .* extract it with --layers \[2,5,3\]"):
+        FeatureStore(inner).select((2, 5, 3))
+
+
+def test_samples_carry_only_the_layers_that_are_read(inner):
+    whole = FeatureStore(inner)
+    outputs = dict(zip(whole.manifest.layers, whole[3].layers.unbind(1), strict=True))
+    chosen = pickle.loads(pickle.dumps(whole.select((4, 2))))[3]  # as a loader's process gets it
+    assert torch.equal(chosen.layers, torch.stack([outputs[4], outputs[2]], dim=1))
+    assert torch.equal(chosen.draft_input, torch.cat([outputs[4], outputs[2]], dim=1))
+    none = whole.select(())[3]
+    assert none.layers.shape[1] == 0 and none.draft_input is none.features
+
+
+@pytest.mark.parametrize("source", ["eagle2", "eagle3"], indirect=True)
+def test_checkpoints_hold_nothing_frozen_and_resume(source, tmp_path):
+    store, options = source
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    module, _ = fit(store, tmp_path, steps=4, callbacks=[keep], **options)
+    assert not any("embed_head" in name for name in module.state_dict())
+    again, _ = fit(store, tmp_path, steps=4, resume=tmp_path / "step=2.ckpt", **options)
+    assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
+
+
+def test_throughput_is_seen(store, tmp_path):
+    """Slots and tokens of all batches between two logs, and FLOPs of the same, over the seconds between them."""
+    module = SpecialistTraining(store, [2, 2])
+    trainer = lightning.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        accumulate_grad_batches=2,
+        log_every_n_steps=4,
+        limit_val_batches=1,
+        val_check_interval=3,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[throughput := Throughput()],
+        default_root_dir=tmp_path,
+    )
+    taken, plain = [], throughput._log
+    throughput._log = lambda *given: (taken.append((throughput.totals.tolist(), throughput.started)), plain(*given))
+    data = FeatureData(store, batch_tokens=256, validation=0.2)
+    trainer.fit(module, data)
+    ((slots, tokens, flops), _) = taken[0]
+    shown = [i for epoch in range(2) for i in data.train]  # enough to hold what four steps took
+    assert 0 < slots < tokens <= sum(data.source.lengths[i] for i in shown) and flops > 0
+    seen = trainer.callback_metrics
+    assert 0 < seen["throughput/waiting"] < 1 and seen["throughput/teraflops"] > 0
+    assert seen["slots/s"] / seen["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
+    assert {"slots/s", "throughput/waiting"} <= set(trainer.progress_bar_metrics)
+
+
+@pytest.mark.parametrize("validation", [1e-3, 0.999])
+def test_a_validation_that_is_proposed_leaves_no_side_empty(validation):
+    for count in (2, 5, 12):
+        ids = [str(i) for i in range(count)]
+        with pytest.raises(ValueError, match=f"--data.validation {validation} of {count} conversations") as told:
+            split(ids, validation, 0)
+        share = float(re.search(r"([\d.]+) does not$", str(told.value))[1])
+        assert all(split(ids, share, 0))
+    with pytest.raises(ValueError, match=r"leaves a side empty: use more of them$"):
+        split(["0"], validation, 0)
+
+
+def test_the_schedule_rises_then_falls_to_nothing(store):
+    module = SpecialistTraining(store, [2], learning_rate=1.0, warmup=0.1)
+    module.trainer = type("Trainer", (), {"estimated_stepping_batches": 100})()
+    factor = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    values = [factor(step) for step in range(101)]
+    assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert values[10] == 1 and values[100] == 0
+    assert all(a > b for a, b in pairwise(values[10:]))
+
+
+def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
+    module = SpecialistTraining(store, [2, 2])
+    probe = Probe(tiny_folder, prompts=2, max_new_tokens=12, nodes=9, tree_width=3)
+    trainer = lightning.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        callbacks=[probe],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2))
+    assert 1 <= float(trainer.callback_metrics["probe/tau"]) <= 5
+    assert module.draft.fc.weight.dtype == torch.float32  # the probe decodes with a copy
+
+
+def test_a_vocabulary_of_the_commonest_tokens(store):
+    kept = SpecialistTraining(store, [2], vocabulary_size=40).draft.vocabulary
+    counts = torch.zeros(320, dtype=torch.long)
+    features = FeatureStore(store)
+    for i in range(len(features)):
+        for start, stop in features[i].spans:
+            counts += torch.bincount(features[i].tokens[start:stop], minlength=320)
+    assert len(kept) == 40 and (kept.diff() > 0).all()
+    left_out = torch.ones(320, dtype=torch.bool)
+    left_out[kept] = False
+    assert counts[left_out].max() <= counts[kept].min()
+
+
+def test_eagle_is_watched_as_deep_as_it_will_be_used(store):
+    module = SpecialistTraining(store, [6], depth=1)
+    assert (module.draft.config.depth, module.eval_depth) == (1, 6)
+
+
+def test_a_single_pass_can_be_validated(store):
+    module = SpecialistTraining(store, [1])
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    values = trainer.validate(module, FeatureData(store, batch_tokens=512, validation=0.2), verbose=False)[0]
+    assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values
+
+
+def test_two_processes_train_one_draft(store, tiny_folder, tmp_path):
+    """DDP over gloo from the command line: it ends, both take as many steps, and the draft is written once."""
+    options = {
+        "data.store": store,
+        "data.batch_tokens": 256,
+        "data.validation": 0.2,
+        "model.allocation": "[2, 2]",
+        "trainer.accelerator": "cpu",
+        "trainer.devices": 2,
+        "trainer.strategy": "ddp",
+        "trainer.max_steps": 4,
+        "trainer.val_check_interval": 2,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.num_sanity_val_steps": 0,
+        "trainer.logger": "TensorBoardLogger",
+        "trainer.logger.save_dir": tmp_path,
+        "trainer.logger.name": "run",
+        "trainer.logger.version": "",
+        "trainer.callbacks": json.dumps(
+            [
+                {"class_path": "poss_lightning.evaluation.probe.Replay"},
+                {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+                {"class_path": "poss_lightning.training.dashboard.Dashboard"},
+            ]
+        ),
+    }
+    command = [Path(sys.executable).parent / "poss", "fit", *(f"--{name}={value}" for name, value in options.items())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("draft-last", "draft-best"):
+        assert Specialists.from_pretrained(tmp_path / "run" / name).config.allocation == (2, 2)
