@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "training: features are not moved to the right between passes",
         "draft/unroll.py",
-        "torch.cat([own[:, :1], own[:, :-1]], dim=1)",
-        "own",
+        "torch.cat([features[:, :1], features[:, :-1]], dim=1)",
+        "features",
         "draft/test_unroll.py",
     ),
     Mutant(
@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "decoding: the target judges by a head in 8 bits too",
         "decoding/engine.py",
-        "self.target.ends.logits(features.flatten(0, 1))",
-        "self.target.ends.logits(features.flatten(0, 1), self.drafter.product)",
+        "self.target.embed_head.logits(features.flatten(0, 1))",
+        "self.target.embed_head.logits(features.flatten(0, 1), self.drafter.product)",
         "decoding/test_int8_head.py",
     ),
     Mutant(
@@ -76,15 +76,15 @@ MUTANTS = (
     Mutant(
         "replay: an answer cut short counts its last rounds too",
         "evaluation/replay.py",
-        "seen = going & (whole | (root + depth < lengths))",
-        "seen = going",
+        "counted = active & (complete | (root + depth < lengths))",
+        "counted = active",
         "evaluation/test_replay.py",
     ),
     Mutant(
         "the wrong specialist serves: positions counted from 0",
         "draft/config.py",
-        "self.served[min(position, len(self.served)) - 1]",
-        "self.served[min(position, len(self.served) - 1)]",
+        "self.specialists[min(position, len(self.specialists)) - 1]",
+        "self.specialists[min(position, len(self.specialists) - 1)]",
         "draft/test_draft.py",
     ),
     Mutant(
@@ -97,48 +97,48 @@ MUTANTS = (
     Mutant(
         "drafting: a node sees its siblings",
         "decoding/drafting.py",
-        "attn_mask=self.slots.visible(frontier.above),",
-        "attn_mask=self.slots.visible(frontier.above.any(1, True).expand_as(frontier.above)),",
+        "attn_mask=self.slots.tree_mask(frontier.ancestors),",
+        "attn_mask=self.slots.tree_mask(frontier.ancestors.any(1, True).expand_as(frontier.ancestors)),",
         "draft/test_unroll.py decoding/test_engine.py",
     ),
     Mutant(
         "verification: a node does not see its parent",
         "decoding/trees.py",
-        "for _ in range(depth):\n        above = own",
-        "for _ in range(depth - 1):\n        above = own",
+        "for _ in range(depth):\n        ancestors = itself",
+        "for _ in range(depth - 1):\n        ancestors = itself",
         "decoding/test_trees.py decoding/test_engine.py",
     ),
     Mutant(
         "verification: the bonus token is drawn without temperature",
         "decoding/verification.py",
-        "choice = choose(logits[where[rows, node]], place + accepted)",
-        "p = logits[where[rows, node]]\n        choice = choose(p, place + accepted) if _ < depth else p.argmax(-1)",
+        "choice = sample(logits[logit_rows[rows, node]], position + accepted)",
+        "p = logits[logit_rows[rows, node]]\n        choice = sample(p, position + accepted) if _ < depth else p.argmax(-1)",
         "decoding/test_verification.py",
     ),
     Mutant(
         "sampling: the draft's favourite is accepted a little too often",
         "sampling.py",
-        "torch.searchsorted(mass, (uniform * mass[..., -1])[..., None], right=True)",
-        "torch.searchsorted(mass, (0.97 * uniform * mass[..., -1])[..., None], right=True)",
+        "torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True)",
+        "torch.searchsorted(cdf, (0.97 * uniform * cdf[..., -1])[..., None], right=True)",
         "test_sampling.py decoding/test_verification.py",
     ),
     Mutant(
         "engine: the cache keeps the first nodes, not the accepted ones",
         "target/cache.py",
-        "self.slots.flat(path), self.slots.flat(destination)",
-        "self.slots.flat(destination.expand_as(path)), self.slots.flat(destination)",
+        "self.slots.flat_index(path), self.slots.flat_index(destination)",
+        "self.slots.flat_index(destination.expand_as(path)), self.slots.flat_index(destination)",
         "target/test_target.py decoding/test_engine.py",
     ),
     Mutant(
         "engine: tokens after a stop are counted",
-        "decoding/decoder.py",
+        "target/generation.py",
         "until = until_stop(emitted, self.stops)",
         "until = emitted",
         "decoding/test_engine.py",
     ),
     Mutant(
         "engine: a bonus that nobody emits is counted behind a drafted stop token",
-        "decoding/decoder.py",
+        "target/generation.py",
         "return kept, len(until) - 1",
         "return kept, min(len(until), len(emitted) - 1)",
         "decoding/test_engine.py",
@@ -146,15 +146,15 @@ MUTANTS = (
     Mutant(
         "replay: a bonus that nobody emits is counted behind an answer's end",
         "evaluation/replay.py",
-        "verdict.accepted.minimum(lengths - 1 - whole.long() - root)",
+        "verdict.accepted.minimum(lengths - 1 - complete.long() - root)",
         "verdict.accepted",
         "evaluation/test_replay.py",
     ),
     Mutant(
         "loss: a pass counts where its text is not the assistant's",
         "losses.py",
-        "live = counts[somewhere] >= passes[:, None]",
-        "live = (counts[somewhere] >= 1).expand(len(passes), -1)",
+        "counted = counts[anywhere] >= passes[:, None]",
+        "counted = (counts[anywhere] >= 1).expand(len(passes), -1)",
         "test_losses.py",
     ),
     Mutant(
@@ -167,8 +167,8 @@ MUTANTS = (
     Mutant(
         "loss: a head of the draft's own learns from all passes alike",
         "losses.py",
-        "(by / largest)[:, None]",
-        "torch.ones_like(by)[:, None]",
+        "(pass_weights / largest)[:, None]",
+        "torch.ones_like(pass_weights)[:, None]",
         "test_losses.py",
     ),
     Mutant(
@@ -181,22 +181,22 @@ MUTANTS = (
     Mutant(
         "EAGLE-3: the drafter's keys are made without their specialist's norms",
         "draft/layer.py",
-        "return super().projection() * self._weights()",
-        "return super().projection()",
+        "return super().kv_weight() * self._norm_weights()",
+        "return super().kv_weight()",
         "draft/test_unroll.py",
     ),
     Mutant(
         "EAGLE-3: the head is taught where it lacks the target's token",
         "training/module.py",
-        "counts = counts * self.ends.holds(batch.greedy[:, 1:])",
+        "counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])",
         "counts = counts * 1",
         "training/test_training.py",
     ),
     Mutant(
         "EAGLE-3: the engine reads each layer one too early",
         "target/model.py",
-        "torch.cat([read.hidden_states[layer] for",
-        "torch.cat([read.hidden_states[layer - 1] for",
+        "torch.cat([output.hidden_states[i] for",
+        "torch.cat([output.hidden_states[i - 1] for",
         "target/test_target.py evaluation/test_replay.py",
     ),
     Mutant(
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "statistics: tokens after the limit shorten the last round's acceptance",
-        "decoding/decoder.py",
+        "target/generation.py",
         "return kept, len(until)",
         "return kept, len(kept)",
         "decoding/test_engine.py",
@@ -230,8 +230,8 @@ MUTANTS = (
     Mutant(
         "interop: fc's bias, moved to attention, is not in the residual",
         "interop/tensors.py",
-        '(made | {"o_proj": bias})',
-        "made",
+        'biases["o_proj"] = bias',
+        'biases["o_proj"] = 0 * bias',
         "interop/test_layouts.py",
     ),
     Mutant(
@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "report: the fastest of many is called faster without Holm's correction",
         "reports/findings.py",
-        "sure = gain.holm < LEVEL",
-        "sure = gain.p < LEVEL",
+        "significant = gain.holm < LEVEL",
+        "significant = gain.p < LEVEL",
         "reports/test_report.py",
     ),
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant(
         "benchmark: seconds of two machines go into one file",
         "evaluation/benchmark.py",
-        "if self.lines and earlier.get(fact, here[fact]) != here[fact]:",
+        "if earlier.get(fact, here[fact]) != here[fact]:",
         "if False:",
         "evaluation/test_benchmark.py",
     ),
