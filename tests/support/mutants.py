@@ -112,7 +112,8 @@ MUTANTS = (
         "verification: the bonus token is drawn without temperature",
         "decoding/verification.py",
         "choice = sample(logits[logit_rows[rows, node]], position + accepted)",
-        "p = logits[logit_rows[rows, node]]\n        choice = sample(p, position + accepted) if _ < depth else p.argmax(-1)",
+        "p = logits[logit_rows[rows, node]]\n"
+        "        choice = sample(p, position + accepted) if _ < depth else p.argmax(-1)",
         "decoding/test_verification.py",
     ),
     Mutant(
