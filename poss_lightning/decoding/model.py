@@ -8,11 +8,10 @@ It is no assistant model for transformers' own assisted generation: that one ask
 """
 
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Progress
@@ -20,6 +19,9 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Processor, Sampling
 from poss_lightning.target.model import Target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NEW_TOKENS = 20  # transformers' default
 
@@ -35,7 +37,7 @@ class Streamer(Protocol):
 
 
 def load(
-    target: str | PreTrainedModel = "embedded",
+    target: "str | PreTrainedModel" = "embedded",
     draft: str | Specialists | None = None,
     tokenizer=None,
     dtype: str = "auto",
