@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import torch
+
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
 SECONDS = 600  # until all are ended; on a busy machine too
@@ -46,6 +48,7 @@ def printed(log: Path, most: int = 2000) -> str:
 
 
 def _rank(log: Path, shared: dict[str, object], rank: int, work: Callable[..., None], given: tuple) -> None:
+    torch.set_num_threads(1)  # as in the tests' own process: sums of two threads have other bits
     own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in (shared | own).items()})
     sys.stdout = sys.stderr = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115
