@@ -15,9 +15,9 @@ from benchmarks.random_target import random_draft
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.target.cache import SlotStore
+from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 
 NODES, DEPTHS = (1, 8, 16, 32, 60), range(1, 9)

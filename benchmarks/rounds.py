@@ -15,9 +15,9 @@ from benchmarks.naive_round import NaiveRounds
 from benchmarks.random_target import random_draft
 from poss_lightning.decoding.decoder import Clock, Progress, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.generation import generate
+from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 
 _MARK = "\u241f user message \u241f"
@@ -134,6 +134,7 @@ class _Writer:
                 f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
             )
         self.target, self.turns, self.openings = target, turns, openings
+        self.loop = PlainLoop(target)
         self.roles = (("user", *user), ("assistant", *answer))
         self.special = set(target.tokenizer.all_special_ids)
 
@@ -177,7 +178,7 @@ class _Writer:
 
     def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:
         """What continues each prompt, up to its stop token; None where it has special tokens."""
-        tokens = generate(self.target, prompts, limit, self.target.chat.stops, sampling, generator)
+        tokens = self.loop.generate(prompts, limit, self.target.chat.stops, sampling, generator)
         return [self._text(row) for row in tokens]
 
     def _text(self, tokens: list[int]) -> str | None:

@@ -6,22 +6,27 @@ from contextlib import contextmanager
 import torch
 
 from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, new_token_limits
-from poss_lightning.target.generation import OutputTracker, decode_steps, pad_right
+from poss_lightning.target.generation import OutputTracker, PlainLoop, pad_right
 from poss_lightning.target.model import Target
 
 
 class Autoregressive(Decoder):
-    """One token a forward, on the engine's own cache."""
+    """One token a forward, on the engine's own cache.
 
-    def __init__(self, target: Target):
-        self.target = target
+    Args:
+        target: the frozen model.
+        graphs: whether steps run as CUDA graphs, as the engine's rounds do; None for: on CUDA.
+    """
+
+    def __init__(self, target: Target, graphs: bool | None = None):
+        self.target, self.loop = target, PlainLoop(target, graphs)
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`. With the same generator, the tokens of `Speculative`."""
         prompts, limit, stops, sampling, generator = request
         limits = new_token_limits(self.target, prompts, limit)
-        steps = decode_steps(self.target, prompts, limits, stops, sampling, generator)
+        steps = self.loop.steps(prompts, limits, stops, sampling, generator)
         part = "prefill"
         while True:
             with clock.part(part):

@@ -15,13 +15,13 @@ from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound,
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.decoding.trees import Tree, ancestor_mask, logit_rows, rerank, share_nodes
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import GREEDY, TokenSampler
 from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
+from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 
 SHARE = 4  # a row may take this many times its share of a batch's nodes
@@ -91,7 +91,7 @@ class Speculative(Decoder):
         self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampling, self.request_id = GREEDY, 0  # of the texts in hand
-        self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs)
+        self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs, target.device)
         self.forward_tree = partial(target.forward_tree, layers=draft.config.layers)
         if compile:
             self.forward_tree = torch.compile(self.forward_tree, fullgraph=True)

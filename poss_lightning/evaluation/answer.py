@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, read_suites
-from poss_lightning.target.generation import generate
+from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 
 
@@ -50,11 +50,11 @@ def answer(
     turns = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
     settings = {"target": target, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "questions": names}
     corpus.claim(settings | {"turns": turns, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint})
-    conversations: list[Messages] = []
+    conversations, loop = [], PlainLoop(model)
     with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
         for number, start in enumerate(range(0, len(questions), batch_size)):
             batch = questions[start : start + batch_size]
-            conversations += corpus.batch(number, partial(_answer_questions, model, batch, max_new_tokens))
+            conversations += corpus.batch(number, partial(_answer_questions, loop, batch, max_new_tokens))
             bar.update(len(batch))
     kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
     corpus.finish({"id": name, "messages": messages} for name, messages in kept)
@@ -64,8 +64,9 @@ def answer(
 
 
 @torch.inference_mode()
-def _answer_questions(target: Target, questions: list[Question], max_new_tokens: int) -> list[Messages]:
+def _answer_questions(loop: PlainLoop, questions: list[Question], max_new_tokens: int) -> list[Messages]:
     """A conversation a question; it ends before an answer that is empty or does not fit the context."""
+    target = loop.target
     conversations: list[Messages] = [[] for _ in questions]
     unfinished = list(range(len(questions)))
     for turn in range(max(len(question.turns) for question in questions)):
@@ -78,7 +79,7 @@ def _answer_questions(target: Target, questions: list[Question], max_new_tokens:
         fitting = [row for row, prompt in prompts.items() if len(prompt) + max_new_tokens < target.spec.context]
         if not fitting:
             break
-        tokens = generate(target, [prompts[row] for row in fitting], max_new_tokens, target.chat.stops)
+        tokens = loop.generate([prompts[row] for row in fitting], max_new_tokens, target.chat.stops)
         texts = dict(zip(fitting, map(target.chat.text, tokens), strict=True))
         unfinished = [row for row, text in texts.items() if text.strip()]
         for row in unfinished:

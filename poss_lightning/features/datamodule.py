@@ -1,6 +1,7 @@
 """The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
 
 import lightning
+import torch
 
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
@@ -84,6 +85,12 @@ class FeatureData(lightning.LightningDataModule):
         if self.schedule is None:
             self.schedule = self._schedule(self.train, training=True)
         return self.schedule
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """What is one tensor on the host is one on the device."""
+        same = batch.draft_input is batch.features
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return moved._replace(draft_input=moved.features) if same else moved
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""

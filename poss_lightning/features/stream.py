@@ -101,7 +101,8 @@ class Loader(DataLoader):
     """Reads a schedule's batches. It begins when the first is asked for, so that the epoch is known by then."""
 
     def __init__(self, source, schedule: Schedule, workers: int):
-        super().__init__(_Reader(source), sampler=schedule, batch_size=None, num_workers=workers)
+        pinned = torch.cuda.is_available()  # so that copies to the device do not wait
+        super().__init__(_Reader(source), sampler=schedule, batch_size=None, num_workers=workers, pin_memory=pinned)
         self.schedule = schedule
 
     def __iter__(self) -> Iterator[Batch]:

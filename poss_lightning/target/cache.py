@@ -137,8 +137,8 @@ class Slots:
         rows = torch.arange(len(self.lengths), device=self.lengths.device) * self.capacity
         return ((rows + self.lengths)[:, None] + behind).flatten()
 
-    def advance_device(self, counts: Tensor) -> None:
-        """Count the next counts[b] slots of row b as verified; the host does not know it yet."""
+    def advance_device(self, counts: Tensor | int) -> None:
+        """Count the next counts[b] slots of row b, or so many of every row, as verified; the host does not know it."""
         self.lengths.add_(counts)
 
     def advance_host(self, counts: list[int]) -> None:

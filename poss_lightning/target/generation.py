@@ -7,6 +7,7 @@ from torch import Tensor
 
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from poss_lightning.target.cache import TreeCache
+from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target, causal_ancestors
 
 
@@ -79,7 +80,6 @@ def prefill(
     return cache, draft_input, features[range(len(prompts)), [length - 1 for length in lengths]]
 
 
-@torch.inference_mode()
 def generate(
     target: Target,
     prompts: list[list[int]],
@@ -89,40 +89,91 @@ def generate(
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
     """Each prompt's new tokens, up to and with a stop token, `limit` at most."""
-    texts: list[list[int]] = [[] for _ in prompts]
-    for tokens in decode_steps(target, prompts, [limit] * len(prompts), stops, sampling, generator):
-        for prompt, token in tokens.items():
-            texts[prompt].append(token)
-    return texts
+    return PlainLoop(target).generate(prompts, limit, stops, sampling, generator)
 
 
-def decode_steps(
-    target: Target,
-    prompts: list[list[int]],
-    limits: list[int],
-    stops: frozenset[int],
-    sampling: Sampling = GREEDY,
-    generator: torch.Generator | None = None,
-) -> Iterator[dict[int, int]]:
-    """The next token of every unfinished prompt, by its number; the first step reads the prompts."""
-    longest = max(limits)
-    cache, _, last = prefill(target, prompts, longest)
-    sampler = TokenSampler(sampling, prompts, longest, target.device, generator)
-    outputs, alone = OutputTracker(limits, stops), causal_ancestors(1, target.device)
-    rows = list(range(len(prompts)))  # the prompts still in the batch
-    while True:
+class PlainLoop:
+    """Decodes a batch by one token a forward; the next batch takes over its cache where it fits.
+
+    On CUDA a step runs as a graph, as the engine's rounds do. Otherwise a speed-up over this loop would come in part
+    from its kernels, which Python starts one by one.
+
+    Args:
+        target: the frozen model.
+        graphs: whether steps run as CUDA graphs; None for: on CUDA.
+    """
+
+    def __init__(self, target: Target, graphs: bool | None = None):
+        self.target, self.cache = target, target.new_cache(0, 0)
+        self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs, target.device)
+        self.alone = causal_ancestors(1, target.device)
+        self.request_id = 0  # of the batch in hand
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        stops: frozenset[int],
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> list[list[int]]:
+        """Each prompt's new tokens, up to and with a stop token, `limit` at most."""
+        texts: list[list[int]] = [[] for _ in prompts]
+        for tokens in self.steps(prompts, [limit] * len(prompts), stops, sampling, generator):
+            for prompt, token in tokens.items():
+                texts[prompt].append(token)
+        return texts
+
+    def steps(
+        self,
+        prompts: list[list[int]],
+        limits: list[int],
+        stops: frozenset[int],
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[dict[int, int]]:
+        """The next token of every unfinished prompt, by its number; the first step reads the prompts."""
+        target, longest = self.target, max(limits)
+        cache, _, last = prefill(target, prompts, longest, self.cache)
+        sampler = TokenSampler(sampling, prompts, longest, target.device, generator)
         tokens = sampler(target.embed_head.logits(last), cache.slots.lengths)  # (B,)
-        emitted = dict(zip(rows, tokens.tolist(), strict=True))
-        step = {prompt: emitted[prompt] for prompt in outputs.active}
-        for prompt, token in step.items():
-            outputs.append(prompt, [token])
-        yield step
-        if not (active := outputs.active):
-            return
-        if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
-            kept = [rows.index(prompt) for prompt in active]
-            cache.select(kept)
-            sampler.select(kept)
-            tokens, rows = tokens[kept], active
-        last = target.tree_features(tokens[:, None], alone, cache)[:, 0]
-        cache.append([1] * len(rows))
+        if cache is not self.cache or sampling != GREEDY:  # what was captured reads other tensors, or draws
+            self.graphs.clear()
+            self.tokens = tokens.clone()
+        self.cache = cache
+        self.tokens.copy_(tokens)
+        self.request_id = request_id = self.request_id + 1
+        outputs, rows = OutputTracker(limits, stops), list(range(len(prompts)))  # the prompts still in the batch
+        while True:
+            emitted = dict(zip(rows, self.tokens.tolist(), strict=True))  # the one synchronisation
+            step = {prompt: emitted[prompt] for prompt in outputs.active}
+            for prompt, token in step.items():
+                outputs.append(prompt, [token])
+            yield step
+            if not (active := outputs.active):
+                return
+            if self.request_id != request_id:
+                raise RuntimeError("this loop has begun with other prompts: it decodes one batch at a time")
+            if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
+                kept = [rows.index(prompt) for prompt in active]
+                cache.select(kept)
+                sampler.select(kept)
+                self.graphs.clear()
+                self.tokens, rows = self.tokens[kept], active
+            self._step(sampler)
+
+    def _step(self, sampler: TokenSampler) -> None:
+        """Read `self.tokens` (B,), and put the next ones in their place."""
+        target, cache, tokens = self.target, self.cache, self.tokens
+
+        def forward() -> None:
+            last = target.tree_features(tokens[:, None], self.alone, cache)[:, 0]
+            cache.slots.advance_device(1)
+            tokens.copy_(sampler(target.embed_head.logits(last), cache.slots.lengths))
+
+        if self.graphs.enabled and not sampler.needs_sync:
+            self.graphs.run(cache.slots.extent_for(1), forward, [cache.slots.lengths, tokens])
+        else:
+            forward()
+        cache.slots.advance_host([1] * len(tokens))

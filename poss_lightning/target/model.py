@@ -73,6 +73,8 @@ class Target(nn.Module):
             ValueError: an unknown dtype or device; weights missing; a model whose logits are not head(feature).
         """
         device = choose_device(device)
+        if device.startswith("cuda"):
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         if dtype is not None:
             dtype = choose_dtype(dtype, device)
         disable_progress_bar()  # loading takes seconds, and its bar would cut through ours

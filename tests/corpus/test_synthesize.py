@@ -11,7 +11,7 @@ from poss_lightning.corpus import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.synthesize import synthesize
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.generation import generate
+from poss_lightning.target.generation import PlainLoop, generate
 from tests.support.stores import contents, dies_at
 from tests.support.tiny import tiny_target
 
@@ -99,16 +99,16 @@ def test_fewer_are_the_first_of_more(tmp_path):
 
 @pytest.mark.parametrize("generations", [1, 6, 9])
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, generations):
-    calls = []
+    calls, plain = [], PlainLoop.generate
 
     def dying(*args):
         calls.append(args)
         if len(calls) > generations:
             raise KeyboardInterrupt
-        return generate(*args)
+        return plain(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "generate", dying)
+        patch.setattr(PlainLoop, "generate", dying)
         write(tmp_path / "killed.jsonl")
     assert not (tmp_path / "killed.jsonl").exists()
     parts = len(list((tmp_path / "killed.jsonl.parts").glob("0*.json")))

@@ -1,5 +1,8 @@
 """Rounds as graphs, without a GPU: a stand-in bakes in the tensors of a capture, as CUDA does, and runs no Python."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -8,8 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import Settled
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.graphs import Graphs
 from poss_lightning.sampling import Sampling
+from poss_lightning.target.graphs import Graphs
 from tests.support.tiny import tiny_draft, tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
@@ -87,3 +90,46 @@ def test_a_settled_tree_runs_as_a_graph(monkeypatch, share):
     engine.graphs = Baked()
     assert tokens_of(engine, GREEDY, limit=60) == tokens_of(Autoregressive(target), GREEDY, limit=60)
     assert engine.budgets[3].plan is not None
+
+
+@pytest.mark.parametrize("law", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_plain_decoding_replayed_says_the_same(law):
+    """The baseline runs as graphs where drafting does, so that a speed-up is the draft's alone."""
+    target = tiny_target(0)
+    plain = Autoregressive(target)
+    plain.loop.graphs = Baked()
+    long = [[7] * 90, [8] * 3, [9] * 5]
+    cases = (PROMPTS, 80, 0), (PROMPTS, 80, 1), (PROMPTS[:1], 12, 0), (long, 12, 0), (PROMPTS, 9, 2)
+    for prompts, limit, seed in cases:
+        expected = tokens_of(Autoregressive(target), law, prompts, limit, seed)
+        assert tokens_of(plain, law, prompts, limit, seed) == expected
+
+
+def test_a_graph_of_plain_decoding_serves_the_next_text():
+    plain = Autoregressive(tiny_target(0))
+    plain.loop.graphs = Baked()
+    tokens_of(plain, GREEDY, PROMPTS[:1])
+    captures = plain.loop.graphs.captures
+    tokens_of(plain, GREEDY, PROMPTS[:1])
+    assert captures == plain.loop.graphs.captures == 1  # one for every 64 slots
+
+
+def test_where_a_capture_fails_work_is_done_without(monkeypatch, caplog):
+    """As CUDA would have it: streams of the device of the work, whichever is current."""
+    chosen, state = [], torch.zeros(1)
+
+    def fails(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: chosen.append(device) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    graphs = Graphs(enabled=True, device=torch.device("cuda", 1))
+    assert graphs.run("key", lambda: state.add_(1), [state]) == 1  # not 2: the warm-up left no trace
+    assert not graphs.enabled and chosen == [torch.device("cuda", 1)]
+    (line,) = caplog.messages
+    assert line.endswith("without CUDA graphs, so more slowly: operation not permitted when stream is capturing")

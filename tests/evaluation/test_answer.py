@@ -7,7 +7,7 @@ import pytest
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.evaluation import answer as module
 from poss_lightning.evaluation.answer import answer
-from poss_lightning.target.generation import generate
+from poss_lightning.target.generation import PlainLoop, generate
 from tests.support.tiny import tiny_target
 
 TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["The draft " * 9], ["please"]]
@@ -42,7 +42,7 @@ def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
     options = {"suites": [suite], "max_new_tokens": 12, "batch_size": 2, "dtype": "float32"}
     answer(str(tmp_path / "whole.jsonl"), **options)
-    calls, plain = [], module.generate
+    calls, plain = [], PlainLoop.generate
 
     def dies(*arguments):
         calls.append(arguments)
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return plain(*arguments)
 
-    monkeypatch.setattr(module, "generate", dies)
+    monkeypatch.setattr(PlainLoop, "generate", dies)
     with pytest.raises(KeyboardInterrupt):
         answer(str(tmp_path / "killed.jsonl"), **options)
     assert not (tmp_path / "killed.jsonl").exists()

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
 from poss_lightning.features.schedule import Schedule, answer_slots, bucket_rows, pack_rows, split
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
+from tests.support.stores import SIZES, make_conversations
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
 SPANS = [np.array([[1, length]]) for length in LENGTHS]
@@ -292,3 +295,12 @@ def test_lightning_shows_every_sample_once_an_epoch_in_new_order(tmp_path, worke
         assert Counter(i for batch in seen for i in batch) == Counter(map(str, range(300)))
         assert [i for batch in seen for i in batch] == list(map(str, shown(schedule(epoch, batch_tokens=500))))
     assert watcher.forward_tree[0] != watcher.forward_tree[1] != watcher.forward_tree[2]
+
+
+def test_one_tensor_on_the_host_is_one_on_the_device(tmp_path, target):
+    write_store(tmp_path / "store", target, make_conversations(), **SIZES)
+    data = FeatureData(str(tmp_path / "store"), batch_tokens=200)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.draft_input is batch.features
+    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved.draft_input is moved.features and moved.features.device.type == moved.tokens.device.type == "meta"
