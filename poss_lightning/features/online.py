@@ -13,6 +13,7 @@ from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import STATISTICS, Sample, most_common_tokens
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.ranks import device_of, this_rank
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import EmbedHead, TargetSpec
@@ -70,10 +71,11 @@ class OnlineFeatures:
 
     @torch.inference_mode()
     def root_mean_square(self) -> Tensor:
-        """As of a `FeatureStore`."""
+        """As of a `FeatureStore`; computed on the GPU of this process, where it has one."""
+        self.model.to(device_of(this_rank(), choose_device()))
         some = self.texts[:: max(1, len(self.texts) // STATISTICS)]
         inputs = [self._forward(torch.tensor([text.tokens], device=self.model.device))[1][0] for text in some]
-        return torch.cat(inputs).float().square().mean(0).sqrt()
+        return torch.cat(inputs).float().square().mean(0).sqrt().cpu()
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
