@@ -225,8 +225,8 @@ class Run:
                         watch=rounds.recorder(answer, self.target, trees) if shown and repeat == 0 else None,
                     )[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
-            own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
-            messages.append({"role": "assistant", "content": own.text})
+            plain = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
+            messages.append({"role": "assistant", "content": plain.text})
         return records, trees
 
     def _record(
@@ -269,17 +269,17 @@ class Run:
         Raises:
             ValueError: the work was begun where a second is not what it is here.
         """
-        here = provenance(self.target.device)
+        facts = provenance(self.target.device)
         if not begun:
-            return self._write_facts(self.facts | here)
+            return self._write_facts(self.facts | facts)
         earlier = self._stored_facts()
         for fact in ("machine", "device", "threads"):
-            if earlier.get(fact, here[fact]) != here[fact]:
+            if earlier.get(fact, facts[fact]) != facts[fact]:
                 raise ValueError(
-                    f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {here[fact]!r}; seconds of "
+                    f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {facts[fact]!r}; seconds of "
                     "the two do not compare: go on there, or choose another folder"
                 )
-        self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), here]})
+        self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
 
     def _stored_facts(self) -> dict[str, Any]:
         return json.loads((self.folder / "run.json").read_text())

@@ -227,12 +227,12 @@ def _unpacked(path: Path) -> list[Source]:
 
 def _below(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
-    found = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
-    found = found or sorted(file for name in NAMES for file in path.rglob(name))
-    if not found:
+    files = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
+    files = files or sorted(file for name in NAMES for file in path.rglob(name))
+    if not files:
         file = path / NAMES[0] if path.is_dir() else path
         raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
-    return found
+    return files
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -27,10 +27,14 @@ def cost_table(costs: Mapping[str, Costs], speed_ups: Mapping[str, Comparison]) 
     columns += [(f"{steps} steps,", f"{nodes} nodes:", "τ >") for steps, nodes in TREES]
     columns += [("drafting", "pays")]
     rows = []
-    for method, own in costs.items():
-        milliseconds = [own.verify[1], own.draft_step, *(own.verify_seconds(nodes) for _, nodes in TREES)]
+    for method, measured in costs.items():
+        milliseconds = [
+            measured.verify[1],
+            measured.draft_step,
+            *(measured.verify_seconds(nodes) for _, nodes in TREES),
+        ]
         cells = [Cell(f"{1000 * seconds:.1f}") for seconds in milliseconds]
-        cells += [Cell(f"{own.break_even(steps, nodes):.2f}") for steps, nodes in TREES]
+        cells += [Cell(f"{measured.break_even(steps, nodes):.2f}") for steps, nodes in TREES]
         rows.append(([method], [*cells, Cell(say_if_faster(speed_ups.get(method)))]))
     return Table(TITLE, ["method"], columns, rows)
 

@@ -65,7 +65,9 @@ def assign_colours(names: Iterable[str]) -> dict[str, int]:
 
 def position_figure(shares: Mapping[str, Sequence[Estimate]], colours: dict[str, int]) -> Figure | None:
     """pos-acc by position, a curve a method; None where nothing was accepted."""
-    curves = [_curve(name, colours[name], dict(enumerate(own, 1))) for name, own in shares.items() if own]
+    curves = [
+        _curve(name, colours[name], dict(enumerate(estimates, 1))) for name, estimates in shares.items() if estimates
+    ]
     return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True) if curves else None
 
 
@@ -74,10 +76,10 @@ def seconds_figure(methods: dict[str, Answers]) -> Figure:
     rows: dict[str, list[float]] = {}
     present = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
     measured = [part for part in PARTS if part in present]
-    for name, own in ((name, list(answers.values())) for name, answers in methods.items()):
-        per_token = 1000 / sum(record.new_tokens for record in own)
-        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in own) for part in measured]
-        total = per_token * sum(record.seconds.get("total", 0.0) for record in own)
+    for name, records in ((name, list(answers.values())) for name, answers in methods.items()):
+        per_token = 1000 / sum(record.new_tokens for record in records)
+        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in records) for part in measured]
+        total = per_token * sum(record.seconds.get("total", 0.0) for record in records)
         rows[name] = [*parts, max(total - sum(parts), 0.0)]
     names = [*measured, "rest"]
     legend = [(name, colour_class(place)) for place, name in enumerate(names)]
@@ -90,8 +92,8 @@ def training_figures(runs: dict[str, list[Scalars]], colours: dict[str, int]) ->
     steps = [figure for tag, title in STEPS.items() if (figure := _steps(tag, title, runs, colours))]
     depths = {
         choice: figures
-        for choice, own in runs.items()
-        if (figures := [figure for tag, title in DEPTHS.items() if (figure := _depths(tag, title, own))])
+        for choice, trainings in runs.items()
+        if (figures := [figure for tag, title in DEPTHS.items() if (figure := _depths(tag, title, trainings))])
     }
     return Training(ends, steps, depths, max(map(len, runs.values()), default=0))
 
@@ -99,8 +101,8 @@ def training_figures(runs: dict[str, list[Scalars]], colours: dict[str, int]) ->
 def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
     """`tag` at the last validation by depth, a curve a choice, averaged over the runs that have it."""
     curves = []
-    for choice, own in runs.items():
-        last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in own]
+    for choice, trainings in runs.items():
+        last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in trainings]
         depths = sorted(set().union(*last))
         means = {k: mean([end[k] for end in last if k in end]) for k in depths}
         curves.append(_curve(choice, colours[choice], means))
@@ -109,18 +111,25 @@ def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[st
 
 def _steps(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
     """`tag` by step, a curve a choice."""
-    means = {choice: mean_over_runs([run[tag] for run in own if tag in run]) for choice, own in runs.items()}
+    means = {
+        choice: mean_over_runs([run[tag] for run in trainings if tag in run]) for choice, trainings in runs.items()
+    }
     return _lines(
-        title, [_curve(choice, colours[choice], own) for choice, own in means.items() if len(own) > 1], "step", title
+        title,
+        [_curve(choice, colours[choice], by_step) for choice, by_step in means.items() if len(by_step) > 1],
+        "step",
+        title,
     )
 
 
 def _depths(tag: str, title: str, runs: list[Scalars]) -> Figure | None:
     """One choice's `tag` by step, a curve a depth."""
-    found = [series_by_depth(run, tag) for run in runs]
-    depths = sorted(set().union(*found))
-    means = {k: mean_over_runs([own[k] for own in found if k in own]) for k in depths}
-    return _lines(title, [_curve(f"depth {k}", k - 1, own) for k, own in means.items() if len(own) > 1], "step", title)
+    runs_by_depth = [series_by_depth(run, tag) for run in runs]
+    depths = sorted(set().union(*runs_by_depth))
+    means = {k: mean_over_runs([series[k] for series in runs_by_depth if k in series]) for k in depths}
+    return _lines(
+        title, [_curve(f"depth {k}", k - 1, by_step) for k, by_step in means.items() if len(by_step) > 1], "step", title
+    )
 
 
 def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:

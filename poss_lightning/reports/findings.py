@@ -112,7 +112,7 @@ def _find_over_seeds(cells: Cells, baseline: str, reference: str | None, depths:
         headline=write_seed_headline(overall, baseline, reference),
         note=note,
         made="intervals from the spread over seeds and prompts",
-        shares={choice: [one.mean for one in position_summaries(own)] for choice, own in overall.items()},
+        shares={choice: [one.mean for one in position_summaries(measured)] for choice, measured in overall.items()},
         tables=seed_tables(summaries, reference),
         answers=[],
         cells=[],
@@ -141,11 +141,13 @@ def write_headline(overall: list[MethodSummary], baseline: str | None) -> str:
 
 def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
     """Say which choice has the largest τ, its speed, and how it compares with the reference."""
-    best, own = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
-    tau = own["tau_macro"]
+    best, measured = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
+    tau = measured["tau_macro"]
     words = f"{best} has the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
-    if "speed_up" in own:
-        words += f", at {own['speed_up'].mean.text()} times the speed of {baseline}{_within(own['speed_up'].mean)}"
+    if "speed_up" in measured:
+        words += (
+            f", at {measured['speed_up'].mean.text()} times the speed of {baseline}{_within(measured['speed_up'].mean)}"
+        )
     if tau.gain is None or not tau.gain.significance():
         return f"{words}."
     verdict = "no difference shown" if tau.gain.holm >= LEVEL else "larger" if tau.gain.value > 0 else "smaller"
@@ -161,7 +163,7 @@ def choose_cells(cells: Cells) -> list[tuple[str, int]]:
     for choice, seed in cells:
         seeds.setdefault(choice, set()).add(seed)
     shared = set.intersection(*seeds.values()) if seeds else set()
-    return [(choice, min(shared or own)) for choice, own in seeds.items()]
+    return [(choice, min(shared or trained)) for choice, trained in seeds.items()]
 
 
 def select_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:

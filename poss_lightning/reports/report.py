@@ -51,7 +51,7 @@ def report(
     found = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
     if found.cells:
         runs = runs or list(facts)
-        facts = {folder: own for folder, own in facts.items() if _cell(folder) in found.cells}
+        facts = {folder: entries for folder, entries in facts.items() if _cell(folder) in found.cells}
     methods = group(found.answers)
     trained = group_by_choice(read_scalars(runs or []))
     colours = assign_colours([*found.shares, *trained])

@@ -54,21 +54,22 @@ def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
         parts = Path(folder).absolute().parts
         seeds = [place for place, part in enumerate(parts) if SEED.fullmatch(part)]
         of, run = (parts[: seeds[-1]], parts[seeds[-1]]) if seeds else (parts, "")
-        own = folders.setdefault(Path(*of), {}).setdefault(run, {})
+        tags = folders.setdefault(Path(*of), {}).setdefault(run, {})
         for tag, series in scalars.items():  # several folders of one seed are one run
-            own[tag] = sorted(own.get(tag, []) + series, key=lambda point: point[0])
+            tags[tag] = sorted(tags.get(tag, []) + series, key=lambda point: point[0])
     if len(folders) < 2:
-        return {folder.name: list(own.values()) for folder, own in folders.items()}
+        return {folder.name: list(by_run.values()) for folder, by_run in folders.items()}
     shared = os.path.commonpath(folders)
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
     return {
-        folder.name if names[folder] == "." else names[folder]: list(own.values()) for folder, own in folders.items()
+        folder.name if names[folder] == "." else names[folder]: list(by_run.values())
+        for folder, by_run in folders.items()
     }
 
 
 def mean_over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
     """The mean over runs at every step that all of them have; a step logged twice counts as it was last logged."""
-    runs = [dict(own) for own in series]
+    runs = [dict(points) for points in series]
     steps = sorted(set.intersection(*map(set, runs))) if runs else []
     return {step: mean([run[step] for run in runs]) for step in steps}
 

@@ -233,7 +233,9 @@ def correct(comparisons: Mapping[str, Compared]) -> dict[str, Compared]:
     """Comparisons with the same method, by the other one's name, each corrected for the others."""
     corrected = holm([comparison.p for comparison in comparisons.values()])
     tests = sum(not math.isnan(p) for p in corrected)
-    return {name: own.correct(tests, p) for (name, own), p in zip(comparisons.items(), corrected, strict=True)}
+    return {
+        name: comparison.correct(tests, p) for (name, comparison), p in zip(comparisons.items(), corrected, strict=True)
+    }
 
 
 @lru_cache

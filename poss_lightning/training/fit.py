@@ -144,8 +144,8 @@ def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
             path.write_text(settings)
         place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
         logger = {"class_path": "TensorBoardLogger", "init_args": place}
-        own = {"trainer": {"logger": logger}, "ckpt_path": str(last) if last.exists() else None}
-        composed = FitOptions.compose(configs, merge_options(options, own))
+        more = {"trainer": {"logger": logger}, "ckpt_path": str(last) if last.exists() else None}
+        composed = FitOptions.compose(configs, merge_options(options, more))
         if composed.trainer.get("devices") == 1:
             _Cli("fit", composed, anew=True)
         else:
@@ -199,12 +199,12 @@ def _fit_apart(options: FitOptions, folder: Path) -> None:
     of them would go on to measure. On Linux it is told to end, after its batch, when this process does, however that
     ends: else it would train on, while the same command, given again, begins to write into its folder.
     """
-    own, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def end_with_parent() -> None:
         if libc:
             libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
-        if os.getppid() != own:  # it ended before that
+        if os.getppid() != parent:  # it ended before that
             os._exit(1)
 
     composed = folder / f".{OPTIONS}"
@@ -292,8 +292,8 @@ class _Cli(LightningCLI):
         return super().instantiate_trainer(**more)
 
     def before_fit(self) -> None:
-        left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
-        by_itself = left and SLURMEnvironment.detect()  # Lightning goes on with it
+        checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
+        by_itself = checkpoint and SLURMEnvironment.detect()  # Lightning goes on with it
         trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
         if not self._has_checkpoint() and not trial and not by_itself:
             self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
@@ -360,6 +360,6 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
-    rooms = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
-    for room in rooms:
-        logging.getLogger(f"lightning.{room}").setLevel(logging.WARNING)
+    modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
+    for module in modules:
+        logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)
