@@ -163,8 +163,8 @@ def plan(
         if changed := [name for name, value in asked.items() if settings[name] != value]:
             name = changed[0]
             raise ValueError(
-                f"{folder} was begun with {name} {settings[name]}, now {asked[name]}: go on without --{name}, or choose "
-                "another --out"
+                f"{folder} was begun with {name} {settings[name]}, now {asked[name]}: go on without --{name}, or "
+                "choose another --out"
             )
         print(f"{folder} goes on as it was begun: {_words(Sizes(**earlier['sizes']))}")
         return Sizes(**earlier["sizes"]), earlier["dtype"]

@@ -176,11 +176,11 @@ class Model:
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
 
 
-def _limit(new: int | None, whole: int | None, length: int) -> int:
+def _limit(new: int | None, total: int | None, length: int) -> int:
     """How many new tokens a prompt of `length` may have."""
-    if new is None and whole is not None and whole <= length:
-        raise ValueError(f"max_length is {whole} and the prompt has {length} tokens: it must be longer, by what is new")
-    return new if new is not None else NEW_TOKENS if whole is None else whole - length
+    if new is None and total is not None and total <= length:
+        raise ValueError(f"max_length is {total} and the prompt has {length} tokens: it must be longer, by what is new")
+    return new if new is not None else NEW_TOKENS if total is None else total - length
 
 
 def _sampling(
@@ -216,5 +216,5 @@ def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list
         if not inner or "0" in inner:
             wrong = "has 0 between real tokens" if inner else "is all 0"
             raise ValueError(f"attention_mask of row {number} {wrong}; padding stands before or behind a text")
-        prompts.append([token for token, own in zip(row, real, strict=True) if own])
+        prompts.append([token for token, is_real in zip(row, real, strict=True) if is_real])
     return prompts

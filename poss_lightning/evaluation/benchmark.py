@@ -96,8 +96,8 @@ def benchmark(
     drafts = drafts or {}
     check_names(drafts)
     sampling = check(config)
-    found = load_suites(suites, limit)
-    questions = [question for suite in found for question in suite.questions]
+    loaded_suites = load_suites(suites, limit)
+    questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
@@ -114,7 +114,7 @@ def benchmark(
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
         "methods": {name: _facts(method) for name, method in methods.items()},
-        "suites": {suite.name: suite.source for suite in found},
+        "suites": {suite.name: suite.source for suite in loaded_suites},
     }
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
     count = run.decode(questions, max_new_tokens, repeats, show)

@@ -215,7 +215,7 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     rounds: list[list[int]] = [[] for _ in answers]
     rows = list(rounds)  # the lists of those that are still drafted
     while (active := root < lengths - 1).any():
-        if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them now and then
+        if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
             drafter.select(kept)
             rows = [rows[i] for i in kept]

@@ -74,11 +74,11 @@ def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> lis
         place = bisect_left(room, (length, -1))
         if place == len(room):
             batches.append([])
-            left, batch = max(batch_tokens, length), len(batches) - 1
+            free, batch = max(batch_tokens, length), len(batches) - 1
         else:
-            left, batch = room.pop(place)
+            free, batch = room.pop(place)
         batches[batch].append(index)
-        insort(room, (left - length, batch))
+        insort(room, (free - length, batch))
     return [[batch] for batch in batches]
 
 

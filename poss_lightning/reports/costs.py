@@ -13,11 +13,11 @@ TITLE = "What drafting costs on this machine, ms; a round pays where it brings m
 
 def read_costs(runs: dict[str, dict[str, Any]]) -> dict[str, Costs]:
     """The costs of each method, where a `run.json` has them; of several runs the last."""
-    found: dict[str, Costs] = {}
+    measured: dict[str, Costs] = {}
     for run in runs.values():
         for method, costs in run.get("costs", {}).items():
-            found[method] = Costs(costs["draft_step"], {int(n): cost for n, cost in costs["verify"].items()})
-    return found
+            measured[method] = Costs(costs["draft_step"], {int(n): cost for n, cost in costs["verify"].items()})
+    return measured
 
 
 def cost_table(costs: Mapping[str, Costs], speed_ups: Mapping[str, Comparison]) -> Table:

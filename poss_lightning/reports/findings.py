@@ -73,18 +73,18 @@ def find(
     if not cells:  # whose folders tell the trainings of a choice apart
         check_drafts(runs)
     if len(chosen) < len(cells) or (cells and has_seconds(answers)):  # speeds compare within a folder only
-        found = _find_over_seeds(cells, baseline, reference, known)._replace(answers=answers)
+        findings = _find_over_seeds(cells, baseline, reference, known)._replace(answers=answers)
     else:
         over = baseline if has_seconds(answers) else None
         summaries = summarise(answers, baseline=over, reference=reference, depths=known, resamples=resamples, seed=seed)
-        found = _find_over_prompts(summaries, over, reference)._replace(
+        findings = _find_over_prompts(summaries, over, reference)._replace(
             made=f"{resamples} draws of the bootstrap, seed {seed}", answers=answers
         )
         if costs := read_costs(runs):
             overall = [row for row in summaries if row.suite == ALL]
             speed_ups = {row.method: row.speed_up[over] for row in overall if over in row.speed_up} if over else {}
-            found.tables.insert(1, cost_table(costs, speed_ups))
-    return found._replace(cells=chosen, note=found.note + (AUTO if has_auto_trees(runs) else ""))
+            findings.tables.insert(1, cost_table(costs, speed_ups))
+    return findings._replace(cells=chosen, note=findings.note + (AUTO if has_auto_trees(runs) else ""))
 
 
 def _find_over_prompts(summaries: list[MethodSummary], baseline: str | None, reference: str | None) -> Findings:

@@ -28,7 +28,7 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
         FileNotFoundError: no such folder.
         ValueError: a cell whose scalars are not a step and a value by tag.
     """
-    found: dict[str, Scalars] = {}
+    by_folder: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
         cells = packed_cells(folder)
         if not folder.is_dir() and not cells:
@@ -36,8 +36,8 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
         events = {file.parent for file in folder.rglob(EVENTS)}
         last = {cell.folder: cell for cell in cells if cell.folder not in events}
         for place in sorted(events | last.keys()):
-            found[str(place)] = _last(last[place]) if place in last else _read_events(place)
-    return {name: scalars for name, scalars in found.items() if scalars}
+            by_folder[str(place)] = _last(last[place]) if place in last else _read_events(place)
+    return {name: scalars for name, scalars in by_folder.items() if scalars}
 
 
 def series_by_depth(scalars: Scalars, name: str) -> dict[int, Series]:

@@ -184,8 +184,12 @@ def estimate(values: Floats, prompts: int) -> Estimate:
 
 def estimate_share(values: Floats, prompts: int) -> Estimate:
     """The same for a share: its interval ends at 0 and 1."""
-    found = estimate(values, prompts)
-    return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0)) if found.interval() else found
+    estimated = estimate(values, prompts)
+    return (
+        Estimate(estimated.value, max(estimated.low, 0.0), min(estimated.high, 1.0))
+        if estimated.interval()
+        else estimated
+    )
 
 
 # --- from a standard error to intervals and tests ---
@@ -200,18 +204,18 @@ def interval(value: float, error: float, freedom: float) -> Estimate:
 def difference(value: float, error: float, freedom: float) -> Comparison:
     """A difference compared with 0; not yet corrected for other comparisons."""
     error = _spread(value, error)
-    found = interval(value, error, freedom)
+    around = interval(value, error, freedom)
     p = _p(value, error, freedom)
-    return Comparison(value, found.low, found.high, p, p, detectable(error, freedom), error, freedom)
+    return Comparison(value, around.low, around.high, p, p, detectable(error, freedom), error, freedom)
 
 
 def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
     """A ratio compared with 1, from its logarithm and the logarithm's standard error; not yet corrected for others."""
     error = _spread(logarithm, error)
-    found = interval(logarithm, error, freedom)
+    around = interval(logarithm, error, freedom)
     p = _p(logarithm, error, freedom)
-    low, high = math.exp(found.low), math.exp(found.high)
-    return Ratio(math.exp(found.value), low, high, p, p, math.expm1(detectable(error, freedom)), error, freedom)
+    low, high = math.exp(around.low), math.exp(around.high)
+    return Ratio(math.exp(around.value), low, high, p, p, math.expm1(detectable(error, freedom)), error, freedom)
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:

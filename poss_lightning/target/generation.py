@@ -61,7 +61,7 @@ def prefill(
     cache: TreeCache | None = None,
     layers: tuple[int, ...] = (),
 ) -> tuple[TreeCache, Tensor, Tensor]:
-    """Read the prompts into a cache with `room` more slots: the one given, where it fits, else a new one.
+    """Read the prompts into a cache with `room` more slots: `cache` where it fits, else a new one.
 
     Returns:
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).
@@ -119,7 +119,7 @@ def decode_steps(
         yield step
         if not (active := outputs.active):
             return
-        if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
+        if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them when they are many
             kept = [rows.index(prompt) for prompt in active]
             cache.select(kept)
             sampler.select(kept)

@@ -78,7 +78,7 @@ class FitOptions:
         """
         layers = [read_config(find_config(name)) for name in (BASE, *configs)] + [options or {}]
         merged: Any = OmegaConf.to_container(OmegaConf.create(reduce(merge_options, layers)), resolve=True)
-        known = [each.name for each in fields(cls)]
+        known = [option.name for option in fields(cls)]
         if unknown := [name for name in merged if name not in known]:
             raise ValueError(f"a training has no option {unknown[0]!r}; it has {', '.join(known)}")
         return cls(**merged)
@@ -197,7 +197,7 @@ def _fit_apart(options: FitOptions, folder: Path) -> None:
 
     Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
     of them would go on to measure. On Linux it is told to end, after its batch, when this process does, however that
-    ends: else it would train on, while the same command, given again, begins to write into its folder.
+    ends: else it would train on, while the same command, started again, begins to write into its folder.
     """
     parent, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -234,7 +234,7 @@ def _add_parts(parser: LightningArgumentParser) -> None:
 
 
 def _names(parser: LightningArgumentParser) -> list[str]:
-    return [each.dest for each in parser._actions]
+    return [action.dest for action in parser._actions]
 
 
 class _Cli(LightningCLI):
@@ -300,7 +300,7 @@ class _Cli(LightningCLI):
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if any(isinstance(each, _SaveConfig) and not each.began for each in callbacks):
+        if any(isinstance(callback, _SaveConfig) and not callback.began for callback in callbacks):
             reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
             rank_zero_warn(f"nothing was left to train at {reached}")
 

@@ -209,7 +209,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
         adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
         group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
-        steps = [own["step"] for own in adam.state.values()]
+        steps = [moments["step"] for moments in adam.state.values()]
         state = {}
         for i, parameter in enumerate(parameters if steps else []):
             full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
