@@ -155,22 +155,22 @@ def plan(
     folder: Path, target: str, draft: str, minutes: float | None, asked: dict[str, int | None], dtype: str, device: str
 ) -> tuple[Sizes, str]:
     """The sizes of this demo and its dtype, printed in some lines; those it was begun with where `folder` has some."""
-    note, asked = folder / NOTE, {name: value for name, value in asked.items() if value is not None}
+    note, chosen = folder / NOTE, {name: value for name, value in asked.items() if value is not None}
     if note.exists():
         earlier = json.loads(note.read_text())
         settings = earlier["sizes"] | {"dtype": earlier["dtype"]}
-        asked |= {"dtype": dtype} if dtype != "auto" else {}
-        if changed := [name for name, value in asked.items() if settings[name] != value]:
+        wanted = chosen | ({"dtype": dtype} if dtype != "auto" else {})
+        if changed := [name for name, value in wanted.items() if settings[name] != value]:
             name = changed[0]
             raise ValueError(
-                f"{folder} was begun with {name} {settings[name]}, now {asked[name]}: go on without --{name}, or "
+                f"{folder} was begun with {name} {settings[name]}, now {wanted[name]}: go on without --{name}, or "
                 "choose another --out"
             )
         print(f"{folder} goes on as it was begun: {_words(Sizes(**earlier['sizes']))}")
         return Sizes(**earlier["sizes"]), earlier["dtype"]
     speed = measure(Target.load(target, dtype, device), device)
     minutes = speed.minutes if minutes is None else minutes
-    ladder = list(dict.fromkeys(Sizes(**(asdict(sizes) | asked)) for sizes in LADDER))
+    ladder = list(dict.fromkeys(Sizes(**(asdict(sizes) | chosen)) for sizes in LADDER))
     single = Specialists.from_pretrained(draft).config
     expected = {sizes: expected_seconds(sizes, speed, single) for sizes in ladder}
     sizes = next((sizes for sizes in ladder if expected[sizes] <= 60 * minutes * SPARE), ladder[-1])
@@ -194,19 +194,19 @@ def measure(target: Target, device: str, tokens: int = 256, steps: int = 4) -> S
     cache = target.new_cache(1, tokens + steps)
     alone = causal_ancestors(1, target.device)
 
-    def read() -> None:
+    def read_text() -> None:
         target.text_features(text)
 
-    def write() -> None:
+    def write_tokens() -> None:
         cache.clear()
         for step in range(steps):
             target.embed_head.logits(target.tree_features(text[:, step : step + 1], alone, cache))
             cache.append([1])
 
-    took = best_seconds({read: read, write: write}, device=device)
+    took = best_seconds({read_text: read_text, write_tokens: write_tokens}, device=device)
     numbers = sum(parameter.numel() for parameter in target.model.base_model.parameters())
-    weights, rate = numbers - target.embed_head.embedding.numel(), tokens / took[read]
-    return Speed(target.dtype_name, device, rate, steps / took[write], 2 * weights * rate)
+    weights, rate = numbers - target.embed_head.embedding.numel(), tokens / took[read_text]
+    return Speed(target.dtype_name, device, rate, steps / took[write_tokens], 2 * weights * rate)
 
 
 def expected_seconds(sizes: Sizes, speed: Speed, draft: DraftConfig) -> float:

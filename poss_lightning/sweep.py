@@ -96,11 +96,7 @@ class Cell:
         return _digests({store: Path(store) / MANIFEST} if store else {})
 
     def _start(self, draft: str) -> Path:
-        """The folder of the draft it starts from.
-
-        Raises:
-            ValueError: of a training that is not finished, as its last validation may be half-way.
-        """
+        """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""
         folder = local_folder(draft)
         training = folder.parent
         ours = (training / FIT).is_file() and (training / FIT).read_text().startswith("# after ")
@@ -231,7 +227,7 @@ class Sweep:
     reference: str | None = None
 
     @classmethod
-    def read(cls, file: Path) -> "Sweep":
+    def load(cls, file: Path) -> "Sweep":
         """Raises:
         FileNotFoundError: no such file.
         ValueError: it is no sweep; the message names file and field.
@@ -303,7 +299,7 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         folder: of the experiment, with a sweep.yaml.
         shard: i/n, the i-th of n shares of the trainings.
     """
-    experiment = Sweep.read(Path(folder) / SETTINGS)
+    experiment = Sweep.load(Path(folder) / SETTINGS)
     cells = experiment.cells(Path(folder))
     share, seconds, failed = _share(cells, shard), [], []
     _check(Path(folder), cells, share)

@@ -148,11 +148,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[int, object]]:
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:
-    """One record as a regular conversation; None where it has no answer.
-
-    Raises:
-        Malformed: it is no conversation.
-    """
+    """One record as a regular conversation; None where it has no answer."""
     record = parse(raw) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")

@@ -78,11 +78,7 @@ def synthesize(
 
 
 def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
-    """Conversations without end; no two have the same first message.
-
-    Raises:
-        ValueError: the target writes no new conversation any more.
-    """
+    """Conversations without end, no two with the same first message, while the target writes new ones."""
     known: set[str] = set()
     without_new = 0  # batches in a row
     for number in count():
@@ -100,12 +96,7 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
 
 
 def _read_openings(file: str | None) -> list[str]:
-    """The lines of the file that are not blank.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: all lines are blank.
-    """
+    """The lines of the file that are not blank, one at least."""
     if file is None:
         return []
     if not Path(file).is_file():

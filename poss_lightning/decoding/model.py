@@ -186,11 +186,7 @@ def _limit(new: int | None, total: int | None, length: int) -> int:
 def _sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None, processors: Iterable[Processor]
 ) -> Sampling:
-    """How tokens are drawn, with transformers' defaults.
-
-    Raises:
-        ValueError: a number outside its range, or one that means nothing without drawing.
-    """
+    """How tokens are drawn, with transformers' defaults; a number that means nothing without drawing is refused."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     options = {name: value for name, value in options.items() if value is not None}
     if not do_sample and options:
@@ -201,11 +197,7 @@ def _sampling(
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:
-    """The prompts without their padding: (B, T) twice, 0 where there is padding.
-
-    Raises:
-        ValueError: shapes that differ, or a row whose real tokens are not side by side.
-    """
+    """The prompts without their padding: (B, T) twice, 0 where there is padding, before or behind a text."""
     if mask is None:
         mask = tokens != pad if pad is not None else torch.ones_like(tokens)
     if mask.shape != tokens.shape:

@@ -264,11 +264,7 @@ class Run:
             self._write_facts(self._stored_facts() | {"costs": costs})
 
     def _note_process(self, begun: bool) -> None:
-        """Write where and with what this process decodes into run.json, beside the process that began the work.
-
-        Raises:
-            ValueError: the work was begun where a second is not what it is here.
-        """
+        """Add where and with what this process decodes to run.json; refuse a machine whose seconds do not compare."""
         facts = provenance(self.target.device)
         if not begun:
             return self._write_facts(self.facts | facts)

@@ -169,7 +169,7 @@ class Schedule(Sampler[PlannedBatch]):
         """Batches of this process in a whole epoch."""
         return -(-self.total // self.step_batches) * self.accumulate
 
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Batches of this process from where the epoch begins or goes on."""
         return -(-(self.total - self._first()) // self.step_batches) * self.accumulate
 

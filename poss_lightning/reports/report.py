@@ -14,7 +14,7 @@ from poss_lightning.files import atomic
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.figures import assign_colours, position_figure, seconds_figure, training_figures
-from poss_lightning.reports.findings import Findings, find
+from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import group
 
@@ -60,7 +60,8 @@ def report(
         findings=findings,
         reference=reference,
         positions=position_figure(findings.shares, colours),
-        seconds=seconds_figure(methods) if _timed_in_turn(findings) else None,
+        # Seconds of trainings that were decoded one after another do not compare.
+        seconds=seconds_figure(methods) if has_seconds(findings.answers) and len(findings.cells) < 2 else None,
         training=training_figures(trained, colours),
         texts=decoded_texts(methods, read_rounds(facts), most, prompts),
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
@@ -69,11 +70,6 @@ def report(
     with atomic(out) as path:
         path.write_text(page, encoding="utf-8")
     print(f"{out}: {len(findings.answers)} records of {len(methods)} methods")
-
-
-def _timed_in_turn(findings: Findings) -> bool:
-    """Whether methods were timed in turn; seconds of trainings that were decoded one after another do not compare."""
-    return has_seconds(findings.answers) and len(findings.cells) < 2
 
 
 # --- the page ---

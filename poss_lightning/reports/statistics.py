@@ -211,11 +211,9 @@ def difference(value: float, error: float, freedom: float) -> Comparison:
 
 def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
     """A ratio compared with 1, from its logarithm and the logarithm's standard error; not yet corrected for others."""
-    error = _spread(logarithm, error)
-    around = interval(logarithm, error, freedom)
-    p = _p(logarithm, error, freedom)
-    low, high = math.exp(around.low), math.exp(around.high)
-    return Ratio(math.exp(around.value), low, high, p, p, math.expm1(detectable(error, freedom)), error, freedom)
+    logs = difference(logarithm, error, freedom)
+    value, low, high = math.exp(logs.value), math.exp(logs.low), math.exp(logs.high)
+    return Ratio(value, low, high, logs.p, logs.p, math.expm1(logs.detectable), logs.error, freedom)
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:

@@ -172,7 +172,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     ]
     if by_suite:
         rows = [
-            (names, _means(measured) + ([_gain(measured, "tau_macro")] if reference else []))
+            (names, _means(measured) + ([make_cell(measured["tau_macro"].gain, "+.2f")] if reference else []))
             for names, measured in by_suite
         ]
         columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
@@ -226,7 +226,3 @@ def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> 
         gains = [make_cell(one and (one.gain_these_prompts if these_prompts else one.gain), form) for one, form in held]
         rows.append(([name], [Cell(str(len(measured["tau_macro"].pairs))), *gains]))
     return Table(title, ["choice"], columns, rows, folded=these_prompts)
-
-
-def _gain(measured: Measured, measure: str) -> Cell:
-    return make_cell(measured[measure].gain, "+.2f")
