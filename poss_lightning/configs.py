@@ -24,10 +24,8 @@ def locate_configs(arguments: list[str]) -> list[str]:
             return name
 
     return [
-        place(argument)
-        if before in FLAGS
-        else re.sub("^--config=(.*)", lambda match: f"--config={place(match[1])}", argument)
-        for before, argument in zip(["", *arguments], arguments, strict=False)
+        place(word) if before in FLAGS else re.sub("^--config=(.*)", lambda file: f"--config={place(file[1])}", word)
+        for before, word in zip(["", *arguments], arguments, strict=False)
     ]
 
 

@@ -65,10 +65,8 @@ def assign_colours(names: Iterable[str]) -> dict[str, int]:
 
 def position_figure(shares: Mapping[str, Sequence[Estimate]], colours: dict[str, int]) -> Figure | None:
     """pos-acc by position, a curve a method; None where nothing was accepted."""
-    curves = [
-        _curve(name, colours[name], dict(enumerate(estimates, 1))) for name, estimates in shares.items() if estimates
-    ]
-    return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True) if curves else None
+    curves = [_curve(name, colours[name], dict(enumerate(estimates, 1))) for name, estimates in shares.items()]
+    return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True)
 
 
 def seconds_figure(methods: dict[str, Answers]) -> Figure:
@@ -76,7 +74,8 @@ def seconds_figure(methods: dict[str, Answers]) -> Figure:
     rows: dict[str, list[float]] = {}
     present = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
     measured = [part for part in PARTS if part in present]
-    for name, records in ((name, list(answers.values())) for name, answers in methods.items()):
+    for name, answers in methods.items():
+        records = answers.values()
         per_token = 1000 / sum(record.new_tokens for record in records)
         parts = [per_token * sum(record.seconds.get(part, 0.0) for record in records) for part in measured]
         total = per_token * sum(record.seconds.get("total", 0.0) for record in records)
@@ -111,15 +110,11 @@ def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[st
 
 def _steps(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
     """`tag` by step, a curve a choice."""
-    means = {
-        choice: mean_over_runs([run[tag] for run in trainings if tag in run]) for choice, trainings in runs.items()
-    }
-    return _lines(
-        title,
-        [_curve(choice, colours[choice], by_step) for choice, by_step in means.items() if len(by_step) > 1],
-        "step",
-        title,
-    )
+    curves = []
+    for choice, trainings in runs.items():
+        means = mean_over_runs([run[tag] for run in trainings if tag in run])
+        curves.append(_curve(choice, colours[choice], means))
+    return _lines(title, curves, "step", title, points=2)
 
 
 def _depths(tag: str, title: str, runs: list[Scalars]) -> Figure | None:
@@ -127,9 +122,7 @@ def _depths(tag: str, title: str, runs: list[Scalars]) -> Figure | None:
     runs_by_depth = [series_by_depth(run, tag) for run in runs]
     depths = sorted(set().union(*runs_by_depth))
     means = {k: mean_over_runs([series[k] for series in runs_by_depth if k in series]) for k in depths}
-    return _lines(
-        title, [_curve(f"depth {k}", k - 1, by_step) for k, by_step in means.items() if len(by_step) > 1], "step", title
-    )
+    return _lines(title, [_curve(f"depth {k}", k - 1, means[k]) for k in depths], "step", title, points=2)
 
 
 def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
@@ -138,12 +131,12 @@ def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
     return Curve(name, colour, list(means), value, low if spread else (), high if spread else ())
 
 
-def _lines(title: str, curves: list[Curve], x_label: str, y_label: str, integer_ticks: bool = False) -> Figure | None:
-    drawn = [curve for curve in curves if curve.x]
+def _lines(
+    title: str, curves: list[Curve], x_label: str, y_label: str, *, integer_ticks: bool = False, points: int = 1
+) -> Figure | None:
+    """A chart of the curves that have so many points at least; None where none has."""
+    drawn = [curve for curve in curves if len(curve.x) >= points]
     if not drawn:
         return None
-    return Figure(
-        title,
-        line_chart(drawn, x_label, y_label, integer_ticks),
-        [(one.name, colour_class(one.colour)) for one in drawn],
-    )
+    legend = [(curve.name, colour_class(curve.colour)) for curve in drawn]
+    return Figure(title, line_chart(drawn, x_label, y_label, integer_ticks), legend)

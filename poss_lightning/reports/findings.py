@@ -145,9 +145,8 @@ def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: 
     tau = measured["tau_macro"]
     words = f"{best} has the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
     if "speed_up" in measured:
-        words += (
-            f", at {measured['speed_up'].mean.text()} times the speed of {baseline}{_within(measured['speed_up'].mean)}"
-        )
+        speed = measured["speed_up"].mean
+        words += f", at {speed.text()} times the speed of {baseline}{_within(speed)}"
     if tau.gain is None or not tau.gain.significance():
         return f"{words}."
     verdict = "no difference shown" if tau.gain.holm >= LEVEL else "larger" if tau.gain.value > 0 else "smaller"

@@ -57,14 +57,9 @@ def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
         tags = folders.setdefault(Path(*of), {}).setdefault(run, {})
         for tag, series in scalars.items():  # several folders of one seed are one run
             tags[tag] = sorted(tags.get(tag, []) + series, key=lambda point: point[0])
-    if len(folders) < 2:
-        return {folder.name: list(by_run.values()) for folder, by_run in folders.items()}
-    shared = os.path.commonpath(folders)
+    shared = os.path.commonpath(folders) if folders else ""
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
-    return {
-        folder.name if names[folder] == "." else names[folder]: list(by_run.values())
-        for folder, by_run in folders.items()
-    }
+    return {folder.name if name == "." else name: list(folders[folder].values()) for folder, name in names.items()}
 
 
 def mean_over_runs(series: Sequence[Series]) -> dict[int, Estimate]:

@@ -184,12 +184,8 @@ def estimate(values: Floats, prompts: int) -> Estimate:
 
 def estimate_share(values: Floats, prompts: int) -> Estimate:
     """The same for a share: its interval ends at 0 and 1."""
-    estimated = estimate(values, prompts)
-    return (
-        Estimate(estimated.value, max(estimated.low, 0.0), min(estimated.high, 1.0))
-        if estimated.interval()
-        else estimated
-    )
+    plain = estimate(values, prompts)
+    return Estimate(plain.value, max(plain.low, 0.0), min(plain.high, 1.0)) if plain.interval() else plain
 
 
 # --- from a standard error to intervals and tests ---
@@ -204,9 +200,8 @@ def interval(value: float, error: float, freedom: float) -> Estimate:
 def difference(value: float, error: float, freedom: float) -> Comparison:
     """A difference compared with 0; not yet corrected for other comparisons."""
     error = _spread(value, error)
-    around = interval(value, error, freedom)
-    p = _p(value, error, freedom)
-    return Comparison(value, around.low, around.high, p, p, detectable(error, freedom), error, freedom)
+    ends, p = interval(value, error, freedom), _p(value, error, freedom)
+    return Comparison(value, ends.low, ends.high, p, p, detectable(error, freedom), error, freedom)
 
 
 def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
@@ -235,9 +230,7 @@ def correct(comparisons: Mapping[str, Compared]) -> dict[str, Compared]:
     """Comparisons with the same method, by the other one's name, each corrected for the others."""
     corrected = holm([comparison.p for comparison in comparisons.values()])
     tests = sum(not math.isnan(p) for p in corrected)
-    return {
-        name: comparison.correct(tests, p) for (name, comparison), p in zip(comparisons.items(), corrected, strict=True)
-    }
+    return {name: one.correct(tests, p) for (name, one), p in zip(comparisons.items(), corrected, strict=True)}
 
 
 @lru_cache

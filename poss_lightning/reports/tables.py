@@ -156,28 +156,21 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     """Acceptance and speed over seeds, against the reference, by position, by suite."""
     overall = group_by_choice(summaries)
     tables = [
-        Table(
-            "Over training seeds",
-            ["choice"],
-            _COLUMNS,
-            [([name], _means(measured)) for name, measured in overall.items()],
-        )
+        Table("Over training seeds", ["choice"], _COLUMNS, [([name], _means(row)) for name, row in overall.items()])
     ]
-    others = {name: measured for name, measured in overall.items() if name != reference}
+    others = {name: row for name, row in overall.items() if name != reference}
     if reference:
         tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]
     suites = dict.fromkeys(summary.suite for summary in summaries if summary.suite != ALL)
-    by_suite = [
-        ([suite, name], measured) for suite in suites for name, measured in group_by_choice(summaries, suite).items()
-    ]
+    by_suite = [([suite, name], row) for suite in suites for name, row in group_by_choice(summaries, suite).items()]
     if by_suite:
         rows = [
-            (names, _means(measured) + ([make_cell(measured["tau_macro"].gain, "+.2f")] if reference else []))
-            for names, measured in by_suite
+            (names, _means(row) + ([make_cell(row["tau_macro"].gain, "+.2f")] if reference else []))
+            for names, row in by_suite
         ]
         columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
         tables.append(Table("By suite", ["suite", "choice"], columns, rows, folded=True))
-    shares = {name: position_summaries(measured) for name, measured in overall.items()}
+    shares = {name: position_summaries(row) for name, row in overall.items()}
     places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
     rows = [([name], [make_cell(one.mean.percent(), ".1f") for one in positions]) for name, positions in shares.items()]
     tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))

@@ -250,7 +250,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
 
 def _fill(parameter: Any, value: Tensor, state: str | None = None) -> None:
-    """Write this process's part of `value`, undivided and float32, into ZeRO's copy of a parameter or AdamW's `state`."""
+    """Write this process's part of `value`, undivided float32, into ZeRO's copy of a parameter or AdamW's `state`."""
     if hasattr(parameter, "_z3_optimizer"):
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         size = parameter.ds_tensor.numel()
