@@ -139,19 +139,12 @@ class _Writer:
             beginnings = [self.openings[i] for i in chosen]
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
-                prompts = [
-                    self._prompt(messages, opening, role)
-                    for messages, opening in zip(conversations, beginnings, strict=True)
-                ]
-                texts = self._complete(prompts, limit, sampling, generator)
-                contents = [
-                    None if text is None else (opening + text).strip()
-                    for opening, text in zip(beginnings, texts, strict=True)
-                ]
+                prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
+                tokens = generate(self.target, prompts, limit, self.target.chat.stops, sampling, generator)
                 conversations = [
                     [*messages, {"role": role, "content": content}]
-                    for messages, content in zip(conversations, contents, strict=True)
-                    if content
+                    for messages, opening, row in zip(conversations, beginnings, tokens, strict=True)
+                    if (text := self._text(row)) is not None and (content := (opening + text).strip())
                 ]
                 if not conversations:
                     return []
@@ -166,11 +159,7 @@ class _Writer:
         text = str(template([*messages, {"role": "user", "content": _MARK}], tokenize=False))
         return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
 
-    def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:
-        """What continues each prompt, up to its stop token; None where it has special tokens."""
-        tokens = generate(self.target, prompts, limit, self.target.chat.stops, sampling, generator)
-        return [self._text(row) for row in tokens]
-
     def _text(self, tokens: list[int]) -> str | None:
+        """The text of tokens up to their stop token; None where it has special tokens."""
         body = tokens[:-1] if tokens[-1] in self.target.chat.stops else tokens
         return None if self.special & set(body) else self.target.chat.text(body)

@@ -67,15 +67,15 @@ def load(
         ValueError: a target that is not supported, or not the draft's.
     """
     if isinstance(target, str):
-        held = Target.load(target, dtype, device)
+        loaded = Target.load(target, dtype, device)
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
-        held = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
+        loaded = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
     if draft is None:
-        return Model(Autoregressive(held))
+        return Model(Autoregressive(loaded))
     specialists = Specialists.from_pretrained(draft) if isinstance(draft, str) else draft
-    return Model(Speculative(held, specialists, depth, nodes, tree_width, tree))
+    return Model(Speculative(loaded, specialists, depth, nodes, tree_width, tree))
 
 
 class Model:

@@ -110,9 +110,10 @@ def benchmark(
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
     trees: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
     methods |= {name: Speculative(model, draft, **trees) for name, draft in loaded.items()}
+    digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
         "command": sys.argv,
-        "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
+        "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest},
         "methods": {name: _facts(method) for name, method in methods.items()},
         "suites": {suite.name: suite.source for suite in loaded_suites},
     }
@@ -311,10 +312,6 @@ def _facts(method: Decoder) -> dict:
         "int8_head": isinstance(drafter.product, Int8Head),
         **describe(drafter.draft),
     }
-
-
-def _digest_questions(questions: list[Question]) -> str:
-    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
 
 
 def _check_prompt(target: Target, question: Question) -> None:

@@ -221,7 +221,10 @@ def _unpacked(path: Path) -> list[Source]:
     for file in files:
         beside = file.parent / "run.json"
         run = _parse_object(beside, beside.read_bytes()) if beside.is_file() else None
-        sources.append(Source(file.parent, _read_file(file), run))
+        records = [_record(place, values) for place, values in read_lines(file)]
+        if not records:
+            raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
+        sources.append(Source(file.parent, records, run))
     return sources
 
 
@@ -245,13 +248,6 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if line.strip():
             place = f"{file}, line {number}"
             yield place, _parse_object(place, line)
-
-
-def _read_file(file: Path) -> list[Record]:
-    records = [_record(place, values) for place, values in read_lines(file)]
-    if not records:
-        raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
-    return records
 
 
 def _read_bytes(file: Path) -> bytes:

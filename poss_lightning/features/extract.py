@@ -249,9 +249,9 @@ def tokenize(
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         rendered = _render(target, conversation)
         spans = [(start, min(stop, max_length)) for start, stop in rendered.spans if start < max_length]
-        said = sum(message["role"] == "assistant" for message in conversation.messages)
+        written = sum(message["role"] == "assistant" for message in conversation.messages)
         kept = sum(stop - start >= 2 for start, stop in spans)
-        answers, rewritten = answers + said, rewritten + said - len(rendered.spans)
+        answers, rewritten = answers + written, rewritten + written - len(rendered.spans)
         cut += len(rendered.spans) - kept
         if kept:
             texts.append(TokenizedText(conversation.id, rendered.tokens[:max_length], spans))

@@ -212,10 +212,11 @@ def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> 
     measures = [("tau_macro", "τ macro −", "+.2f"), ("tau_micro", "τ micro −", "+.2f")]
     measures += [("speed_up", "speed-up ×", ".2f"), ("tokens_per_second", "tokens/s ×", ".2f")]
     title = f"Against {reference}, other seeds, " + ("these prompts" if these_prompts else "other prompts")
+    gain = "gain_these_prompts" if these_prompts else "gain"
     columns = [("pairs",), *((words, reference) for _, words, _ in measures)]
     rows = []
     for name, measured in others.items():
-        held = [(measured.get(measure), form) for measure, _, form in measures]
-        gains = [make_cell(one and (one.gain_these_prompts if these_prompts else one.gain), form) for one, form in held]
+        values = [(measured.get(measure), form) for measure, _, form in measures]
+        gains = [make_cell(getattr(one, gain, None), form) for one, form in values]
         rows.append(([name], [Cell(str(len(measured["tau_macro"].pairs))), *gains]))
     return Table(title, ["choice"], columns, rows, folded=these_prompts)
