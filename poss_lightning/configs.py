@@ -24,8 +24,8 @@ def locate_configs(arguments: list[str]) -> list[str]:
             return name
 
     return [
-        place(each) if before in FLAGS else re.sub("^--config=(.*)", lambda own: f"--config={place(own[1])}", each)
-        for before, each in zip(["", *arguments], arguments, strict=False)
+        place(word) if before in FLAGS else re.sub("^--config=(.*)", lambda file: f"--config={place(file[1])}", word)
+        for before, word in zip(["", *arguments], arguments, strict=False)
     ]
 
 
@@ -92,10 +92,10 @@ def explain(
 
     Unchanged where the option stands among the `arguments` of the terminal.
     """
-    found = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", str(error))
-    if not found or any(each.startswith(f"--{found[1]}") for each in arguments):
+    match = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", str(error))
+    if not match or any(argument.startswith(f"--{match[1]}") for argument in arguments):
         return error
-    option, known = found[1], list(known)
+    option, known = match[1], list(known)
     places = [file for file in files if _has(read_config(file), option)]
     if not places:
         return error

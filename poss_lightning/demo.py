@@ -154,26 +154,26 @@ def demo(
 def plan(
     folder: Path, target: str, draft: str, minutes: float | None, asked: dict[str, int | None], dtype: str, device: str
 ) -> tuple[Sizes, str]:
-    """The sizes of this demo and its dtype, told in some lines; those it was begun with where `folder` has some."""
-    note, given = folder / NOTE, {name: value for name, value in asked.items() if value is not None}
+    """The sizes of this demo and its dtype, printed in some lines; those it was begun with where `folder` has some."""
+    note, chosen = folder / NOTE, {name: value for name, value in asked.items() if value is not None}
     if note.exists():
         earlier = json.loads(note.read_text())
-        there = earlier["sizes"] | {"dtype": earlier["dtype"]}
-        now = given | ({"dtype": dtype} if dtype != "auto" else {})
-        if changed := [name for name, value in now.items() if there[name] != value]:
+        settings = earlier["sizes"] | {"dtype": earlier["dtype"]}
+        wanted = chosen | ({"dtype": dtype} if dtype != "auto" else {})
+        if changed := [name for name, value in wanted.items() if settings[name] != value]:
             name = changed[0]
             raise ValueError(
-                f"{folder} was begun with {name} {there[name]}, now {now[name]}: go on without --{name}, or choose "
-                "another --out"
+                f"{folder} was begun with {name} {settings[name]}, now {wanted[name]}: go on without --{name}, or "
+                "choose another --out"
             )
         print(f"{folder} goes on as it was begun: {_words(Sizes(**earlier['sizes']))}")
         return Sizes(**earlier["sizes"]), earlier["dtype"]
     speed = measure(Target.load(target, dtype, device), device)
     minutes = speed.minutes if minutes is None else minutes
-    ladder = list(dict.fromkeys(Sizes(**(asdict(sizes) | given)) for sizes in LADDER))
+    ladder = list(dict.fromkeys(Sizes(**(asdict(sizes) | chosen)) for sizes in LADDER))
     single = Specialists.from_pretrained(draft).config
     expected = {sizes: expected_seconds(sizes, speed, single) for sizes in ladder}
-    sizes = next((own for own in ladder if expected[own] <= 60 * minutes * SPARE), ladder[-1])
+    sizes = next((sizes for sizes in ladder if expected[sizes] <= 60 * minutes * SPARE), ladder[-1])
     print(
         f"{speed.device}, {speed.dtype}: the target reads {speed.read:,.0f} tokens/s and writes {speed.write:.1f}.\n"
         f"This takes about {_minutes(expected[sizes])}: {_words(sizes)}."
@@ -194,19 +194,19 @@ def measure(target: Target, device: str, tokens: int = 256, steps: int = 4) -> S
     cache = target.new_cache(1, tokens + steps)
     alone = causal_ancestors(1, target.device)
 
-    def read() -> None:
+    def read_text() -> None:
         target.text_features(text)
 
-    def write() -> None:
+    def write_tokens() -> None:
         cache.clear()
         for step in range(steps):
             target.embed_head.logits(target.tree_features(text[:, step : step + 1], alone, cache))
             cache.append([1])
 
-    took = best_seconds({read: read, write: write}, device=device)
+    took = best_seconds({read_text: read_text, write_tokens: write_tokens}, device=device)
     numbers = sum(parameter.numel() for parameter in target.model.base_model.parameters())
-    weights, rate = numbers - target.embed_head.embedding.numel(), tokens / took[read]
-    return Speed(target.dtype_name, device, rate, steps / took[write], 2 * weights * rate)
+    weights, rate = numbers - target.embed_head.embedding.numel(), tokens / took[read_text]
+    return Speed(target.dtype_name, device, rate, steps / took[write_tokens], 2 * weights * rate)
 
 
 def expected_seconds(sizes: Sizes, speed: Speed, draft: DraftConfig) -> float:
@@ -254,7 +254,7 @@ def _exactness(folder: Path) -> str:
     methods = group(read_records(folder))
     plain = methods.pop("autoregressive")
     pairs = [(answers[key], plain[key]) for answers in methods.values() for key in plain]
-    equal = sum(answer.tokens == own.tokens for answer, own in pairs)
+    equal = sum(answer.tokens == exact.tokens for answer, exact in pairs)
     drafted = sum(sum(answer.accepted) for answer, _ in pairs)
     return (
         f"In float32, {equal} of {len(pairs)} answers equal plain decoding's, token for token; "

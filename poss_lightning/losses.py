@@ -107,17 +107,17 @@ class _Losses(torch.autograd.Function):
         pass_head = head if draft_head is None else draft_head.to(head.dtype)
         largest = pass_weights.max()  # weights are taken relative to it: a slope in half precision must not vanish
         for start in range(0, slots, chunk):
-            here = slice(start, start + chunk)
+            rows = slice(start, start + chunk)
             part = _Chunk(
-                predicted=predicted[:, here],
-                features=features[here],
-                counted=counted[:, here],
+                predicted=predicted[:, rows],
+                features=features[rows],
+                counted=counted[:, rows],
                 head=head,
                 pass_head=pass_head,
-                workspace=workspace.first(len(features[here])),
+                workspace=workspace.first(len(features[rows])),
                 sums=sums,
-                top_rows=top_rows[:, here] if find_top else None,
-                gradient=None if gradient is None else gradient[:, here],
+                top_rows=top_rows[:, rows] if find_top else None,
+                gradient=None if gradient is None else gradient[:, rows],
             )
             part.compute(terms)
             if head_gradient is not None:

@@ -42,7 +42,7 @@ def check_dtype(name: str) -> None:
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """The dtype of that name; of `auto` what `fast_dtype` says of the device, which is told in one line.
+    """The dtype of that name; of `auto` what `fast_dtype` says of the device, which is logged in one line.
 
     Raises:
         ValueError: as `check_dtype`.
@@ -89,8 +89,8 @@ def bfloat16_over_float32(device: str) -> float:
     """Seconds of a product in bfloat16 over those in float32; inf where the device has no bfloat16."""
 
     def product(dtype: torch.dtype) -> Callable[[], object]:
-        left, right = (torch.ones(rows, WIDTH, dtype=dtype, device=device) for rows in (ROWS, WIDTH))
-        return lambda: torch.nn.functional.linear(left, right)
+        features, weights = (torch.ones(rows, WIDTH, dtype=dtype, device=device) for rows in (ROWS, WIDTH))
+        return lambda: torch.nn.functional.linear(features, weights)
 
     try:
         seconds = best_seconds({dtype: product(dtype) for dtype in (torch.bfloat16, torch.float32)}, 10, device)

@@ -30,8 +30,8 @@ def order(count: int, rank: Rank) -> list[int]:
 
     So a dead rank's share is done by the others, and a rank that is alone does everything.
     """
-    own = range(rank.rank, count, rank.world)
-    return [*own, *(number for number in reversed(range(count)) if number not in own)]
+    share = range(rank.rank, count, rank.world)
+    return [*share, *(number for number in reversed(range(count)) if number not in share)]
 
 
 def device_of(rank: Rank, device: str) -> str:

@@ -96,11 +96,7 @@ class Cell:
         return _digests({store: Path(store) / MANIFEST} if store else {})
 
     def _start(self, draft: str) -> Path:
-        """The folder of the draft it starts from.
-
-        Raises:
-            ValueError: of a training that is not finished, as its last validation may be half-way.
-        """
+        """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""
         folder = local_folder(draft)
         training = folder.parent
         ours = (training / FIT).is_file() and (training / FIT).read_text().startswith("# after ")
@@ -125,13 +121,13 @@ class Cell:
 
     def changed(self) -> list[str]:
         """Names of settings that it was made with otherwise; those of its measure count once it has records."""
-        earlier, now = self._note()["settings"], self.settings()
+        earlier, asked = self._note()["settings"], self.settings()
         if not earlier or not self.has_outputs:
             return []
         if not self.has_records:
-            earlier, now = ({part: facts[part] for part in ("configs", "fit")} for facts in (earlier, now))
-        earlier, now = flat(earlier), flat(now)
-        return sorted(name for name in earlier | now if earlier.get(name) != now.get(name))
+            earlier, asked = ({part: settings[part] for part in ("configs", "fit")} for settings in (earlier, asked))
+        earlier, asked = flat(earlier), flat(asked)
+        return sorted(name for name in earlier | asked if earlier.get(name) != asked.get(name))
 
     def claim(self) -> None:
         """Note what it is made of, and by which process: each that goes on with it adds itself.
@@ -231,7 +227,7 @@ class Sweep:
     reference: str | None = None
 
     @classmethod
-    def read(cls, file: Path) -> "Sweep":
+    def load(cls, file: Path) -> "Sweep":
         """Raises:
         FileNotFoundError: no such file.
         ValueError: it is no sweep; the message names file and field.
@@ -241,11 +237,11 @@ class Sweep:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(cls)
         try:
-            own = cls(**parser.parse_path(str(file)))
-            own.check()
+            experiment = cls(**parser.parse_path(str(file)))
+            experiment.check()
         except (ArgumentError, OSError, ValueError) as error:
             raise ValueError(f"{file} is no sweep: {error}") from error
-        return own
+        return experiment
 
     def check(self) -> None:
         """Raise ValueError where a field cannot be, OSError where a config is not there; the message names it."""
@@ -288,10 +284,10 @@ class Sweep:
         configs = [*common.get("config", []), *special.get("config", [])]
         options = OmegaConf.create(fit | {"seed": seed, "fit": fit, "measure": getattr(self, measure)})
         plain: Any = OmegaConf.to_container(options, resolve=True)
-        own = {name: value for name, value in plain["fit"].items() if name != "config"}
-        own = {"seed_everything": seed, **own, "data": {"seed": seed, **own.get("data", {})}}
+        fit = {name: value for name, value in plain["fit"].items() if name != "config"}
+        fit = {"seed_everything": seed, **fit, "data": {"seed": seed, **fit.get("data", {})}}
         place = folder / choice / f"seed-{seed}"
-        return Cell(choice, seed, place, configs, own, measure, plain["measure"], packed)
+        return Cell(choice, seed, place, configs, fit, measure, plain["measure"], packed)
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:
@@ -303,20 +299,20 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         folder: of the experiment, with a sweep.yaml.
         shard: i/n, the i-th of n shares of the trainings.
     """
-    own = Sweep.read(Path(folder) / SETTINGS)
-    cells = own.cells(Path(folder))
+    experiment = Sweep.load(Path(folder) / SETTINGS)
+    cells = experiment.cells(Path(folder))
     share, seconds, failed = _share(cells, shard), [], []
     _check(Path(folder), cells, share)
     work = Work(Path(folder) / FOLDERS)
     for number, cell in enumerate(share, 1):
         if cell.is_done:
             continue
-        left = sum(not other.is_done for other in share[number - 1 :])
-        expected = f", {timedelta(seconds=round(fmean(seconds) * left))} left" if seconds else ""
+        remaining = sum(not other.is_done for other in share[number - 1 :])
+        expected = f", {timedelta(seconds=round(fmean(seconds) * remaining))} left" if seconds else ""
         print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
         try:
-            with work.part(f"{cell.choice}/seed-{cell.seed}/training") as mine:
-                if not mine:
+            with work.part(f"{cell.choice}/seed-{cell.seed}/training") as acquired:
+                if not acquired:
                     print("another process is at it")
                     continue
                 if cell.key in {packed.key for packed in packed_cells(folder)}:  # another process has just done it
@@ -332,21 +328,17 @@ def sweep(folder: str, shard: str = "1/1") -> None:
                 traceback.print_exc()
             print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
             failed.append(cell.name)
-    cells = own.cells(Path(folder))
+    cells = experiment.cells(Path(folder))
     done = [cell for cell in cells if cell.is_done]
     print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
     if done:
-        _sum_up(done, own.reference)
+        _sum_up(done, experiment.reference)
     if failed:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
-def _check(folder: Path, cells: list[Cell], mine: list[Cell]) -> None:
-    """Refuse, before anything starts, trainings made with other settings, and those of mine that can only fail.
-
-    Raises:
-        ValueError: naming a training and what is wrong.
-    """
+def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
+    """Raise ValueError for a training made with other settings, or one of this share that can only fail; name it."""
     if changed := {cell.folder: names for cell in cells if (names := cell.changed())}:
         first, names = next(iter(changed.items()))
         raise ValueError(
@@ -355,7 +347,7 @@ def _check(folder: Path, cells: list[Cell], mine: list[Cell]) -> None:
             f"{SETTINGS} alone"
         )
     coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
-    for cell in tqdm([cell for cell in mine if not cell.is_done], desc="check", delay=5, leave=False):
+    for cell in tqdm([cell for cell in share if not cell.is_done], desc="check", delay=5, leave=False):
         try:
             cell.check(coming)
         except MENDABLE as error:
@@ -384,17 +376,17 @@ def _sum_up(done: list[Cell], reference: str | None) -> None:
             print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see inputs in {CELLS})")
     if reference not in {cell.choice for cell in done}:
         reference = None
-    found = find([cell.folder for cell in done], reference=reference)
-    print_tables(found.tables, note=found.note)
+    findings = find([cell.folder for cell in done], reference=reference)
+    print_tables(findings.tables, note=findings.note)
 
 
 def _inputs(done: list[Cell]) -> dict[str, set[str]]:
     """The digests of every input, over all that were made of it."""
-    found: dict[str, set[str]] = {}
+    by_input: dict[str, set[str]] = {}
     for cell in done:
         for name, digest in cell.packed.facts["inputs"].items() if cell.packed else ():
-            found.setdefault(name, set()).add(digest)
-    return found
+            by_input.setdefault(name, set()).add(digest)
+    return by_input
 
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:

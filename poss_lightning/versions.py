@@ -10,10 +10,10 @@ STACK = ("torch", "lightning", "transformers", "torchmetrics", "datasets", "deep
 
 def versions() -> dict[str, str]:
     """By name, Python among them; what is not installed is left out (DeepSpeed may be)."""
-    found = {"poss-lightning": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
+    numbers = {"poss-lightning": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
     for name in STACK:
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return numbers

@@ -101,19 +101,17 @@ class Work:
                 continue
 
 
-def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """In which settings two pieces of work differ, in words; nested names have dots."""
-    earlier, now = (flat(json.loads(json.dumps(settings))) for settings in (earlier, now))
-    names = dict.fromkeys([*now, *earlier])
-    return [
-        f"{name} {earlier.get(name)!r}, now {now.get(name)!r}" for name in names if earlier.get(name) != now.get(name)
-    ]
+    old, new = (flat(json.loads(json.dumps(nested))) for nested in (earlier, settings))
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    return [f"{name} {old.get(name)!r}, now {new.get(name)!r}" for name in names]
 
 
 def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings with dots between the names."""
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for name, value in nested.items():
         inner = flat(value) if isinstance(value, Mapping) else {}
-        found |= {f"{name}.{below}": own for below, own in inner.items()} or {name: value}
-    return found
+        dotted |= {f"{name}.{below}": leaf for below, leaf in inner.items()} or {name: value}
+    return dotted

@@ -149,7 +149,7 @@ def test_seeds_differ_and_the_same_seed_does_not(experiment, tmp_path):
 
 
 def test_an_option_of_fit_may_stand_for_another(experiment, tmp_path):
-    own = Sweep.read(
+    own = Sweep.load(
         Path(experiment(fit={"trainer": {"max_steps": 7, "val_check_interval": "${trainer.max_steps}"}})) / "sweep.yaml"
     )
     assert own.cells(tmp_path)[0].fit["trainer"] == {"max_steps": 7, "val_check_interval": 7}
@@ -162,7 +162,7 @@ def test_a_config_that_is_no_yaml_is_named(experiment, tmp_path):
 
 
 def test_shards_share_the_trainings_out(experiment):
-    cells = Sweep.read(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
+    cells = Sweep.load(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
     shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
     assert sorted(str(cell) for share in shares for cell in share) == sorted(map(str, cells)) and len(cells) == 6
     for wrong in ("0/2", "3/2", "half", "1/0"):
@@ -420,7 +420,7 @@ def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experimen
     child = {"config": [str(tmp_path / "start.yaml")], "model": {"allocation": [1, 1]}}
     folder = experiment(seeds=[0], choices={"one": {"model": {"allocation": [2]}}, "two": child})
     (start.parent / "finished").unlink()
-    cell = Sweep.read(tmp_path / "sweep.yaml").cells(tmp_path)[1]
+    cell = Sweep.load(tmp_path / "sweep.yaml").cells(tmp_path)[1]
     with pytest.raises(ValueError, match=r"two/seed-0 starts from .*draft-last, but .*one/seed-0 is not finished"):
         cell.inputs()
     (start.parent / "finished").touch()
@@ -587,7 +587,7 @@ def test_a_config_is_found_by_path_or_by_its_name_in_conf(tmp_path):
 @pytest.mark.parametrize("experiment", sorted(EXPERIMENTS.glob("*/sweep.yaml")), ids=lambda path: path.parent.name)
 def test_the_experiments_parse(experiment, tmp_path):
     """Every choice of every one, as `poss fit` would take it."""
-    own = Sweep.read(experiment)
+    own = Sweep.load(experiment)
     for cell in own.cells(tmp_path)[: len(own.choices)]:
         parsed = training.parse(cell.configs, cell.fit)
         for name, value in cell.fit.get("model", {}).items():
@@ -601,7 +601,7 @@ def test_the_experiments_parse(experiment, tmp_path):
 
 def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(experiment, tmp_path, monkeypatch):
     choices = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
-    cell = Sweep.read(Path(experiment(choices=choices, reference=None), "sweep.yaml")).cells(tmp_path)[0]
+    cell = Sweep.load(Path(experiment(choices=choices, reference=None), "sweep.yaml")).cells(tmp_path)[0]
     shipped = cell.inputs()["embedded-hass"]
     assert shipped == sha256(SHIPPED / "embedded-hass" / "model.safetensors")
     (tmp_path / "embedded-hass").mkdir()

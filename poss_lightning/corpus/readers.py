@@ -57,7 +57,7 @@ def read_conversations(source: str, split: str = "train", limit: int | None = No
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1")
-    found: dict[str, Conversation] = {}
+    conversations: dict[str, Conversation] = {}
     unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "record"
     faults, skipped = [], 0
     for number, raw in _records(source, split):
@@ -69,23 +69,23 @@ def read_conversations(source: str, split: str = "train", limit: int | None = No
         if conversation is None:
             skipped += 1
             continue
-        conversation = _with_unique_id(conversation, found)
-        found[conversation.id] = conversation
-        if len(found) == limit:
+        conversation = _with_unique_id(conversation, conversations)
+        conversations[conversation.id] = conversation
+        if len(conversations) == limit:
             break
-    _report(source, len(found), skipped, faults)
-    return list(found.values())
+    _report(source, len(conversations), skipped, faults)
+    return list(conversations.values())
 
 
-def _report(source: str, found: int, skipped: int, faults: list[str]) -> None:
+def _report(source: str, count: int, skipped: int, faults: list[str]) -> None:
     """Raise CorpusError where the corpus is malformed or empty; log how many conversations were skipped."""
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CorpusError("\n  ".join([f"{source}: {len(faults)} malformed", *faults[:_SHOWN], *more]))
-    if not found:
+    if not count:
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without)")
     if skipped:
-        logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, found)
+        logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, count)
 
 
 def _stem(source: str) -> str:
@@ -93,9 +93,9 @@ def _stem(source: str) -> str:
     return next((name.removesuffix(ending) for ending in _FILES if name.endswith(ending)), name)
 
 
-def _with_unique_id(conversation: Conversation, found: dict[str, Conversation]) -> Conversation:
+def _with_unique_id(conversation: Conversation, others: dict[str, Conversation]) -> Conversation:
     name, count = conversation.id, 1
-    while name in found:
+    while name in others:
         count += 1
         name = f"{conversation.id}#{count}"
     return replace(conversation, id=name)
@@ -148,11 +148,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[int, object]]:
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:
-    """One record as a regular conversation; None where it has no answer.
-
-    Raises:
-        Malformed: it is no conversation.
-    """
+    """One record as a regular conversation; None where it has no answer."""
     record = parse(raw) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")

@@ -78,11 +78,7 @@ def synthesize(
 
 
 def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:
-    """Conversations without end; no two have the same first message.
-
-    Raises:
-        ValueError: the target writes no new conversation any more.
-    """
+    """Conversations without end, no two with the same first message, while the target writes new ones."""
     known: set[str] = set()
     without_new = 0  # batches in a row
     for number in count():
@@ -100,12 +96,7 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
 
 
 def _read_openings(file: str | None) -> list[str]:
-    """The lines of the file that are not blank.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: all lines are blank.
-    """
+    """The lines of the file that are not blank, one at least."""
     if file is None:
         return []
     if not Path(file).is_file():
@@ -149,19 +140,12 @@ class _Writer:
             beginnings = [self.openings[i] for i in chosen]
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
-                prompts = [
-                    self._prompt(messages, opening, role)
-                    for messages, opening in zip(conversations, beginnings, strict=True)
-                ]
-                texts = self._complete(prompts, limit, sampling, generator)
-                contents = [
-                    None if text is None else (opening + text).strip()
-                    for opening, text in zip(beginnings, texts, strict=True)
-                ]
+                prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
+                tokens = self.loop.generate(prompts, limit, self.target.chat.stops, sampling, generator)
                 conversations = [
                     [*messages, {"role": role, "content": content}]
-                    for messages, content in zip(conversations, contents, strict=True)
-                    if content
+                    for messages, opening, row in zip(conversations, beginnings, tokens, strict=True)
+                    if (text := self._text(row)) is not None and (content := (opening + text).strip())
                 ]
                 if not conversations:
                     return []
@@ -176,11 +160,7 @@ class _Writer:
         text = str(template([*messages, {"role": "user", "content": _MARK}], tokenize=False))
         return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
 
-    def _complete(self, prompts: list[list[int]], limit: int, sampling: Sampling, generator) -> list[str | None]:
-        """What continues each prompt, up to its stop token; None where it has special tokens."""
-        tokens = self.loop.generate(prompts, limit, self.target.chat.stops, sampling, generator)
-        return [self._text(row) for row in tokens]
-
     def _text(self, tokens: list[int]) -> str | None:
+        """The text of tokens up to their stop token; None where it has special tokens."""
         body = tokens[:-1] if tokens[-1] in self.target.chat.stops else tokens
         return None if self.special & set(body) else self.target.chat.text(body)

@@ -74,7 +74,7 @@ class Clock:
 
     @contextmanager
     def excluded(self, name: str | None = None) -> Iterator[None]:
-        """Leave what is done inside out of the total; with a name, it is told as a part all the same."""
+        """Leave what is done inside out of the total; with a name, it is a part all the same."""
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start

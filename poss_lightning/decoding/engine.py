@@ -41,7 +41,7 @@ class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
     An object decodes one batch at a time. The seconds in which `tree: auto` measures, once for every size of batch, are
-    told as `measure` and not in the total: they are paid once, whatever is decoded then.
+    reported as `measure` and not in the total: they are paid once, whatever is decoded then.
 
     Args:
         target: the frozen model.
@@ -238,6 +238,6 @@ class Speculative(Decoder):
             return partial(self.graphs.run, ("timed", name), work, []) if self.graphs.enabled else work
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
-        found = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
+        measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
         self.graphs.clear()
-        return found
+        return measured

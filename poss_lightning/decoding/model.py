@@ -67,15 +67,15 @@ def load(
         ValueError: a target that is not supported, or not the draft's.
     """
     if isinstance(target, str):
-        held = Target.load(target, dtype, device)
+        loaded = Target.load(target, dtype, device)
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
-        held = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
+        loaded = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
     if draft is None:
-        return Model(Autoregressive(held))
+        return Model(Autoregressive(loaded))
     specialists = Specialists.from_pretrained(draft) if isinstance(draft, str) else draft
-    return Model(Speculative(held, specialists, depth, nodes, tree_width, tree))
+    return Model(Speculative(loaded, specialists, depth, nodes, tree_width, tree))
 
 
 class Model:
@@ -176,21 +176,17 @@ class Model:
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
 
 
-def _limit(new: int | None, whole: int | None, length: int) -> int:
+def _limit(new: int | None, total: int | None, length: int) -> int:
     """How many new tokens a prompt of `length` may have."""
-    if new is None and whole is not None and whole <= length:
-        raise ValueError(f"max_length is {whole} and the prompt has {length} tokens: it must be longer, by what is new")
-    return new if new is not None else NEW_TOKENS if whole is None else whole - length
+    if new is None and total is not None and total <= length:
+        raise ValueError(f"max_length is {total} and the prompt has {length} tokens: it must be longer, by what is new")
+    return new if new is not None else NEW_TOKENS if total is None else total - length
 
 
 def _sampling(
     do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None, processors: Iterable[Processor]
 ) -> Sampling:
-    """How tokens are drawn, with transformers' defaults.
-
-    Raises:
-        ValueError: a number outside its range, or one that means nothing without drawing.
-    """
+    """How tokens are drawn, with transformers' defaults; a number that means nothing without drawing is refused."""
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     options = {name: value for name, value in options.items() if value is not None}
     if not do_sample and options:
@@ -201,11 +197,7 @@ def _sampling(
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:
-    """The prompts without their padding: (B, T) twice, 0 where there is padding.
-
-    Raises:
-        ValueError: shapes that differ, or a row whose real tokens are not side by side.
-    """
+    """The prompts without their padding: (B, T) twice, 0 where there is padding, before or behind a text."""
     if mask is None:
         mask = tokens != pad if pad is not None else torch.ones_like(tokens)
     if mask.shape != tokens.shape:
@@ -216,5 +208,5 @@ def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list
         if not inner or "0" in inner:
             wrong = "has 0 between real tokens" if inner else "is all 0"
             raise ValueError(f"attention_mask of row {number} {wrong}; padding stands before or behind a text")
-        prompts.append([token for token, own in zip(row, real, strict=True) if own])
+        prompts.append([token for token, is_real in zip(row, real, strict=True) if is_real])
     return prompts

@@ -48,8 +48,8 @@ def judge(
         choice = sample(logits[logit_rows[rows, node]], position + accepted)  # (B,)
         child = (tree.tokens == choice[:, None]) & (tree.parents == node[:, None])  # (B, N)
         child[:, 0] = False  # the root is its own parent
-        found, which = child.max(-1)
-        node, accepted = torch.where(found, which, node), accepted + found
+        is_child, place = child.max(-1)
+        node, accepted = torch.where(is_child, place, node), accepted + is_child
         path.append(node)
         tokens.append(choice)
     return Verdict(torch.stack(path[:-1], dim=1), torch.stack(tokens, dim=1), accepted)

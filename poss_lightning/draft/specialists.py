@@ -172,10 +172,10 @@ class Specialists(nn.Module):
 
     def _start_head(self, other: "Specialists") -> None:
         total = self.config.target.vocab_size
-        mine, theirs = (
+        ids, other_ids = (
             torch.arange(total) if draft.vocabulary is None else draft.vocabulary.cpu() for draft in (self, other)
         )
-        self.lm_head.weight.data[torch.isin(mine, theirs)] = other.lm_head.weight.data[torch.isin(theirs, mine)]
+        self.lm_head.weight.data[torch.isin(ids, other_ids)] = other.lm_head.weight.data[torch.isin(other_ids, ids)]
 
     # --- its folder ---
 

@@ -96,8 +96,8 @@ def benchmark(
     drafts = drafts or {}
     check_names(drafts)
     sampling = check(config)
-    found = load_suites(suites, limit)
-    questions = [question for suite in found for question in suite.questions]
+    loaded_suites = load_suites(suites, limit)
+    questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
@@ -110,11 +110,12 @@ def benchmark(
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
     trees: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
     methods |= {name: Speculative(model, draft, **trees) for name, draft in loaded.items()}
+    digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
         "command": sys.argv,
-        "config": config | {"fingerprint": model.spec.fingerprint, "questions": _digest_questions(questions)},
+        "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest},
         "methods": {name: _facts(method) for name, method in methods.items()},
-        "suites": {suite.name: suite.source for suite in found},
+        "suites": {suite.name: suite.source for suite in loaded_suites},
     }
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
     count = run.decode(questions, max_new_tokens, repeats, show)
@@ -225,8 +226,8 @@ class Run:
                         watch=rounds.recorder(answer, self.target, trees) if shown and repeat == 0 else None,
                     )[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
-            own = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
-            messages.append({"role": "assistant", "content": own.text})
+            plain = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
+            messages.append({"role": "assistant", "content": plain.text})
         return records, trees
 
     def _record(
@@ -264,22 +265,18 @@ class Run:
             self._write_facts(self._stored_facts() | {"costs": costs})
 
     def _note_process(self, begun: bool) -> None:
-        """Write where and with what this process decodes into run.json, beside the process that began the work.
-
-        Raises:
-            ValueError: the work was begun where a second is not what it is here.
-        """
-        here = provenance(self.target.device)
+        """Add where and with what this process decodes to run.json; refuse a machine whose seconds do not compare."""
+        facts = provenance(self.target.device)
         if not begun:
-            return self._write_facts(self.facts | here)
+            return self._write_facts(self.facts | facts)
         earlier = self._stored_facts()
         for fact in ("machine", "device", "threads"):
-            if earlier.get(fact, here[fact]) != here[fact]:
+            if earlier.get(fact, facts[fact]) != facts[fact]:
                 raise ValueError(
-                    f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {here[fact]!r}; seconds of "
+                    f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {facts[fact]!r}; seconds of "
                     "the two do not compare: go on there, or choose another folder"
                 )
-        self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), here]})
+        self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
 
     def _stored_facts(self) -> dict[str, Any]:
         return json.loads((self.folder / "run.json").read_text())
@@ -315,10 +312,6 @@ def _facts(method: Decoder) -> dict:
         "int8_head": isinstance(drafter.product, Int8Head),
         **describe(drafter.draft),
     }
-
-
-def _digest_questions(questions: list[Question]) -> str:
-    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
 
 
 def _check_prompt(target: Target, question: Question) -> None:

@@ -89,16 +89,16 @@ def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
     Raises:
         ValueError: a records.parquet that is torn, or has no rows of a cell.
     """
-    found: dict[Path, list[Row]] = {cell.folder: [] for cell in cells}
-    for file in dict.fromkeys(folder.parents[2] / ROWS for folder in found):
+    by_folder: dict[Path, list[Row]] = {cell.folder: [] for cell in cells}
+    for file in dict.fromkeys(folder.parents[2] / ROWS for folder in by_folder):
         for row in _read_rows(file):
             choice, seed = (row.pop(name) for name in KEY)
             folder = file.parent / FOLDERS / choice / f"seed-{seed}"
-            if folder in found:
-                found[folder].append(row)
-    if empty := [folder for folder, rows in found.items() if not rows]:
+            if folder in by_folder:
+                by_folder[folder].append(row)
+    if empty := [folder for folder, rows in by_folder.items() if not rows]:
         raise ValueError(f"{empty[0].parents[2] / ROWS} has no rows of {empty[0].parent.name}, {empty[0].name}")
-    return found
+    return by_folder
 
 
 def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: list[Row]) -> None:
@@ -127,11 +127,8 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
 
 def _above(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
     """The experiments that a path may be inside of, each with what stands behind its cells/."""
-    found = []
-    for place, part in enumerate(path.parts):
-        if part == FOLDERS:
-            found.append((Path(*path.parts[:place]), path.parts[place + 1 :]))
-    return found
+    places = [place for place, part in enumerate(path.parts) if part == FOLDERS]
+    return [(Path(*path.parts[:place]), path.parts[place + 1 :]) for place in places]
 
 
 def _read_lines(experiment: Path) -> list[PackedCell]:

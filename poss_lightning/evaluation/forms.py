@@ -24,22 +24,22 @@ def turns(record: dict, field: str | None = None) -> list[str]:
     Raises:
         Malformed: there is no such field, or it has no question.
     """
-    known = (field,) if field else _FIELDS
-    found = next((name for name in known if record.get(name) is not None), None)
-    if found is None:
-        wanted = (
-            f"`{field}`" if field else "`turns`, `messages`, `conversations` or `prompt` (?field=NAME names another)"
+    fields = (field,) if field else _FIELDS
+    name = next((name for name in fields if record.get(name) is not None), None)
+    if name is None:
+        known = "`turns`, `messages`, `conversations` or `prompt` (?field=NAME names another)"
+        raise readers.Malformed(
+            f"has no {f'`{field}`' if field else known}; it has {', '.join(map(str, record)) or 'no field'}"
         )
-        raise readers.Malformed(f"has no {wanted}; it has {', '.join(map(str, record)) or 'no field'}")
-    value = record[found]
-    if found in _CHATS:
-        return _user_turns(record, found)
+    value = record[name]
+    if name in _CHATS:
+        return _user_turns(record, name)
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return _user_turns({"messages": value}, found)
+        return _user_turns({"messages": value}, name)
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
         shown = repr(value)[:_SHOWN]
-        raise readers.Malformed(f"`{found}` is {shown}; it must be a text, or a list of one or more texts")
+        raise readers.Malformed(f"`{name}` is {shown}; it must be a text, or a list of one or more texts")
     return texts
 
 
@@ -62,10 +62,10 @@ def _user_turns(conversation: dict, field: str) -> list[str]:
     """The messages between answers, as turns; an empty answer closes the last turn."""
     messages = readers.make_regular([*readers.messages_of(conversation), {"role": "assistant", "content": "…"}])
     runs = groupby(messages, key=lambda message: message["role"] == "assistant")
-    found = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
-    if not found:
+    turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
+    if not turns:
         raise readers.Malformed(f"`{field}` has no message of a user")
-    return found
+    return turns
 
 
 def _is_text(value: object) -> bool:

@@ -116,14 +116,14 @@ class Probe(lightning.Callback):
 
 def answered_samples(batch: Batch) -> list[Sample]:
     """The conversations of a batch that have answers of two or more tokens, with the spans of these."""
-    found = []
+    samples = []
     for name, edges, part in zip(batch.ids, batch.spans, batch.parts(), strict=True):
         starts = [(max(start, 1), stop) for start, stop in edges]  # the first token of a text is nobody's
         if spans := [(start, stop) for start, stop in starts if stop - start >= 2]:
             features = batch.features[part]
             layers = batch.draft_input[part].unflatten(-1, (-1, features.shape[-1]))  # (T, R/D, D), without noise here
-            found.append(Sample(name, batch.tokens[part], batch.greedy[part], spans, features, layers))
-    return found
+            samples.append(Sample(name, batch.tokens[part], batch.greedy[part], spans, features, layers))
+    return samples
 
 
 def _log(

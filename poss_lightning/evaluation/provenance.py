@@ -58,9 +58,9 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
     file = folder / "run.json"
     if not file.exists():
         return
-    earlier = json.loads(file.read_text())
-    there = {name: earlier.get("config", {}).get(name) for name in config} | {"methods": earlier.get("methods", {})}
-    if changed := differences(there, {**config, "methods": methods}):
+    run = json.loads(file.read_text())
+    earlier = {name: run.get("config", {}).get(name) for name in config} | {"methods": run.get("methods", {})}
+    if changed := differences(earlier, {**config, "methods": methods}):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
         )

@@ -221,18 +221,21 @@ def _unpacked(path: Path) -> list[Source]:
     for file in files:
         beside = file.parent / "run.json"
         run = _parse_object(beside, beside.read_bytes()) if beside.is_file() else None
-        sources.append(Source(file.parent, _read_file(file), run))
+        records = [_record(place, values) for place, values in read_lines(file)]
+        if not records:
+            raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
+        sources.append(Source(file.parent, records, run))
     return sources
 
 
 def _below(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
-    found = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
-    found = found or sorted(file for name in NAMES for file in path.rglob(name))
-    if not found:
+    files = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
+    files = files or sorted(file for name in NAMES for file in path.rglob(name))
+    if not files:
         file = path / NAMES[0] if path.is_dir() else path
         raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
-    return found
+    return files
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -245,13 +248,6 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if line.strip():
             place = f"{file}, line {number}"
             yield place, _parse_object(place, line)
-
-
-def _read_file(file: Path) -> list[Record]:
-    records = [_record(place, values) for place, values in read_lines(file)]
-    if not records:
-        raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
-    return records
 
 
 def _read_bytes(file: Path) -> bytes:

@@ -114,7 +114,7 @@ def replay(
         with atomic(folder / "run.json") as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
         with atomic(folder / NAMES[1]) as path:
-            path.write_bytes(gzip.compress("".join(f"{to_line(own)}\n" for own in records).encode(), 9, mtime=0))
+            path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()
     print(f"{out}: {len(records)} records of {len(methods)} methods")
 
@@ -129,12 +129,11 @@ def greedy_mismatch(samples: Sequence[Sample]) -> str | None:
     differs = []
     for sample in samples:
         for answer in find_answers(sample):
-            here = slice(answer.start - 1, len(answer.tokens) - 1)
-            differs.append(sample.greedy[here] != answer.tokens[answer.start :])
+            differs.append(sample.greedy[answer.start - 1 : len(answer.tokens) - 1] != answer.tokens[answer.start :])
     if not differs:
         return None
     share = float(torch.cat(differs).float().mean())
-    openings = sum(bool(own[:OPENING].any()) for own in differs) / len(differs)
+    openings = sum(bool(tokens[:OPENING].any()) for tokens in differs) / len(differs)
     if share <= MAX_MISMATCH and openings <= MAX_OPENING_MISMATCH:
         return None
     return (
@@ -173,7 +172,7 @@ def replay_rounds(
         The accepted tokens of every sample, of each of its answers, round by round.
     """
     by_sample = [list(find_answers(sample)) for sample in samples]
-    answers = [answer for own in by_sample for answer in own]
+    answers = [answer for sample_answers in by_sample for answer in sample_answers]
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start)  # by length
     drafter, rounds = Drafter(draft, embed_head, depth, tree_width), {}
     for begin in range(0, len(order), rows):
@@ -181,7 +180,7 @@ def replay_rounds(
         rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
         progress(len(places))
     replayed = iter(rounds[i] for i in range(len(answers)))
-    return [[next(replayed) for _ in own] for own in by_sample]
+    return [[next(replayed) for _ in sample_answers] for sample_answers in by_sample]
 
 
 def find_answers(sample: Sample) -> Iterator[Answer]:
@@ -216,7 +215,7 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     rounds: list[list[int]] = [[] for _ in answers]
     rows = list(rounds)  # the lists of those that are still drafted
     while (active := root < lengths - 1).any():
-        if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them now and then
+        if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
             drafter.select(kept)
             rows = [rows[i] for i in kept]

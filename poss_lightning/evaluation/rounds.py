@@ -20,6 +20,7 @@ from poss_lightning.target.model import Target
 
 NAME = "rounds.jsonl"
 PLACES = 4  # decimals of a log-probability
+KEYS = ("suite", "id", "turn", "method", "number")  # fields of a round that say which it is
 AnswerKey = tuple[str, int | str, int, str]  # suite, id, turn and method
 
 
@@ -44,7 +45,7 @@ class Round:
     guesses: Guesses[str]
 
     def __post_init__(self) -> None:
-        check_fields(self, "suite", "id", "turn", "method", "number")
+        check_fields(self, *KEYS)
         tokens, parents, scores, path, bonus = self.guesses
         _expect(_all(str, tokens) and tokens, "tokens", tokens, "a list of texts, the root's first")
         rising = _all(int, parents) and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
@@ -94,20 +95,19 @@ def read_rounds(folders: Iterable[str | Path]) -> dict[AnswerKey, list[Round]]:
     Raises:
         ValueError: a torn file, or a line that is no round; the message names file, line, field and value.
     """
-    found: dict[AnswerKey, list[Round]] = {}
+    rounds: dict[AnswerKey, list[Round]] = {}
     for folder in map(Path, folders):
         for file in (folder / NAME, folder / f"{NAME}.gz"):
             for place, values in read_lines(file) if file.is_file() else ():
                 one = _round(place, values)
-                found.setdefault(one.answer, []).append(one)
-    return {answer: sorted(rounds, key=lambda one: one.number) for answer, rounds in found.items()}
+                rounds.setdefault(one.answer, []).append(one)
+    return {answer: sorted(unordered, key=lambda one: one.number) for answer, unordered in rounds.items()}
 
 
 def _round(place: str, values: dict[str, Any]) -> Round:
     try:
         guesses = Guesses(**{name: values[name] for name in Guesses._fields})
-        own = ("suite", "id", "turn", "method", "number")
-        return Round(**{name: values[name] for name in own}, guesses=guesses)
+        return Round(**{name: values[name] for name in KEYS}, guesses=guesses)
     except KeyError as error:
         raise ValueError(f"{place}: lacks {error.args[0]}") from None
     except ValueError as error:

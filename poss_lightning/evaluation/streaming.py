@@ -20,20 +20,20 @@ class Pieces:
         self.text = text
         self.tokens: list[int] = []  # `known` tokens without a broken letter, then those that came since
         self.known = 0
-        self.given = ""  # the text of `tokens` that was given out
+        self.emitted = ""  # the text of `tokens` that was given out
 
     def add(self, tokens: list[int]) -> str:
         """The text that `tokens` complete."""
         self.tokens += tokens
         text = self.text(self.tokens)
         complete = text if len(self.tokens) - self.known > WINDOW else text.rstrip(LOST)
-        piece = complete[len(self.given) :]
-        self.given += piece
+        piece = complete[len(self.emitted) :]
+        self.emitted += piece
         if complete == text:
             self.tokens = self.tokens[self.known :]
-            self.known, self.given = len(self.tokens), self.text(self.tokens)
+            self.known, self.emitted = len(self.tokens), self.text(self.tokens)
         return piece
 
     def rest(self) -> str:
         """The text that is still held back, at the end."""
-        return self.text(self.tokens)[len(self.given) :]
+        return self.text(self.tokens)[len(self.emitted) :]

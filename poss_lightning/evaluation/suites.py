@@ -128,9 +128,9 @@ def _files(source: str) -> list[Path]:
         return inside
     if source in own_suites():
         return [OWN / f"{source}.jsonl"]
-    own, six = ", ".join(own_suites()), ", ".join(HUB + name for name in SIX)
+    shipped, six = ", ".join(own_suites()), ", ".join(HUB + name for name in SIX)
     raise FileNotFoundError(
-        f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {own}; "
+        f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {shipped}; "
         f"the hub has {six}, and hub:OWNER/NAME"
     )
 

@@ -178,9 +178,9 @@ def store_key(target: Target, *, stored: str, layers: tuple[int, ...], max_lengt
 def _check_same(folder: Path, key: dict) -> None:
     """Raise StoreError where the finished store in `folder` is another one."""
     manifest = check(folder)
-    there = {"target": manifest.target.fingerprint, "template": manifest.target.template}
-    there |= {name: getattr(manifest, name) for name in ("dtype", "stored", "layers", "max_length", "corpus")}
-    if changed := differences(there, key):
+    stored = {"target": manifest.target.fingerprint, "template": manifest.target.template}
+    stored |= {name: getattr(manifest, name) for name in ("dtype", "stored", "layers", "max_length", "corpus")}
+    if changed := differences(stored, key):
         raise StoreError(
             f"{folder} holds a store of another kind ({'; '.join(changed)}): choose another folder or remove it"
         )
@@ -204,8 +204,8 @@ def _write_shards(
                 bar.update(sizes[number])
                 continue
             path = shard_path(folder, number)
-            with work.part(path.stem) as mine:
-                if mine and not _is_done(folder, work, number):
+            with work.part(path.stem) as acquired:
+                if acquired and not _is_done(folder, work, number):
                     entry = write_shard(path, target, shards[number], stored, layers, bar)
                     work.write_receipt(path.stem, asdict(entry))
                 else:
@@ -249,9 +249,9 @@ def tokenize(
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         rendered = _render(target, conversation)
         spans = [(start, min(stop, max_length)) for start, stop in rendered.spans if start < max_length]
-        said = sum(message["role"] == "assistant" for message in conversation.messages)
+        written = sum(message["role"] == "assistant" for message in conversation.messages)
         kept = sum(stop - start >= 2 for start, stop in spans)
-        answers, rewritten = answers + said, rewritten + said - len(rendered.spans)
+        answers, rewritten = answers + written, rewritten + written - len(rendered.spans)
         cut += len(rendered.spans) - kept
         if kept:
             texts.append(TokenizedText(conversation.id, rendered.tokens[:max_length], spans))

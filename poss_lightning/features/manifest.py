@@ -110,8 +110,8 @@ def check(folder: Path) -> Manifest:
         path = folder / entry.name
         size = path.stat().st_size if path.is_file() else None
         if size != entry.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise StoreError(f"{path} {found}, the manifest says {entry.bytes}: remove {folder} and extract it again")
+            fault = "is missing" if size is None else f"has {size} bytes"
+            raise StoreError(f"{path} {fault}, the manifest says {entry.bytes}: remove {folder} and extract it again")
     return manifest
 
 

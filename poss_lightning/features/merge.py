@@ -58,10 +58,10 @@ def _check(names: list[str], stores: list[FeatureStore]) -> None:
         if difference := stores[0].target.difference(store.target):
             raise StoreError(f"{name} and {names[0]} are of different targets: {difference}")
         for field in ALIKE:
-            one, other = (getattr(each.manifest, field) for each in (stores[0], store))
-            if one != other:
+            first, other = (getattr(source.manifest, field) for source in (stores[0], store))
+            if first != other:
                 raise StoreError(
-                    f"{name} and {names[0]} differ in {field}: {other} and {one}. Extract one of them anew"
+                    f"{name} and {names[0]} differ in {field}: {other} and {first}. Extract one of them anew"
                 )
         for sample in store.ids:
             if sample in store_of:

@@ -61,8 +61,8 @@ class OnlineFeatures:
 
     def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
-        own = self.model.embed_head
-        return EmbedHead(own.embedding, own.head, scale=own.scale, cap=own.cap)
+        shared = self.model.embed_head
+        return EmbedHead(shared.embedding, shared.head, scale=shared.scale, cap=shared.cap)
 
     def common_tokens(self, size: int) -> Tensor | None:
         """As of a `FeatureStore`."""

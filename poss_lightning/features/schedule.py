@@ -74,11 +74,11 @@ def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> lis
         place = bisect_left(room, (length, -1))
         if place == len(room):
             batches.append([])
-            left, batch = max(batch_tokens, length), len(batches) - 1
+            free, batch = max(batch_tokens, length), len(batches) - 1
         else:
-            left, batch = room.pop(place)
+            free, batch = room.pop(place)
         batches[batch].append(index)
-        insort(room, (left - length, batch))
+        insort(room, (free - length, batch))
     return [[batch] for batch in batches]
 
 
@@ -169,7 +169,7 @@ class Schedule(Sampler[PlannedBatch]):
         """Batches of this process in a whole epoch."""
         return -(-self.total // self.step_batches) * self.accumulate
 
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Batches of this process from where the epoch begins or goes on."""
         return -(-(self.total - self._first()) // self.step_batches) * self.accumulate
 

@@ -86,6 +86,6 @@ def _greedy(target: Target, features: Tensor, batch: list[TokenizedText]) -> Ten
     greedy = torch.full(features.shape[:2], -1, device=features.device)
     for row, text in enumerate(batch):
         for start, stop in text.spans:
-            here = slice(start - 1, stop - 1)
-            greedy[row, here] = target.embed_head.logits(features[row, here]).max(-1).indices
+            slots = slice(start - 1, stop - 1)
+            greedy[row, slots] = target.embed_head.logits(features[row, slots]).max(-1).indices
     return greedy

@@ -148,11 +148,11 @@ class FeatureStore:
 
     def _inner(self, columns: pa.RecordBatch, row: int) -> Tensor:
         """(T, n, D)"""
-        held = self.manifest.layers
+        stored = self.manifest.layers
         if not self.layers:
             return self._vectors(columns, row, "layers", 0)
-        outputs = self._vectors(columns, row, "layers", len(held))
-        return outputs if self.layers == held else outputs[:, [held.index(layer) for layer in self.layers]]
+        outputs = self._vectors(columns, row, "layers", len(stored))
+        return outputs if self.layers == stored else outputs[:, [stored.index(layer) for layer in self.layers]]
 
     def _vectors(self, columns: pa.RecordBatch, row: int, name: str, count: int) -> Tensor:
         """(T, count, D); copied out of the map once, since a tensor may be written to and the files may not."""

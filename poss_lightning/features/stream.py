@@ -58,9 +58,9 @@ def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
     noisy = batch.draft_input.clone()
     generator = torch.Generator(noisy.device)
     for part, seed in zip(batch.parts(), seeds, strict=True):
-        here = noisy[part]  # (length, R)
-        noise = torch.rand(here.shape, generator=generator.manual_seed(seed), device=here.device) - 0.5
-        here += noise * (strength * 512 / len(here))
+        vectors = noisy[part]  # (length, R)
+        noise = torch.rand(vectors.shape, generator=generator.manual_seed(seed), device=vectors.device) - 0.5
+        vectors += noise * (strength * 512 / len(vectors))
     return noisy
 
 
@@ -72,9 +72,9 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
 
     def padded(parts: list[Tensor], fill: int = 0) -> Tensor:
         out = parts[0].new_full((len(rows), longest, *parts[0].shape[1:]), fill)
-        left = iter(parts)
+        remaining = iter(parts)
         for place, row in zip(out, lengths, strict=True):
-            torch.cat([next(left) for _ in row], out=place[: sum(row)])
+            torch.cat([next(remaining) for _ in row], out=place[: sum(row)])
         return out
 
     features = padded([sample.features for sample in samples])

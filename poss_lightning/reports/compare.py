@@ -44,8 +44,8 @@ def compare(
         resamples: draws of the bootstrap over prompts, where each method was trained once.
         seed: of the bootstrap.
     """
-    found = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
-    print_tables(found.tables, note=found.note)
+    findings = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
+    print_tables(findings.tables, note=findings.note)
 
 
 def print_tables(

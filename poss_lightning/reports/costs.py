@@ -1,4 +1,4 @@
-"""Whether drafting pays on the machine that decoded, from the costs that `tree: auto` measured there."""
+"""Whether drafting pays on the machine that decoded, from the costs that `tree: auto` by_method there."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ TITLE = "What drafting costs on this machine, ms; a round pays where it brings m
 
 def read_costs(runs: dict[str, dict[str, Any]]) -> dict[str, Costs]:
     """The costs of each method, where a `run.json` has them; of several runs the last."""
-    found: dict[str, Costs] = {}
+    by_method: dict[str, Costs] = {}
     for run in runs.values():
         for method, costs in run.get("costs", {}).items():
-            found[method] = Costs(costs["draft_step"], {int(n): cost for n, cost in costs["verify"].items()})
-    return found
+            by_method[method] = Costs(costs["draft_step"], {int(n): cost for n, cost in costs["verify"].items()})
+    return by_method
 
 
 def cost_table(costs: Mapping[str, Costs], speed_ups: Mapping[str, Comparison]) -> Table:
@@ -27,10 +27,10 @@ def cost_table(costs: Mapping[str, Costs], speed_ups: Mapping[str, Comparison]) 
     columns += [(f"{steps} steps,", f"{nodes} nodes:", "τ >") for steps, nodes in TREES]
     columns += [("drafting", "pays")]
     rows = []
-    for method, own in costs.items():
-        milliseconds = [own.verify[1], own.draft_step, *(own.verify_seconds(nodes) for _, nodes in TREES)]
+    for method, cost in costs.items():
+        milliseconds = [cost.verify[1], cost.draft_step, *(cost.verify_seconds(nodes) for _, nodes in TREES)]
         cells = [Cell(f"{1000 * seconds:.1f}") for seconds in milliseconds]
-        cells += [Cell(f"{own.break_even(steps, nodes):.2f}") for steps, nodes in TREES]
+        cells += [Cell(f"{cost.break_even(steps, nodes):.2f}") for steps, nodes in TREES]
         rows.append(([method], [*cells, Cell(say_if_faster(speed_ups.get(method)))]))
     return Table(TITLE, ["method"], columns, rows)
 

@@ -77,7 +77,7 @@ def decoded_texts(
     with_rounds = {answer[:2] for answer in rounds}
     by_suite: dict[str, list[tuple]] = {}
     for key in sorted(next(iter(methods.values())), key=lambda key: key[:2] not in with_rounds):
-        if key[2:] == (0, 0) and any(own[key].text for own in methods.values()):
+        if key[2:] == (0, 0) and any(by_key[key].text for by_key in methods.values()):
             by_suite.setdefault(key[0], []).append(key)
     chosen = [key for level in zip_longest(*by_suite.values()) for key in level if key is not None][:prompts]
     recorded = sum((*key[:3], name) in rounds for key in chosen for name in methods)
@@ -85,8 +85,8 @@ def decoded_texts(
     prompts_shown = []
     for key in chosen:
         answers = []
-        for name, own in methods.items():
-            record, recorded_rounds = own[key], rounds.get((*key[:3], name), [])
+        for name, by_key in methods.items():
+            record, recorded_rounds = by_key[key], rounds.get((*key[:3], name), [])
             answers.append(ShownAnswer(record, spans(record, depths[name]), steps(record, recorded_rounds, most)))
         prompts_shown.append(ShownPrompt(f"{key[0]}, prompt {key[1]}", answers))
     return prompts_shown

@@ -65,8 +65,8 @@ def assign_colours(names: Iterable[str]) -> dict[str, int]:
 
 def position_figure(shares: Mapping[str, Sequence[Estimate]], colours: dict[str, int]) -> Figure | None:
     """pos-acc by position, a curve a method; None where nothing was accepted."""
-    curves = [_curve(name, colours[name], dict(enumerate(own, 1))) for name, own in shares.items() if own]
-    return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True) if curves else None
+    curves = [_curve(name, colours[name], dict(enumerate(estimates, 1))) for name, estimates in shares.items()]
+    return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True)
 
 
 def seconds_figure(methods: dict[str, Answers]) -> Figure:
@@ -74,10 +74,11 @@ def seconds_figure(methods: dict[str, Answers]) -> Figure:
     rows: dict[str, list[float]] = {}
     present = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
     measured = [part for part in PARTS if part in present]
-    for name, own in ((name, list(answers.values())) for name, answers in methods.items()):
-        per_token = 1000 / sum(record.new_tokens for record in own)
-        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in own) for part in measured]
-        total = per_token * sum(record.seconds.get("total", 0.0) for record in own)
+    for name, answers in methods.items():
+        records = answers.values()
+        per_token = 1000 / sum(record.new_tokens for record in records)
+        parts = [per_token * sum(record.seconds.get(part, 0.0) for record in records) for part in measured]
+        total = per_token * sum(record.seconds.get("total", 0.0) for record in records)
         rows[name] = [*parts, max(total - sum(parts), 0.0)]
     names = [*measured, "rest"]
     legend = [(name, colour_class(place)) for place, name in enumerate(names)]
@@ -90,8 +91,8 @@ def training_figures(runs: dict[str, list[Scalars]], colours: dict[str, int]) ->
     steps = [figure for tag, title in STEPS.items() if (figure := _steps(tag, title, runs, colours))]
     depths = {
         choice: figures
-        for choice, own in runs.items()
-        if (figures := [figure for tag, title in DEPTHS.items() if (figure := _depths(tag, title, own))])
+        for choice, trainings in runs.items()
+        if (figures := [figure for tag, title in DEPTHS.items() if (figure := _depths(tag, title, trainings))])
     }
     return Training(ends, steps, depths, max(map(len, runs.values()), default=0))
 
@@ -99,8 +100,8 @@ def training_figures(runs: dict[str, list[Scalars]], colours: dict[str, int]) ->
 def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
     """`tag` at the last validation by depth, a curve a choice, averaged over the runs that have it."""
     curves = []
-    for choice, own in runs.items():
-        last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in own]
+    for choice, trainings in runs.items():
+        last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in trainings]
         depths = sorted(set().union(*last))
         means = {k: mean([end[k] for end in last if k in end]) for k in depths}
         curves.append(_curve(choice, colours[choice], means))
@@ -109,18 +110,19 @@ def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[st
 
 def _steps(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
     """`tag` by step, a curve a choice."""
-    means = {choice: mean_over_runs([run[tag] for run in own if tag in run]) for choice, own in runs.items()}
-    return _lines(
-        title, [_curve(choice, colours[choice], own) for choice, own in means.items() if len(own) > 1], "step", title
-    )
+    curves = []
+    for choice, trainings in runs.items():
+        means = mean_over_runs([run[tag] for run in trainings if tag in run])
+        curves.append(_curve(choice, colours[choice], means))
+    return _lines(title, curves, "step", title, points=2)
 
 
 def _depths(tag: str, title: str, runs: list[Scalars]) -> Figure | None:
     """One choice's `tag` by step, a curve a depth."""
-    found = [series_by_depth(run, tag) for run in runs]
-    depths = sorted(set().union(*found))
-    means = {k: mean_over_runs([own[k] for own in found if k in own]) for k in depths}
-    return _lines(title, [_curve(f"depth {k}", k - 1, own) for k, own in means.items() if len(own) > 1], "step", title)
+    runs_by_depth = [series_by_depth(run, tag) for run in runs]
+    depths = sorted(set().union(*runs_by_depth))
+    means = {k: mean_over_runs([series[k] for series in runs_by_depth if k in series]) for k in depths}
+    return _lines(title, [_curve(f"depth {k}", k - 1, means[k]) for k in depths], "step", title, points=2)
 
 
 def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
@@ -129,12 +131,12 @@ def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
     return Curve(name, colour, list(means), value, low if spread else (), high if spread else ())
 
 
-def _lines(title: str, curves: list[Curve], x_label: str, y_label: str, integer_ticks: bool = False) -> Figure | None:
-    drawn = [curve for curve in curves if curve.x]
+def _lines(
+    title: str, curves: list[Curve], x_label: str, y_label: str, *, integer_ticks: bool = False, points: int = 1
+) -> Figure | None:
+    """A chart of the curves that have so many points at least; None where none has."""
+    drawn = [curve for curve in curves if len(curve.x) >= points]
     if not drawn:
         return None
-    return Figure(
-        title,
-        line_chart(drawn, x_label, y_label, integer_ticks),
-        [(one.name, colour_class(one.colour)) for one in drawn],
-    )
+    legend = [(curve.name, colour_class(curve.colour)) for curve in drawn]
+    return Figure(title, line_chart(drawn, x_label, y_label, integer_ticks), legend)

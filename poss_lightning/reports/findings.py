@@ -73,18 +73,18 @@ def find(
     if not cells:  # whose folders tell the trainings of a choice apart
         check_drafts(runs)
     if len(chosen) < len(cells) or (cells and has_seconds(answers)):  # speeds compare within a folder only
-        found = _find_over_seeds(cells, baseline, reference, known)._replace(answers=answers)
+        findings = _find_over_seeds(cells, baseline, reference, known)._replace(answers=answers)
     else:
         over = baseline if has_seconds(answers) else None
         summaries = summarise(answers, baseline=over, reference=reference, depths=known, resamples=resamples, seed=seed)
-        found = _find_over_prompts(summaries, over, reference)._replace(
+        findings = _find_over_prompts(summaries, over, reference)._replace(
             made=f"{resamples} draws of the bootstrap, seed {seed}", answers=answers
         )
         if costs := read_costs(runs):
             overall = [row for row in summaries if row.suite == ALL]
             speed_ups = {row.method: row.speed_up[over] for row in overall if over in row.speed_up} if over else {}
-            found.tables.insert(1, cost_table(costs, speed_ups))
-    return found._replace(cells=chosen, note=found.note + (AUTO if has_auto_trees(runs) else ""))
+            findings.tables.insert(1, cost_table(costs, speed_ups))
+    return findings._replace(cells=chosen, note=findings.note + (AUTO if has_auto_trees(runs) else ""))
 
 
 def _find_over_prompts(summaries: list[MethodSummary], baseline: str | None, reference: str | None) -> Findings:
@@ -112,7 +112,7 @@ def _find_over_seeds(cells: Cells, baseline: str, reference: str | None, depths:
         headline=write_seed_headline(overall, baseline, reference),
         note=note,
         made="intervals from the spread over seeds and prompts",
-        shares={choice: [one.mean for one in position_summaries(own)] for choice, own in overall.items()},
+        shares={choice: [one.mean for one in position_summaries(measured)] for choice, measured in overall.items()},
         tables=seed_tables(summaries, reference),
         answers=[],
         cells=[],
@@ -141,11 +141,12 @@ def write_headline(overall: list[MethodSummary], baseline: str | None) -> str:
 
 def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
     """Say which choice has the largest τ, its speed, and how it compares with the reference."""
-    best, own = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
-    tau = own["tau_macro"]
+    best, measured = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
+    tau = measured["tau_macro"]
     words = f"{best} has the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
-    if "speed_up" in own:
-        words += f", at {own['speed_up'].mean.text()} times the speed of {baseline}{_within(own['speed_up'].mean)}"
+    if "speed_up" in measured:
+        speed = measured["speed_up"].mean
+        words += f", at {speed.text()} times the speed of {baseline}{_within(speed)}"
     if tau.gain is None or not tau.gain.significance():
         return f"{words}."
     verdict = "no difference shown" if tau.gain.holm >= LEVEL else "larger" if tau.gain.value > 0 else "smaller"
@@ -161,7 +162,7 @@ def choose_cells(cells: Cells) -> list[tuple[str, int]]:
     for choice, seed in cells:
         seeds.setdefault(choice, set()).add(seed)
     shared = set.intersection(*seeds.values()) if seeds else set()
-    return [(choice, min(shared or own)) for choice, own in seeds.items()]
+    return [(choice, min(shared or trained)) for choice, trained in seeds.items()]
 
 
 def select_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:

@@ -14,7 +14,7 @@ from poss_lightning.files import atomic
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.figures import assign_colours, position_figure, seconds_figure, training_figures
-from poss_lightning.reports.findings import Findings, find
+from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import group
 
@@ -48,32 +48,28 @@ def report(
     if Path(out).suffix != ".html":
         raise ValueError(f"out is {out}; the page's name must end in .html")
     facts = read_runs(records)
-    found = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
-    if found.cells:
+    findings = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
+    if findings.cells:
         runs = runs or list(facts)
-        facts = {folder: own for folder, own in facts.items() if _cell(folder) in found.cells}
-    methods = group(found.answers)
+        facts = {folder: entries for folder, entries in facts.items() if _cell(folder) in findings.cells}
+    methods = group(findings.answers)
     trained = group_by_choice(read_scalars(runs or []))
-    colours = assign_colours([*found.shares, *trained])
-    most = {name: len(found.shares.get(name, ())) for name in methods}
+    colours = assign_colours([*findings.shares, *trained])
+    most = {name: len(findings.shares.get(name, ())) for name in methods}
     page = _template().render(
-        found=found,
+        findings=findings,
         reference=reference,
-        positions=position_figure(found.shares, colours),
-        seconds=seconds_figure(methods) if _timed_in_turn(found) else None,
+        positions=position_figure(findings.shares, colours),
+        # Seconds of trainings that were decoded one after another do not compare.
+        seconds=seconds_figure(methods) if has_seconds(findings.answers) and len(findings.cells) < 2 else None,
         training=training_figures(trained, colours),
         texts=decoded_texts(methods, read_rounds(facts), most, prompts),
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
-        made=f"poss_lightning {__version__}, {found.made}",
+        made=f"poss_lightning {__version__}, {findings.made}",
     )
     with atomic(out) as path:
         path.write_text(page, encoding="utf-8")
-    print(f"{out}: {len(found.answers)} records of {len(methods)} methods")
-
-
-def _timed_in_turn(found: Findings) -> bool:
-    """Whether methods were timed in turn; seconds of trainings that were decoded one after another do not compare."""
-    return has_seconds(found.answers) and len(found.cells) < 2
+    print(f"{out}: {len(findings.answers)} records of {len(methods)} methods")
 
 
 # --- the page ---
@@ -99,9 +95,9 @@ def _cell(folder: str) -> tuple[str, int]:
 
 
 def _template() -> Any:
-    here = FileSystemLoader(Path(__file__).parent)
+    folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.globals["colours"] = COLOURS
     return environment.get_template("report.html.j2")

@@ -28,7 +28,7 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
         FileNotFoundError: no such folder.
         ValueError: a cell whose scalars are not a step and a value by tag.
     """
-    found: dict[str, Scalars] = {}
+    by_folder: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
         cells = packed_cells(folder)
         if not folder.is_dir() and not cells:
@@ -36,8 +36,8 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
         events = {file.parent for file in folder.rglob(EVENTS)}
         last = {cell.folder: cell for cell in cells if cell.folder not in events}
         for place in sorted(events | last.keys()):
-            found[str(place)] = _last(last[place]) if place in last else _read_events(place)
-    return {name: scalars for name, scalars in found.items() if scalars}
+            by_folder[str(place)] = _last(last[place]) if place in last else _read_events(place)
+    return {name: scalars for name, scalars in by_folder.items() if scalars}
 
 
 def series_by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
@@ -54,21 +54,17 @@ def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
         parts = Path(folder).absolute().parts
         seeds = [place for place, part in enumerate(parts) if SEED.fullmatch(part)]
         of, run = (parts[: seeds[-1]], parts[seeds[-1]]) if seeds else (parts, "")
-        own = folders.setdefault(Path(*of), {}).setdefault(run, {})
+        tags = folders.setdefault(Path(*of), {}).setdefault(run, {})
         for tag, series in scalars.items():  # several folders of one seed are one run
-            own[tag] = sorted(own.get(tag, []) + series, key=lambda point: point[0])
-    if len(folders) < 2:
-        return {folder.name: list(own.values()) for folder, own in folders.items()}
-    shared = os.path.commonpath(folders)
+            tags[tag] = sorted(tags.get(tag, []) + series, key=lambda point: point[0])
+    shared = os.path.commonpath(folders) if folders else ""
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
-    return {
-        folder.name if names[folder] == "." else names[folder]: list(own.values()) for folder, own in folders.items()
-    }
+    return {folder.name if name == "." else name: list(folders[folder].values()) for folder, name in names.items()}
 
 
 def mean_over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
     """The mean over runs at every step that all of them have; a step logged twice counts as it was last logged."""
-    runs = [dict(own) for own in series]
+    runs = [dict(points) for points in series]
     steps = sorted(set.intersection(*map(set, runs))) if runs else []
     return {step: mean([run[step] for run in runs]) for step in steps}
 

@@ -112,22 +112,24 @@ def summarise_seeds(
     choices = list(dict.fromkeys(choice for choice, _ in cells))
     if reference is not None and reference not in choices:
         raise ValueError(f"reference is {reference!r}; these records have the choices {', '.join(choices)}")
-    _check_prompts({cell: own[cell[0]] for cell, own in methods.items()})
+    _check_prompts({cell: by_method[cell[0]] for cell, by_method in methods.items()})
     most = dict.fromkeys(choices, 0)
-    for (choice, _), own in methods.items():
-        most[choice] = max(most[choice], choose_depth(choice, own[choice], (depths or {}).get(choice)))
-    over = baseline if all(baseline in own for own in methods.values()) else None
+    for (choice, _), by_method in methods.items():
+        most[choice] = max(most[choice], choose_depth(choice, by_method[choice], (depths or {}).get(choice)))
+    over = baseline if all(baseline in by_method for by_method in methods.values()) else None
     known = {record.method for records in cells.values() for record in records} & set(BASELINES)
-    if known and not any(baseline in own for own in methods.values()):
+    if known and not any(baseline in by_method for by_method in methods.values()):
         raise ValueError(f"baseline is {baseline!r}; these records have the baselines {', '.join(sorted(known))}")
     suites = sorted({record.suite for records in cells.values() for record in records})
     summaries = []
     for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:
         values: dict[str, Values] = {}  # by measure
-        for (choice, seed), own in methods.items():
-            for measure, own_values in _measure(select_suite(suite, own), choice, over, most[choice]).items():
-                values.setdefault(measure, {}).setdefault(choice, {})[seed] = own_values
-        summaries += [row for measure, own in values.items() for row in _summarise(suite, measure, own, reference)]
+        for (choice, seed), by_method in methods.items():
+            for measure, measured in _measure(select_suite(suite, by_method), choice, over, most[choice]).items():
+                values.setdefault(measure, {}).setdefault(choice, {})[seed] = measured
+        summaries += [
+            row for measure, by_choice in values.items() for row in _summarise(suite, measure, by_choice, reference)
+        ]
     return summaries
 
 
@@ -173,7 +175,7 @@ def _measure(methods: dict[str, Answers], choice: str, baseline: str | None, dep
 def _summarise(suite: str, measure: str, values: Values, reference: str | None) -> list[SeedSummary]:
     """A row for each choice; the gains are corrected for all choices that are compared with the reference."""
     others = {} if reference is None else values.get(reference, {})
-    paired = {choice: sorted(own.keys() & others) for choice, own in values.items() if choice != reference}
+    paired = {choice: sorted(trainings.keys() & others) for choice, trainings in values.items() if choice != reference}
     change, compare = (np.log, quotient) if measure in RATIOS else (np.asarray, difference)
     gains, gains_these = {}, {}
     for choice, seeds in paired.items():
@@ -184,8 +186,8 @@ def _summarise(suite: str, measure: str, values: Values, reference: str | None) 
             gains[choice] = compare(mean, *_error(pseudo_values(effects)))
     gains, gains_these = correct(gains), correct(gains_these)
     rows = []
-    for choice, own in values.items():
-        by_seed = {seed: float(own[seed][0]) for seed in sorted(own)}
+    for choice, trainings in values.items():
+        by_seed = {seed: float(trainings[seed][0]) for seed in sorted(trainings)}
         mean, deviation = float(np.mean([*by_seed.values()])), _deviation(np.array([*by_seed.values()]))
         row = SeedSummary(
             suite=suite,
@@ -219,8 +221,8 @@ def _methods(choice: str, seed: int, records: list[Record], baseline: str) -> di
     """One cell's answers by the choice, and by the baseline where there is one."""
     methods = group([record for record in records if record.method in (choice, baseline)])
     if choice not in methods:
-        there = ", ".join(dict.fromkeys(record.method for record in records))
-        raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {there}")
+        names = ", ".join(dict.fromkeys(record.method for record in records))
+        raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {names}")
     return methods
 
 

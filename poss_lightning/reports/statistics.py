@@ -184,8 +184,8 @@ def estimate(values: Floats, prompts: int) -> Estimate:
 
 def estimate_share(values: Floats, prompts: int) -> Estimate:
     """The same for a share: its interval ends at 0 and 1."""
-    found = estimate(values, prompts)
-    return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0)) if found.interval() else found
+    plain = estimate(values, prompts)
+    return Estimate(plain.value, max(plain.low, 0.0), min(plain.high, 1.0)) if plain.interval() else plain
 
 
 # --- from a standard error to intervals and tests ---
@@ -200,18 +200,15 @@ def interval(value: float, error: float, freedom: float) -> Estimate:
 def difference(value: float, error: float, freedom: float) -> Comparison:
     """A difference compared with 0; not yet corrected for other comparisons."""
     error = _spread(value, error)
-    found = interval(value, error, freedom)
-    p = _p(value, error, freedom)
-    return Comparison(value, found.low, found.high, p, p, detectable(error, freedom), error, freedom)
+    ends, p = interval(value, error, freedom), _p(value, error, freedom)
+    return Comparison(value, ends.low, ends.high, p, p, detectable(error, freedom), error, freedom)
 
 
 def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
     """A ratio compared with 1, from its logarithm and the logarithm's standard error; not yet corrected for others."""
-    error = _spread(logarithm, error)
-    found = interval(logarithm, error, freedom)
-    p = _p(logarithm, error, freedom)
-    low, high = math.exp(found.low), math.exp(found.high)
-    return Ratio(math.exp(found.value), low, high, p, p, math.expm1(detectable(error, freedom)), error, freedom)
+    logs = difference(logarithm, error, freedom)
+    value, low, high = math.exp(logs.value), math.exp(logs.low), math.exp(logs.high)
+    return Ratio(value, low, high, logs.p, logs.p, math.expm1(logs.detectable), logs.error, freedom)
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:
@@ -233,7 +230,7 @@ def correct(comparisons: Mapping[str, Compared]) -> dict[str, Compared]:
     """Comparisons with the same method, by the other one's name, each corrected for the others."""
     corrected = holm([comparison.p for comparison in comparisons.values()])
     tests = sum(not math.isnan(p) for p in corrected)
-    return {name: own.correct(tests, p) for (name, own), p in zip(comparisons.items(), corrected, strict=True)}
+    return {name: one.correct(tests, p) for (name, one), p in zip(comparisons.items(), corrected, strict=True)}
 
 
 @lru_cache

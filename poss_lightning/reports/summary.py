@@ -107,8 +107,8 @@ def group(records: list[Record]) -> dict[str, Answers]:
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
         key = (record.suite, record.id, record.turn, record.repeat)
         if key in methods.setdefault(record.method, {}):
-            own = record.method not in BASELINES
-            how = "name the methods of several runs apart" if own else "decode all drafts in one benchmark"
+            drafts = record.method not in BASELINES
+            how = "name the methods of several runs apart" if drafts else "decode all drafts in one benchmark"
             raise ValueError(f"{record.method!r} answers {describe_answer(key)} twice; {how}")
         methods[record.method][key] = record
     every = sorted(set().union(*methods.values()), key=lambda key: (key[0], str(key[1]), *key[2:]))
@@ -133,18 +133,18 @@ def check_same(first: tuple[str, Record], *others: tuple[str, Record]) -> None:
     Raises:
         ValueError: the message names the answer and its methods.
     """
-    whose, own = first
+    name, answer = first
     for other, record in others:
-        both = min(own.new_tokens, record.new_tokens) if not (own.seconds or record.seconds) else 0
-        if own.turn == 0 and own.prompt_tokens != record.prompt_tokens:
-            differ = f"prompts of {own.prompt_tokens} and {record.prompt_tokens} tokens"
-        elif own.tokens[:both] != record.tokens[:both]:
+        both = min(answer.new_tokens, record.new_tokens) if not (answer.seconds or record.seconds) else 0
+        if answer.turn == 0 and answer.prompt_tokens != record.prompt_tokens:
+            differ = f"prompts of {answer.prompt_tokens} and {record.prompt_tokens} tokens"
+        elif answer.tokens[:both] != record.tokens[:both]:
             differ = "replays of different answers"
         else:
             continue
-        key = (own.suite, own.id, own.turn, own.repeat)
+        key = (answer.suite, answer.id, answer.turn, answer.repeat)
         where = describe_answer(key)
-        raise ValueError(f"{whose} and {other} have {differ} at {where}; methods are compared on the same texts")
+        raise ValueError(f"{name} and {other} have {differ} at {where}; methods are compared on the same texts")
 
 
 def sum_by_prompt(answers: Answers, depth: int) -> Sums:
@@ -182,17 +182,17 @@ def _summarise_suite(
     sums = {name: sum_by_prompt(answers, depths[name]) for name, answers in methods.items()}
     prompts = len(next(iter(sums.values())).tokens)
     counts = draw_counts(prompts, resamples, seed)  # (1+R, Q), the same for every method
-    micro = {name: statistics.tau_micro(counts, own) for name, own in sums.items()}
-    macro = {name: statistics.tau_macro(counts, own) for name, own in sums.items()}
-    speed = {name: statistics.tokens_per_second(counts, own) for name, own in sums.items()}
-    shares = {name: statistics.pos_acc(counts, own).T for name, own in sums.items()}  # (K, 1+R)
+    micro = {name: statistics.tau_micro(counts, of_prompts) for name, of_prompts in sums.items()}
+    macro = {name: statistics.tau_macro(counts, of_prompts) for name, of_prompts in sums.items()}
+    speed = {name: statistics.tokens_per_second(counts, of_prompts) for name, of_prompts in sums.items()}
+    shares = {name: statistics.pos_acc(counts, of_prompts).T for name, of_prompts in sums.items()}  # (K, 1+R)
     baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
     speed_ups = {other: _compare(speed, other, prompts, ratios=True) for other in baselines}
     micro_gains = _compare(micro, reference, prompts)
     macro_gains = _compare(macro, reference, prompts)
     speed_gains = _compare(speed, reference, prompts, ratios=True)
     share_gains = [
-        _compare({name: own[k] for name, own in shares.items() if k < len(own)}, reference, prompts)
+        _compare({name: values[k] for name, values in shares.items() if k < len(values)}, reference, prompts)
         for k in range(depths[reference] if reference else 0)
     ]
     return [
@@ -200,7 +200,7 @@ def _summarise_suite(
             suite=suite,
             method=name,
             prompts=prompts,
-            rounds=int(own.reach[:, 0].sum()),
+            rounds=int(of_prompts.reach[:, 0].sum()),
             tau_micro=estimate(micro[name], prompts),
             tau_macro=estimate(macro[name], prompts),
             pos_acc=tuple(statistics.estimate_share(values, prompts) for values in shares[name]),
@@ -214,7 +214,7 @@ def _summarise_suite(
             pos_acc_gain=tuple(gains[name] for gains in share_gains if name in gains),
             speed_gain=speed_gains.get(name),
         )
-        for name, own in sums.items()
+        for name, of_prompts in sums.items()
     ]
 
 
@@ -224,8 +224,8 @@ def _compare(
     """Compare (1+R,) values of every other method with the reference's: differences or ratios, corrected."""
     if reference is None:
         return {}
-    scaled = {name: np.log(own) if ratios else own for name, own in values.items()}
-    gains = {name: own - scaled[reference] for name, own in scaled.items() if name != reference}
+    scaled = {name: np.log(draws) if ratios else draws for name, draws in values.items()}
+    gains = {name: draws - scaled[reference] for name, draws in scaled.items() if name != reference}
     compare = statistics.quotient if ratios else statistics.difference
     return statistics.correct(
         {

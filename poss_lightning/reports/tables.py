@@ -137,7 +137,7 @@ def _plain(value: Comparison | None) -> Cell:
 
 
 def _named(rows: list[MethodSummary], cells: list[list[Cell]]) -> list[tuple[Sequence[str], list[Cell]]]:
-    return [([row.method], own) for row, own in zip(rows, cells, strict=True)]
+    return [([row.method], values) for row, values in zip(rows, cells, strict=True)]
 
 
 # --- over seeds: several trainings of each choice ---
@@ -145,54 +145,57 @@ def _named(rows: list[MethodSummary], cells: list[list[Cell]]) -> list[tuple[Seq
 
 def group_by_choice(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[str, Measured]:
     """The summaries of one suite, by choice and measure."""
-    found: dict[str, Measured] = {}
+    by_choice: dict[str, Measured] = {}
     for summary in summaries:
         if summary.suite == suite:
-            found.setdefault(summary.choice, {})[summary.measure] = summary
-    return found
+            by_choice.setdefault(summary.choice, {})[summary.measure] = summary
+    return by_choice
 
 
 def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Table]:
     """Acceptance and speed over seeds, against the reference, by position, by suite."""
     overall = group_by_choice(summaries)
     tables = [
-        Table("Over training seeds", ["choice"], _COLUMNS, [([name], _means(own)) for name, own in overall.items()])
+        Table("Over training seeds", ["choice"], _COLUMNS, [([name], _means(row)) for name, row in overall.items()])
     ]
-    others = {name: own for name, own in overall.items() if name != reference}
+    others = {name: row for name, row in overall.items() if name != reference}
     if reference:
         tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]
     suites = dict.fromkeys(summary.suite for summary in summaries if summary.suite != ALL)
-    by_suite = [([suite, name], own) for suite in suites for name, own in group_by_choice(summaries, suite).items()]
+    by_suite = [([suite, name], row) for suite in suites for name, row in group_by_choice(summaries, suite).items()]
     if by_suite:
-        rows = [(names, _means(own) + ([_gain(own, "tau_macro")] if reference else [])) for names, own in by_suite]
+        rows = [
+            (names, _means(row) + ([make_cell(row["tau_macro"].gain, "+.2f")] if reference else []))
+            for names, row in by_suite
+        ]
         columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
         tables.append(Table("By suite", ["suite", "choice"], columns, rows, folded=True))
-    shares = {name: position_summaries(own) for name, own in overall.items()}
+    shares = {name: position_summaries(row) for name, row in overall.items()}
     places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
-    rows = [([name], [make_cell(one.mean.percent(), ".1f") for one in own]) for name, own in shares.items()]
+    rows = [([name], [make_cell(one.mean.percent(), ".1f") for one in positions]) for name, positions in shares.items()]
     tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
     if reference and len(shares) > 1:
         rows = [
-            ([name], [make_cell(one.gain and one.gain.percent(), "+.1f") for one in own])
-            for name, own in shares.items()
+            ([name], [make_cell(one.gain and one.gain.percent(), "+.1f") for one in positions])
+            for name, positions in shares.items()
             if name != reference
         ]
         tables.append(Table(f"pos-acc by position, % − {reference}", ["choice"], places, rows, folded=True))
     return [drop_empty_columns(table) for table in tables]
 
 
-def position_summaries(own: Measured) -> list[SeedSummary]:
+def position_summaries(measured: Measured) -> list[SeedSummary]:
     """One choice's pos-acc, position by position."""
-    names = (f"pos_acc_{place}" for place in range(1, len(own) + 1))
-    return [own[name] for name in names if name in own]
+    names = (f"pos_acc_{place}" for place in range(1, len(measured) + 1))
+    return [measured[name] for name in names if name in measured]
 
 
 _COLUMNS = [("seeds",), ("by prompt", "τ macro"), ("tokens a round", "τ micro"), ("speed-up",), ("tokens/s",)]
 
 
-def _means(own: Measured) -> list[Cell]:
+def _means(measured: Measured) -> list[Cell]:
     measures = [("tau_macro", ".2f"), ("tau_micro", ".2f"), ("speed_up", ".2f"), ("tokens_per_second", ".1f")]
-    return [Cell(str(len(own["tau_macro"].values)))] + [_mean(own.get(name), form) for name, form in measures]
+    return [Cell(str(len(measured["tau_macro"].values)))] + [_mean(measured.get(name), form) for name, form in measures]
 
 
 def _mean(one: SeedSummary | None, form: str) -> Cell:
@@ -209,14 +212,11 @@ def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> 
     measures = [("tau_macro", "τ macro −", "+.2f"), ("tau_micro", "τ micro −", "+.2f")]
     measures += [("speed_up", "speed-up ×", ".2f"), ("tokens_per_second", "tokens/s ×", ".2f")]
     title = f"Against {reference}, other seeds, " + ("these prompts" if these_prompts else "other prompts")
+    gain = "gain_these_prompts" if these_prompts else "gain"
     columns = [("pairs",), *((words, reference) for _, words, _ in measures)]
     rows = []
-    for name, own in others.items():
-        held = [(own.get(measure), form) for measure, _, form in measures]
-        gains = [make_cell(one and (one.gain_these_prompts if these_prompts else one.gain), form) for one, form in held]
-        rows.append(([name], [Cell(str(len(own["tau_macro"].pairs))), *gains]))
+    for name, measured in others.items():
+        values = [(measured.get(measure), form) for measure, _, form in measures]
+        gains = [make_cell(getattr(one, gain, None), form) for one, form in values]
+        rows.append(([name], [Cell(str(len(measured["tau_macro"].pairs))), *gains]))
     return Table(title, ["choice"], columns, rows, folded=these_prompts)
-
-
-def _gain(own: Measured, measure: str) -> Cell:
-    return make_cell(own[measure].gain, "+.2f")

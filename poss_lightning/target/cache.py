@@ -27,9 +27,9 @@ class Packed(NamedTuple):
 
     def mask(self, visible: Tensor) -> Tensor:
         """(B, 1, n, extent) -> (1, 1, M, B * extent)"""
-        own = visible[self.rows, 0, self.nodes]  # (M, extent)
-        same_row = torch.arange(len(visible), device=own.device) == self.rows[:, None]  # (M, B)
-        return (same_row[..., None] & own[:, None]).flatten(1)[None, None]
+        by_node = visible[self.rows, 0, self.nodes]  # (M, extent)
+        same_row = torch.arange(len(visible), device=by_node.device) == self.rows[:, None]  # (M, B)
+        return (same_row[..., None] & by_node[:, None]).flatten(1)[None, None]
 
 
 class SlotStore:

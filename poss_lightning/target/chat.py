@@ -135,9 +135,9 @@ class Chat:
         tokens, begins, cuts, done = [], [], [], 0
         for border in (*starts, len(text)):
             cuts.append(len(tokens))
-            whole, whole_begins = self._tokens(text[:border])
-            if whole[: len(tokens)] == tokens:
-                tokens, begins = whole, whole_begins
+            joint, joint_begins = self._tokens(text[:border])
+            if joint[: len(tokens)] == tokens:
+                tokens, begins = joint, joint_begins
             else:
                 rest, rest_begins = self._tokens(text[done:border])
                 tokens, begins = tokens + rest, begins + [done + begin for begin in rest_begins]

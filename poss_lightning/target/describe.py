@@ -44,7 +44,7 @@ def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
     config = model.config.get_text_config()
     _, head = plain_embed_head(model)
     rope = _rope_parameters(config)
-    short_lengths = [each["original_max_position_embeddings"] for each in rope if each.get("rope_type") == "longrope"]
+    short_lengths = [kind["original_max_position_embeddings"] for kind in rope if kind.get("rope_type") == "longrope"]
     return TargetSpec(
         name=name,
         fingerprint=_fingerprint(model),
@@ -74,7 +74,7 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
     parameters = getattr(config, "rope_parameters", None) or {}
     if FULL not in parameters:
         return [parameters]
-    return [parameters[FULL], *(each for kind, each in parameters.items() if kind != FULL)]
+    return [parameters[FULL], *(angles for kind, angles in parameters.items() if kind != FULL)]
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

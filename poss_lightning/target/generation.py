@@ -62,7 +62,7 @@ def prefill(
     cache: TreeCache | None = None,
     layers: tuple[int, ...] = (),
 ) -> tuple[TreeCache, Tensor, Tensor]:
-    """Read the prompts into a cache with `room` more slots: the one given, where it fits, else a new one.
+    """Read the prompts into a cache with `room` more slots: `cache` where it fits, else a new one.
 
     Returns:
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).

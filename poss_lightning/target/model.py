@@ -250,7 +250,7 @@ class Target(nn.Module):
             with self._short_window(5):
                 self._check_tree(" and windows")
 
-    def _check_tree(self, more: str) -> None:
+    def _check_tree(self, suffix: str) -> None:
         """Hold `TREE` behind 8 tokens against each of its paths as a text of its own."""
         tokens = torch.arange(13, device=self.device)[None] % self.spec.vocab_size
         text, nodes = tokens.split([8, 5], dim=1)
@@ -264,7 +264,7 @@ class Target(nn.Module):
         distance = (ours - plain).norm() / plain.norm()
         if not distance <= (1e-3 if self.dtype == torch.float32 else 5e-2):
             raise NotImplementedError(
-                f"its features behind a cache and a tree's mask{more} are not those of a plain forward (relative "
+                f"its features behind a cache and a tree's mask{suffix} are not those of a plain forward (relative "
                 f"distance {distance:.1g})"
             )
 

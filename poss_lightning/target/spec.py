@@ -36,10 +36,10 @@ class TargetSpec:
 
     def difference(self, other: "TargetSpec") -> str | None:
         """The first field in which two specs differ, in words; None where they are the same target."""
-        for field, mine in asdict(self).items():
-            theirs = getattr(other, field)
-            if field != "name" and mine != theirs and not (field == "layers" and None in (mine, theirs)):
-                return f"{field} {mine!r} ({self.name}) against {theirs!r} ({other.name})"
+        for field, value in asdict(self).items():
+            another = getattr(other, field)
+            if field != "name" and value != another and not (field == "layers" and None in (value, another)):
+                return f"{field} {value!r} ({self.name}) against {another!r} ({other.name})"
         return None
 
 
@@ -140,5 +140,5 @@ def left_is_faster(dtype: torch.dtype) -> bool:
 def _left_over_linear(dtype: torch.dtype) -> float:
     features, head = torch.ones(8, 512, dtype=dtype), torch.ones(32768, 512, dtype=dtype)
     ways = (head_on_the_left, nn.functional.linear)
-    left, linear = best_seconds({way: partial(way, features, head) for way in ways}).values()
-    return left / linear
+    reversed_order, linear = best_seconds({way: partial(way, features, head) for way in ways}).values()
+    return reversed_order / linear

@@ -52,10 +52,8 @@ class DraftFolders(lightning.Callback):
             rank_zero_warn("no validation ran, so there is no draft-best")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
-        folder = Path(
-            trainer.log_dir or trainer.default_root_dir
-        )  # `log_dir` is a broadcast, which all ranks must join
-        draft = gather_draft(pl_module.draft)  # all ranks must join it too
+        # All ranks must join both: `log_dir` is a broadcast.
+        folder, draft = Path(trainer.log_dir or trainer.default_root_dir), gather_draft(pl_module.draft)
         if trainer.is_global_zero:
             draft.save_pretrained(folder / name)
 

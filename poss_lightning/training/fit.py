@@ -78,7 +78,7 @@ class FitOptions:
         """
         layers = [read_config(find_config(name)) for name in (BASE, *configs)] + [options or {}]
         merged: Any = OmegaConf.to_container(OmegaConf.create(reduce(merge_options, layers)), resolve=True)
-        known = [each.name for each in fields(cls)]
+        known = [option.name for option in fields(cls)]
         if unknown := [name for name in merged if name not in known]:
             raise ValueError(f"a training has no option {unknown[0]!r}; it has {', '.join(known)}")
         return cls(**merged)
@@ -144,8 +144,8 @@ def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
             path.write_text(settings)
         place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
         logger = {"class_path": "TensorBoardLogger", "init_args": place}
-        own = {"trainer": {"logger": logger}, "ckpt_path": str(last) if last.exists() else None}
-        composed = FitOptions.compose(configs, merge_options(options, own))
+        more = {"trainer": {"logger": logger}, "ckpt_path": str(last) if last.exists() else None}
+        composed = FitOptions.compose(configs, merge_options(options, more))
         if composed.trainer.get("devices") == 1:
             _Cli("fit", composed, anew=True)
         else:
@@ -197,14 +197,14 @@ def _fit_apart(options: FitOptions, folder: Path) -> None:
 
     Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
     of them would go on to measure. On Linux it is told to end, after its batch, when this process does, however that
-    ends: else it would train on, while the same command, given again, begins to write into its folder.
+    ends: else it would train on, while the same command, started again, begins to write into its folder.
     """
-    own, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def end_with_parent() -> None:
         if libc:
             libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
-        if os.getppid() != own:  # it ended before that
+        if os.getppid() != parent:  # it ended before that
             os._exit(1)
 
     composed = folder / f".{OPTIONS}"
@@ -234,7 +234,7 @@ def _add_parts(parser: LightningArgumentParser) -> None:
 
 
 def _names(parser: LightningArgumentParser) -> list[str]:
-    return [each.dest for each in parser._actions]
+    return [action.dest for action in parser._actions]
 
 
 class _Cli(LightningCLI):
@@ -292,15 +292,15 @@ class _Cli(LightningCLI):
         return super().instantiate_trainer(**more)
 
     def before_fit(self) -> None:
-        left = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
-        by_itself = left and SLURMEnvironment.detect()  # Lightning goes on with it
+        checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
+        by_itself = checkpoint and SLURMEnvironment.detect()  # Lightning goes on with it
         trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
         if not self._has_checkpoint() and not trial and not by_itself:
             self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if any(isinstance(each, _SaveConfig) and not each.began for each in callbacks):
+        if any(isinstance(callback, _SaveConfig) and not callback.began for callback in callbacks):
             reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
             rank_zero_warn(f"nothing was left to train at {reached}")
 
@@ -360,6 +360,6 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
-    rooms = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
-    for room in rooms:
-        logging.getLogger(f"lightning.{room}").setLevel(logging.WARNING)
+    modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
+    for module in modules:
+        logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)

@@ -32,7 +32,7 @@ def is_finite(losses: list[Tensor], draft: Specialists) -> bool:
     """
     gradients = [parameter.grad for parameter in draft.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    return bool(torch.stack([each.isfinite().all() for each in losses + local]).all())
+    return bool(torch.stack([tensor.isfinite().all() for tensor in losses + local]).all())
 
 
 def report_nonfinite(trainer: Trainer, draft: Specialists, batches: list[Batch], losses: list[Tensor]) -> str:
@@ -43,16 +43,16 @@ def report_nonfinite(trainer: Trainer, draft: Specialists, batches: list[Batch],
         batches: of this process in this optimizer step.
         losses: their weighted losses, (K,) each.
     """
-    here = locate_losses(draft, batches, losses)
-    everywhere = [here] * trainer.world_size
+    local = locate_losses(draft, batches, losses)
+    everywhere = [local] * trainer.world_size
     if trainer.world_size > 1:
-        torch.distributed.all_gather_object(everywhere, here)
+        torch.distributed.all_gather_object(everywhere, local)
     findings = "; ".join(filter(None, everywhere)) or locate_gradients(draft, batches)
     folder = Path(trainer.log_dir or trainer.default_root_dir) / f"not-finite-{trainer.global_step}"
     undivided = gather_draft(draft)  # all processes must join it
     if trainer.is_global_zero:
         undivided.save_pretrained(folder)
-    if here or not any(everywhere):
+    if local or not any(everywhere):
         save_batches(folder / f"rank-{trainer.global_rank}", batches, findings)
     return f"step {trainer.global_step}: {findings}; {folder} reproduces it"
 

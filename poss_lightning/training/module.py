@@ -200,9 +200,8 @@ class SpecialistTraining(lightning.LightningModule):
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
             for name in self.loss_terms:
                 self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
-            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(
-                self.device
-            )  # of this process, as the loss is
+            # Of this process, as the loss is.
+            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)
             acceptance.update(**self._unrolled(batch, losses))
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
@@ -274,9 +273,7 @@ class SpecialistTraining(lightning.LightningModule):
 
         There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}.
         """
-        torch.set_autocast_cache_enabled(
-            True
-        )  # without it Lightning casts a weight anew at each use, and keeps all copies
+        torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight anew at each use, and keeps all copies
         draft, hp = self.draft, self.hparams
         embedded = self.embed_head.embed(batch.tokens[:, 1:])
         inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)

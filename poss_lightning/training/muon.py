@@ -65,7 +65,7 @@ class Muon(torch.optim.AdamW):
                 state |= {
                     "step": torch.zeros(()),
                     "momentum": torch.zeros_like(p.grad),
-                }  # AdamW's state_dict needs a step
+                }  # AdamW's state_dict has a step
             average = state["momentum"]
             average.lerp_(p.grad, 1 - group["momentum"])
             step = orthogonalize(p.grad.lerp(average, group["momentum"]))

@@ -28,7 +28,7 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         )
     if 0 < state["done"] < state["total"]:
         progress = loop["epoch_loop.batch_progress"]["current"]
-        taken, unfinished = len(schedule) - schedule.left(), progress["ready"] - progress["completed"]
+        taken, unfinished = len(schedule) - schedule.remaining(), progress["ready"] - progress["completed"]
         progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
     if trainer.max_steps == -1:  # it ends with its epochs, which may have other numbers of steps now
         steps = -(-state["total"] // schedule.step_batches) / -(-state["total"] // state["share"])

@@ -120,9 +120,7 @@ class DeepSpeed(DeepSpeedStrategy):
             offload_parameters=offload_parameters,
             logging_batch_size_per_gpu=1,  # else Lightning looks for a size that our sampler does not have
         )
-        self.config["zero_force_ds_cpu_optimizer"] = (
-            False  # DeepSpeed's optimizer is compiled, and is not torch's AdamW
-        )
+        self.config["zero_force_ds_cpu_optimizer"] = False  # that one is compiled, and is not torch's AdamW
         self.reduction = ExitStack()  # postpones the reduction of accumulated gradients
         self.accumulates = False
 
@@ -209,7 +207,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
         adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
         group = {name: value for name, value in adam.param_groups[0].items() if name != "params"}
-        steps = [own["step"] for own in adam.state.values()]
+        steps = [moments["step"] for moments in adam.state.values()]
         state = {}
         for i, parameter in enumerate(parameters if steps else []):
             full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
@@ -252,12 +250,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
 
 def _fill(parameter: Any, value: Tensor, state: str | None = None) -> None:
-    """Write this process's part of a parameter's float32 copy, or of AdamW's `state` of it.
-
-    Args:
-        parameter: one that ZeRO has given its own attributes.
-        value: undivided, in float32.
-    """
+    """Write this process's part of `value`, undivided float32, into ZeRO's copy of a parameter or AdamW's `state`."""
     if hasattr(parameter, "_z3_optimizer"):
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         size = parameter.ds_tensor.numel()

@@ -231,13 +231,13 @@ def test_a_schedule_goes_on_at_the_exact_sample_with_any_number_of_processes(bef
     rest = [made(after, rank, epoch=0) for rank in range(after[0])]
     for one in rest:
         one.load_state_dict(first[0].state_dict())
-        assert one.epoch == 2 and len(list(one)) == one.left() <= len(one)
+        assert one.epoch == 2 and len(list(one)) == one.remaining() <= len(one)
     assert sorted(seen + [i for one in rest for i in shown(one)]) == list(range(300))
     if before == after:
         assert [shown(list(one)[taken:]) for one in first] == [shown(one) for one in rest]
     for one in rest:
         one.set_epoch(3)
-        assert len(list(one)) == len(one) == one.left()  # the next epoch is whole again
+        assert len(list(one)) == len(one) == one.remaining()  # the next epoch is whole again
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def wrong(command: Command) -> str | None:
     try:
         given = parsed(command) if words and words[-1] not in TOLD else {}
         if name == "sweep" and given:
-            Sweep.read(Path(given["folder"]) / "sweep.yaml")
+            Sweep.load(Path(given["folder"]) / "sweep.yaml")
     except Exception as error:
         return str(error)
     return None
@@ -92,7 +92,7 @@ def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
     text = document.read_text()
     here = desk(text)
     for file in sweeps(text):
-        own = Sweep.read(here / file)
+        own = Sweep.load(here / file)
         for cell in own.cells(here)[: len(own.choices)]:
             (here / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
             configs = [find_config(name) for name in cell.configs] + ["fit.yaml"]

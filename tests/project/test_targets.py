@@ -84,7 +84,7 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj",
 
 def experiment(name: str) -> dict[str, Cell]:
     """The cells of a target's experiment by choice."""
-    own = Sweep.read(ROOT / f"experiments/{name}/sweep.yaml")
+    own = Sweep.load(ROOT / f"experiments/{name}/sweep.yaml")
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
 
 

@@ -259,7 +259,7 @@ MUTANTS = (
     Mutant(
         "statistics: replays of different answers are compared",
         "reports/summary.py",
-        "elif own.tokens[:both] != record.tokens[:both]:",
+        "elif answer.tokens[:both] != record.tokens[:both]:",
         "elif False:",
         "reports/test_statistics.py",
     ),
@@ -287,7 +287,7 @@ MUTANTS = (
     Mutant(
         "benchmark: seconds of two machines go into one file",
         "evaluation/benchmark.py",
-        "if earlier.get(fact, here[fact]) != here[fact]:",
+        "if earlier.get(fact, facts[fact]) != facts[fact]:",
         "if False:",
         "evaluation/test_benchmark.py",
     ),
