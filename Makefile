@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml
 	    echo "note: DeepSpeed could not be installed; conf/trainer/zero*.yaml will not run, all else will" >&2
 	@touch $@
 
-demo: setup  ## train the shipped single layer on, two ways; benchmark all heads; write runs/demo/report.html
+demo: setup  ## train the shipped single layer further, twice; benchmark all drafts; write runs/demo/report.html
 	$(BIN)/poss demo
 
 test: setup  ## run the tests (without the slow ones), on all cores

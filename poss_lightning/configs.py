@@ -58,13 +58,18 @@ def read_config(file: str) -> dict[str, Any]:
 def merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Nested options, those of `above` in place of those of `below`; `name+` appends to a list `name` of `below`.
 
+    A dotted name, `trainer.max_steps`, is the option in that group.
+
     Options of a class (`class_path`, `init_args`) are dropped where another class takes its place.
     """
     merged = dict(below)
     for name, value in above.items():
+        if "." in name:  # trainer.max_steps: 7
+            name, _, rest = name.partition(".")
+            value = {rest: value}
         under = merged.get(name)
         if name.endswith("+") and name[:-1] in merged:
-            merged[name[:-1]] = [*(merged[name[:-1]] or []), *value]
+            merged[name[:-1]] = [*(merged[name[:-1]] or []), *(value if isinstance(value, list) else [value])]
         elif not isinstance(value, Mapping) or not isinstance(under, Mapping) or _another_class(under, value):
             merged[name] = value
         else:
@@ -113,4 +118,5 @@ def _has(options: object, option: str) -> bool:
 
 
 def _another_class(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
-    return "class_path" in above and above["class_path"] != below.get("class_path", above["class_path"])
+    names = [str(options["class_path"]).rpartition(".")[2] for options in (below, above) if "class_path" in options]
+    return len(set(names)) > 1

@@ -1,4 +1,4 @@
-"""`poss demo`: the main job from end to end, by calling the command line's own commands.
+"""`poss demo`: the main job from end to end, by the functions behind the commands.
 
 shipped corpus --extract--> features --fit, from a single layer--> hass, poss2 --benchmark--> records --> table, report
 """
@@ -130,9 +130,10 @@ def demo(
     _say(1, f"the target reads {sizes.conversations} conversations and keeps its features")
     extract(str(CORPUS), store, target, limit=sizes.conversations, dtype=dtype, device=device)
     _say(2, f"the single layer {start_from} learns from its own features (HASS, {sizes.steps} steps)")
-    hass = _fit(folder, "hass", store, vocabulary_size, sizes.steps, start_from, device)
+    training = {"store": store, "size": vocabulary_size, "steps": sizes.steps, "start": start_from}
+    hass = _fit(folder, "hass", **training, dtype=dtype, device=device)
     _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {sizes.steps} steps)")
-    poss2 = _fit(folder, "poss2", store, vocabulary_size, sizes.steps, start_from, device)
+    poss2 = _fit(folder, "poss2", **training, dtype=dtype, device=device)
     _say(4, "questions of six suites, answered by plain decoding and by every draft in turn")
     methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
     common = {"drafts": methods, "target": target, "limit": sizes.limit, "max_new_tokens": sizes.max_new_tokens}
@@ -234,13 +235,14 @@ def _words(sizes: Sizes) -> str:
 # --- its stages ---
 
 
-def _fit(folder: Path, name: str, store: str, vocabulary_size: int, steps: int, start_from: str, device: str) -> str:
+def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: str, dtype: str, device: str) -> str:
     """Train one draft, if that is not done, and return its folder."""
     options = {
         "data": {"store": store},
-        "model": {"vocabulary_size": vocabulary_size, "start_from": start_from},
+        "model": {"vocabulary_size": size, "start_from": start},
         "trainer": {
             "accelerator": torch.device(device).type,
+            "precision": "bf16-mixed" if dtype == "bfloat16" else "32-true",
             "max_steps": steps,
             "val_check_interval": steps,
             "check_val_every_n_epoch": None,

@@ -109,14 +109,14 @@ def best_seconds(
 
     Args:
         works: by any name.
-        repeats: how often; fewer where `enough` seconds have passed, at worst the first alone.
+        repeats: how often; fewer, but one, where `enough` seconds have passed.
         device: that is waited for.
     """
     runs: list[dict[Key, float]] = []
     began = time.perf_counter()
-    while len(runs) <= repeats and (not runs or time.perf_counter() - began < enough):
+    while len(runs) < 2 or (len(runs) <= repeats and time.perf_counter() - began < enough):
         runs.append({name: _seconds(work, device) for name, work in works.items()})
-    return {name: min(run[name] for run in runs[1:] or runs) for name in works}
+    return {name: min(run[name] for run in runs[1:]) for name in works}
 
 
 def _seconds(work: Callable[[], object], device: str | torch.device) -> float:

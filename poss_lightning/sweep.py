@@ -38,7 +38,7 @@ from poss_lightning.evaluation.suites import load_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, sha256
-from poss_lightning.machine import choose_device
+from poss_lightning.machine import choose_device, choose_precision
 from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
@@ -89,7 +89,10 @@ class Cell:
         composed = self._composed
         store, start = composed.data.get("store"), composed.model.get("start_from")
         files = {BASE: conf(BASE)} | ({store: Path(store) / MANIFEST} if store else {})
-        return _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
+        digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
+        if (precision := composed.trainer["precision"]) == "auto":  # machines choose differently
+            precision = choose_precision(str(composed.trainer.get("accelerator", "auto")))
+        return digests | {"trainer.precision": precision}
 
     def _measured_on(self) -> dict[str, str]:
         store = self.options.get("store")

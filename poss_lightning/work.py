@@ -89,12 +89,15 @@ class Work:
         """Remove it, as the result is there."""
         if self.folder.exists():
             with self.exclusive():
-                shutil.rmtree(self.folder, ignore_errors=True)
+                finished = self.folder.with_name(f".{self.folder.name}.finished")
+                shutil.rmtree(finished, ignore_errors=True)
+                self.folder.rename(finished)  # at once: half a folder might be taken for the beginning of other work
+                shutil.rmtree(finished, ignore_errors=True)
 
     def _acquire(self, name: str, blocking: bool) -> AcquireReturnProxy:
         while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
             try:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 lock = self._lock if name == LOCK else FileLock(self.folder / name)
                 return lock.acquire(blocking=blocking)
             except FileNotFoundError:  # another process has just finished, and the folder is gone

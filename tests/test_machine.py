@@ -90,7 +90,7 @@ def test_works_are_timed_in_turn_and_the_first_run_does_not_count(monkeypatch):
     assert done == ["a", "b"] * 3 and took == {"a": 1, "b": 1}
 
 
-def test_what_takes_long_is_timed_once(monkeypatch):
+def test_what_takes_long_is_timed_once_after_a_first(monkeypatch):
     clock, done = count(step=10), []
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
-    assert best_seconds({"a": lambda: done.append("a")}, repeats=5, enough=15) == {"a": 10} and done == ["a"]
+    assert best_seconds({"a": lambda: done.append("a")}, repeats=5, enough=15) == {"a": 10} and done == ["a", "a"]

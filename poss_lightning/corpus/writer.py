@@ -37,8 +37,13 @@ class CorpusWriter:
     def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:
         """The conversations of a batch: those that a killed run left, or what `write` returns."""
         part = f"{number:06d}"
-        if (conversations := self.work.receipt(part)) is None:
-            self.work.write_receipt(part, conversations := write())
+        with self.work.part(part) as mine:
+            if not mine:
+                raise ValueError(
+                    f"{self.work.folder}: another process writes there: wait, or choose another name"
+                )
+            if (conversations := self.work.receipt(part)) is None:
+                self.work.write_receipt(part, conversations := write())
         return conversations
 
     def finish(self, records: Iterable[dict]) -> None:

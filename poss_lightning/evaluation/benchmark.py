@@ -181,10 +181,10 @@ class Run:
         if (packed := self.folder / NAMES[1]).exists():
             raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
         if records.exists():
-            check_settings(self.folder, config, methods)
-            self.work.clear()  # the process that wrote them may have been killed before it did
-            return sum(1 for _ in records.open("rb"))
+            return self._count_finished(records)
         with self.work.exclusive(wait=False):
+            if records.exists():  # another process has just written them
+                return self._count_finished(records)
             self.work.claim({**config, "methods": methods})
             parts = [f"question-{place:05d}" for place in range(len(questions))]
             unfinished = [place for place, part in enumerate(parts) if self.work.receipt(part) is None]
@@ -200,6 +200,12 @@ class Run:
             count = self._write_files([self.work.receipt(part) for part in parts])
             self.work.clear()
         return count
+
+    def _count_finished(self, records: Path) -> int:
+        """How many records an earlier process has written with these settings."""
+        check_settings(self.folder, self.facts["config"], self.facts["methods"])
+        self.work.clear()  # that process may have been killed before it did
+        return sum(1 for _ in records.open("rb"))
 
     def _decode_question(
         self, question: Question, max_new_tokens: int, repeats: int, *, place: int, shown: bool

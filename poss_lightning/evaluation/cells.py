@@ -121,8 +121,9 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
         pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, compression="zstd", compression_level=19)
     lines = {(cell.choice, cell.seed): cell.facts for cell in _read_lines(experiment)}
     lines[choice, seed] = {"choice": choice, "seed": seed, **facts}
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
     with atomic(experiment / CELLS) as path:
-        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values()))
+        path.write_text(text, encoding="utf-8")
 
 
 def _above(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
@@ -135,7 +136,7 @@ def _read_lines(experiment: Path) -> list[PackedCell]:
     file, cells = experiment / CELLS, []
     if not file.is_file():
         return []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(filter(None, file.read_text(encoding="utf-8").split("\n")), start=1):
         try:
             facts = json.loads(line)
             choice, seed = facts["choice"], facts["seed"]

@@ -59,7 +59,8 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
     if not file.exists():
         return
     run = json.loads(file.read_text())
-    earlier = {name: run.get("config", {}).get(name) for name in config} | {"methods": run.get("methods", {})}
+    there = run.get("config", {})  # an older version may not have known all options
+    earlier = {name: there.get(name, value) for name, value in config.items()} | {"methods": run.get("methods", {})}
     if changed := differences(earlier, {**config, "methods": methods}):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"

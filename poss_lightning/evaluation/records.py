@@ -232,6 +232,8 @@ def _below(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
     files = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
     files = files or sorted(file for name in NAMES for file in path.rglob(name))
+    if not files and (path / UNFINISHED).is_dir():
+        raise FileNotFoundError(f"{path} is unfinished: give the command that began it again")
     if not files:
         file = path / NAMES[0] if path.is_dir() else path
         raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")

@@ -69,6 +69,8 @@ class FeatureData(lightning.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Batches carry the inner layers that the module in training reads, and no others."""
+        if stage == "fit":
+            self.schedule = None  # a fit that failed may have left one
         module = self.trainer and self.trainer.lightning_module
         self.source = self.source.select(getattr(module, "layers", ()))
 

@@ -32,6 +32,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from poss_lightning.configs import config_files, explain, merge_options, read_config
 from poss_lightning.draft.config import DraftConfig
@@ -70,14 +71,17 @@ class FitOptions:
     def compose(cls, configs: Sequence[str] = (), options: dict[str, Any] | None = None) -> "FitOptions":
         """conf/trainer/base.yaml, then each of the YAML files, by path or by name in conf/, then `options`.
 
-        `${trainer.max_steps}` stands for another option, and `callbacks+` appends to a list.
+        `${trainer.max_steps}` stands for another option that one of these gives, and `callbacks+` appends to a list.
 
         Raises:
             FileNotFoundError: no such config.
             ValueError: a config is no YAML, or an option is none of these.
         """
         layers = [read_config(find_config(name)) for name in (BASE, *configs)] + [options or {}]
-        merged: Any = OmegaConf.to_container(OmegaConf.create(reduce(merge_options, layers)), resolve=True)
+        try:
+            merged: Any = OmegaConf.to_container(OmegaConf.create(reduce(merge_options, layers, {})), resolve=True)
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{', '.join(configs)}: {str(error).splitlines()[0]}") from error
         known = [option.name for option in fields(cls)]
         if unknown := [name for name in merged if name not in known]:
             raise ValueError(f"a training has no option {unknown[0]!r}; it has {', '.join(known)}")
