@@ -100,9 +100,8 @@ class Probe(lightning.Callback):
             return
         depth = sum(pl_module.draft.config.allocation)
         nodes = max(self.nodes, depth + 1)
-        engine = Speculative(
-            self.target, gather_draft(pl_module.draft), depth=depth, nodes=nodes, tree_width=self.tree_width
-        )
+        draft = gather_draft(pl_module.draft)
+        engine = Speculative(self.target, draft, depth=depth, nodes=nodes, tree_width=self.tree_width)
         decoded = [engine.decode([prompt], self.max_new_tokens)[0] for prompt in self._prompts()]
         accepted = [count for answer in decoded for count in answer.accepted]
         # Every process decodes the same prompts with the same draft, so there is nothing to reduce.

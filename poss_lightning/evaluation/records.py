@@ -316,9 +316,7 @@ def _are_seconds(value: Any) -> bool:
     """Whether they are finite seconds by part with a total above 0, or none at all."""
     if not isinstance(value, dict) or not all(isinstance(part, int | float) for part in value.values()):
         return False
-    return not value or (
-        all(math.isfinite(part) and part >= 0 for part in value.values()) and value.get("total", 0) > 0
-    )
+    return not value or (all(0 <= part < math.inf for part in value.values()) and value.get("total", 0) > 0)
 
 
 def _are_texts(value: Any) -> bool:

@@ -104,9 +104,8 @@ def _from_hub(source: str, limit: int) -> Suite:
         rows = ((f"{source} row {number}", number, record) for number, record in records)
         return _suite(Path(name).name, origin, rows, limit, field)
     except ConnectionError as error:
-        raise ConnectionError(
-            f"{error}; the project's own suites need no network: {', '.join(own_suites())}"
-        ) from error
+        offline = ", ".join(own_suites())
+        raise ConnectionError(f"{error}; the project's own suites need no network: {offline}") from error
 
 
 def _options(source: str, *known: str) -> tuple[str, dict[str, str]]:

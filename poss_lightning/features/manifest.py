@@ -122,7 +122,5 @@ def verify_files(folder: Path) -> None:
         StoreError: as in `check`; or names the first file that is not as it was written.
     """
     for entry in check(folder).files:
-        if sha256(folder / entry.name) != entry.sha256:
-            raise StoreError(
-                f"{folder / entry.name} was changed since it was written: its digest is not the manifest's"
-            )
+        if sha256(path := folder / entry.name) != entry.sha256:
+            raise StoreError(f"{path} was changed since it was written: its digest is not the manifest's")

@@ -88,20 +88,18 @@ def _curve(curve: Curve, *, place: int, count: int, x_axis: Axis, y_axis: Axis) 
     points = [(x, y, low, high) for x, y, (low, high) in zip(curve.x, curve.y, bounds, strict=True) if math.isfinite(y)]
     marked = len(points) <= MARKED
     aside = min(4, 24 / count) * (place - (count - 1) / 2) if curve.low and marked else 0.0
-    known = [
-        (x_axis.at(x) + aside, y_axis.at(low), y_axis.at(high)) for x, _, low, high in points if math.isfinite(low)
-    ]
+    bars = [(x_axis.at(x) + aside, y_axis.at(low), y_axis.at(high)) for x, _, low, high in points if math.isfinite(low)]
     line = " ".join(f"{x_axis.at(x) + aside:g},{y_axis.at(y)}" for x, y, _, _ in points)
     inside = Markup('<polyline points="{}"/>').format(line)
     if marked:
         bar = Markup('<line x1="{0:g}" x2="{0:g}" y1="{1}" y2="{2}"/>')
-        inside += Markup("").join(bar.format(*interval) for interval in known)
+        inside += Markup("").join(bar.format(*interval) for interval in bars)
         dot = Markup('<circle cx="{:g}" cy="{}" r="3"><title>{}, {} {:g}: {:.3g}</title></circle>')
         inside += Markup("").join(
             dot.format(x_axis.at(x) + aside, y_axis.at(y), curve.name, x_axis.label, x, y) for x, y, _, _ in points
         )
-    elif known:
-        around = [f"{x:g},{low}" for x, low, _ in known] + [f"{x:g},{high}" for x, _, high in reversed(known)]
+    elif bars:
+        around = [f"{x:g},{low}" for x, low, _ in bars] + [f"{x:g},{high}" for x, _, high in reversed(bars)]
         inside += Markup('<polygon points="{}"/>').format(" ".join(around))
     return Markup('<g class="{}"><title>{}</title>{}</g>').format(colour_class(curve.colour), curve.name, inside)
 

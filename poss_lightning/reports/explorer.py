@@ -144,9 +144,8 @@ def _step(pieces: list[str], start: int, guesses: Guesses[str]) -> Step:
 def _node(guesses: Guesses[str], node: int, shown: set[int]) -> Node:
     """A node of the tree and what is shown below it, likelier ones first, and the bonus behind the path."""
     tokens, parents, scores, path, bonus = guesses
-    children = sorted(
-        (child for child in shown - {0} if parents[child] == node), key=lambda child: (-scores[child], child)
-    )
+    children = [child for child in shown - {0} if parents[child] == node]
+    children.sort(key=lambda child: (-scores[child], child))
     below = [_node(guesses, child, shown) for child in children]
     if node == path[-1] and bonus is not None:
         below.append(Node("bonus", _show_blanks(bonus)))

@@ -96,8 +96,6 @@ def _cell(folder: str) -> tuple[str, int]:
 
 def _template() -> Any:
     folder = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    environment.globals["colours"] = COLOURS
-    return environment.get_template("report.html.j2")
+    pages = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    pages.globals["colours"] = COLOURS
+    return pages.get_template("report.html.j2")

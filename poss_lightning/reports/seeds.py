@@ -127,9 +127,8 @@ def summarise_seeds(
         for (choice, seed), by_method in methods.items():
             for measure, measured in _measure(select_suite(suite, by_method), choice, over, most[choice]).items():
                 values.setdefault(measure, {}).setdefault(choice, {})[seed] = measured
-        summaries += [
-            row for measure, by_choice in values.items() for row in _summarise(suite, measure, by_choice, reference)
-        ]
+        for measure, by_choice in values.items():
+            summaries += _summarise(suite, measure, by_choice, reference)
     return summaries
 
 

@@ -155,9 +155,8 @@ def group_by_choice(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[
 def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Table]:
     """Acceptance and speed over seeds, against the reference, by position, by suite."""
     overall = group_by_choice(summaries)
-    tables = [
-        Table("Over training seeds", ["choice"], _COLUMNS, [([name], _means(row)) for name, row in overall.items()])
-    ]
+    rows = [([name], _means(row)) for name, row in overall.items()]
+    tables = [Table("Over training seeds", ["choice"], _COLUMNS, rows)]
     others = {name: row for name, row in overall.items() if name != reference}
     if reference:
         tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]

@@ -80,9 +80,8 @@ class Dashboard(lightning.Callback):
             return
         writer._get_file_writer().add_summary(hyperparameters.end_summary())
         if self.deep_slots is not None:
-            features, labels = panels.make_points(
-                *self.deep_slots, panels.load_speller(pl_module.draft.config.target.name)
-            )
+            spell = panels.load_speller(pl_module.draft.config.target.name)
+            features, labels = panels.make_points(*self.deep_slots, spell)
             writer.add_embedding(features, labels, None, trainer.global_step, "features", list(panels.LABELS))
 
 

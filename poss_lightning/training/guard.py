@@ -71,9 +71,7 @@ def locate_losses(draft: Specialists, batches: list[Batch], losses: list[Tensor]
             parts = zip(batch.ids, batch.parts(), strict=True)
             bad_ids = [name for name, part in parts if not _all_finite(batch.draft_input[part])]
             where = f"the features of {_names(bad_ids)} are not either" if bad_ids else f"in {_names(batch.ids)}"
-            findings.append(
-                f"the loss of pass {_names(wrong)} (specialist {_names(specialists)}) is not finite: {where}"
-            )
+            findings += [f"the loss of pass {_names(wrong)} (specialist {_names(specialists)}) is not finite: {where}"]
     return "; ".join(findings) or None
 
 

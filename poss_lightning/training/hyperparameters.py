@@ -69,9 +69,7 @@ def start_summaries(values: Hyperparameters, depth: int) -> list[Summary]:
     scalars = {"val/tau_tree": "τ, trees"}
     scalars |= {f"val_pos_acc_tree/depth_{k}": f"pos-acc {k}, trees" for k in range(1, depth + 1)}
     scalars |= {"val/tau_chain": "τ, chains", "val/loss": "loss"}
-    metrics = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=words) for tag, words in scalars.items()
-    ]
+    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=text) for tag, text in scalars.items()]
     experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
     session = SessionStartInfo(start_time_secs=time.time())
     for name, value in values.items():

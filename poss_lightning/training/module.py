@@ -317,9 +317,8 @@ class SpecialistTraining(lightning.LightningModule):
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
         """Log values (K,) as `name/depth_k`, which TensorBoard groups under `name`; nan is left out."""
-        self.log_dict(
-            {f"{name}/depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1) if not value.isnan()}
-        )
+        by_depth = enumerate(torch.atleast_1d(values), 1)
+        self.log_dict({f"{name}/depth_{k}": value for k, value in by_depth if not value.isnan()})
 
 
 def _check_config(config: DraftConfig, w_feature: float) -> None:

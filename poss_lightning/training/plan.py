@@ -225,7 +225,7 @@ def _compare(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float,
     lines = [f"{head[0]:<14}{head[1]:<20}" + "".join(f"{name:>14}" for name in (*head[2:], "epoch hours"))]
     for setup in setups:
         config, size = setup.config, token_bytes(setup.config, stored)
-        numbers = (
+        cells = (
             f"{config.depth}",
             f"{count_parameters(config) / 1e6:.1f}",
             f"{memory(setup).total / GIB:.2f}",
@@ -234,7 +234,5 @@ def _compare(setups: list[Setup], gpu: float, stored: str, corpus_tokens: float,
             f"{size * corpus_tokens / GB:.1f}",
             f"{_epoch_hours(setup, corpus_tokens, rate):.2f}",
         )
-        lines.append(
-            f"{config.target.name:<14}{list(config.allocation)!s:<20}" + "".join(f"{text:>14}" for text in numbers)
-        )
+        lines += [f"{config.target.name:<14}{list(config.allocation)!s:<20}" + "".join(f"{text:>14}" for text in cells)]
     return [*lines, f"an epoch has {corpus_tokens:.3g} tokens, a process does {rate:g} TFLOP/s"]
