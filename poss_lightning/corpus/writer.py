@@ -39,9 +39,7 @@ class CorpusWriter:
         part = f"{number:06d}"
         with self.work.part(part) as mine:
             if not mine:
-                raise ValueError(
-                    f"{self.work.folder}: another process writes there: wait, or choose another name"
-                )
+                raise ValueError(f"{self.work.folder}: another process writes there: wait, or choose another name")
             if (conversations := self.work.receipt(part)) is None:
                 self.work.write_receipt(part, conversations := write())
         return conversations
