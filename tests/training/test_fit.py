@@ -1,0 +1,64 @@
+"""A training as a function of its options: how they are put together, and that each command takes them."""
+
+import pytest
+
+from poss_lightning.configs import merge_options
+from poss_lightning.training.fit import FitOptions, fit, parse, validate
+
+PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay"}
+SPEED = {"class_path": "poss_lightning.training.callbacks.Throughput"}
+LOGGER = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "expected"),
+    [
+        ({"trainer": {"max_steps": 1, "devices": 2}}, {"trainer": {"max_steps": 3}}, {"max_steps": 3, "devices": 2}),
+        ({"trainer": {"max_steps": 1}}, {"trainer.max_steps": 3}, {"max_steps": 3}),
+        ({"trainer": {"callbacks": [PROBE]}}, {"trainer": {"callbacks+": [SPEED]}}, {"callbacks": [PROBE, SPEED]}),
+        ({"trainer": {"callbacks": [PROBE]}}, {"trainer": {"callbacks+": SPEED}}, {"callbacks": [PROBE, SPEED]}),
+        ({"trainer": {"callbacks": [PROBE]}}, {"trainer": {"callbacks": [SPEED]}}, {"callbacks": [SPEED]}),
+        (
+            {"trainer": {"logger": LOGGER}},
+            {"trainer": {"logger": {"class_path": "TensorBoardLogger", "init_args": {"name": "b"}}}},
+            {"logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "b"}}},
+        ),
+        (
+            {"trainer": {"logger": LOGGER}},
+            {"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}}},
+            {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "x"}}},
+        ),
+    ],
+    ids=["nested", "dotted", "appended", "one appended", "replaced", "of the same class", "of another class"],
+)
+def test_options_are_merged_as_the_command_line_merges_files(below, above, expected):
+    assert merge_options(below, above)["trainer"] == expected
+
+
+def test_an_option_may_stand_for_another_and_unknown_ones_are_named():
+    options = FitOptions.compose([], {"trainer": {"max_steps": 7, "val_check_interval": "${trainer.max_steps}"}})
+    assert options.trainer["val_check_interval"] == 7 and options.trainer["precision"] == "auto"
+    with pytest.raises(ValueError, match="a training has no option 'trainr'; it has model, data, trainer"):
+        FitOptions.compose([], {"trainr": {"max_steps": 7}})
+    with pytest.raises(ValueError, match=r"lab\.yaml: .*trainer\.max_steps"):
+        FitOptions.compose(["lab.yaml"])
+
+
+def test_a_training_and_its_validation_are_functions(store, tmp_path, capsys):
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "precision": "32-true",
+        "max_steps": 2,
+        "limit_val_batches": 1,
+        "callbacks": [{"class_path": "poss_lightning.training.callbacks.LastCheckpoint"}],
+        "logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": str(tmp_path), "name": "run"}},
+        "enable_progress_bar": False,
+    }
+    options = {"model": {"allocation": [1, 1]}, "data": {"store": store, "validation": 0.2}, "trainer": trainer}
+    assert parse([], options).model["kind"] == "eagle2"  # defaults included
+    fit(FitOptions.compose([], options))
+    (last,) = tmp_path.rglob("last.ckpt")
+    capsys.readouterr()
+    validate(FitOptions.compose([], options | {"ckpt_path": str(last)}))
+    assert "val/loss" in capsys.readouterr().out
