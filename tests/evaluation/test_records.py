@@ -105,7 +105,7 @@ def test_a_folder_holds_one_or_the_other(tmp_path):
         read_records(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"{}", gzip.compress(b"{}" * 99)[:-9], b""])
+@pytest.mark.parametrize("content", [b"{}", gzip.compress(b"{}" * 99)[:-9], b""], ids=["plain", "torn", "empty"])
 def test_a_torn_gzip_file_is_named(tmp_path, content):
     (tmp_path / "records.jsonl.gz").write_bytes(content)
     with pytest.raises(ValueError, match=r"records.jsonl.gz (is no whole gzip file|holds no records)"):
