@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 
 from benchmarks.measure import once, seconds
 from benchmarks.random_target import random_draft
+from poss_lightning.clock import Clock
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.decoder import Clock, Request
+from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.target.cache import SlotStore
@@ -113,8 +114,8 @@ def round_times(
 
 def _alone(work: Callable[[], object], device: str, repeats: int) -> float:
     """Median seconds of work alone; on CUDA, of its graph."""
-    graphs = Graphs(device == "cuda")
-    return seconds(lambda: graphs.run("work", work, []) if graphs.enabled else work(), repeats, device)
+    graphs = Graphs(torch.device(device))
+    return seconds(lambda: graphs.run_alone("work", work), repeats, device)
 
 
 def _beside(measured: float, read: int, rate: float) -> dict[str, float]:

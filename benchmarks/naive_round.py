@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from poss_lightning.decoding.decoder import Clock
+from poss_lightning.clock import Clock
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.model import Target
 

@@ -13,7 +13,8 @@ import torch
 from benchmarks.measure import once
 from benchmarks.naive_round import NaiveRounds
 from benchmarks.random_target import random_draft
-from poss_lightning.decoding.decoder import Clock, Progress, Request
+from poss_lightning.clock import Clock
+from poss_lightning.decoding.decoder import Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -41,7 +42,7 @@ class Parts:
         self.step_calls = [call.args for call in step.call_args_list]  # position and frontier
         self.frontier_calls = advance.call_args_list
         self.above = ancestor_mask(self.tree.parents, drafter.depth)  # (1, N, N)
-        self.graphs = Graphs(self.target.device.type == "cuda")
+        self.graphs = Graphs(self.target.device)
 
     @torch.inference_mode()
     def seconds(self, name: str) -> float:
@@ -52,11 +53,10 @@ class Parts:
         self.positions = slots.lengths[:, None] + self.above.sum(-1) - 1
         self.mask = self.target.masks(slots.tree_mask(self.above), self.positions, slots.lengths, self.target.dtype)
         work = getattr(self, name)
-        if self.graphs.enabled:
-            key = (name, slots.extent, self.drafter.slots.extent)
-            self.graphs.run(key, work, [])  # the first time, it is captured
-            return once(lambda: self.graphs.run(key, work, []), "cuda")
-        return once(work)
+        key = (name, slots.extent, self.drafter.slots.extent)
+        if self.graphs.enabled and key not in self.graphs.captured:
+            self.graphs.run_alone(key, work)
+        return once(lambda: self.graphs.run_alone(key, work), self.target.device.type)
 
     def steps(self) -> None:
         """The K draft steps, from z on: attention, layer and head."""

@@ -39,7 +39,7 @@ def pass_losses(
     w_token: float = 0.1,
     w_topk: float = 1.0,
     topk: int = 10,
-    chunk: int = 128,
+    chunk: int | None = None,
     find_top: bool = True,
     scale: float = 1.0,
     cap: float | None = None,
@@ -54,7 +54,7 @@ def pass_losses(
         counts: (B, T), pass k counts at a slot where k <= counts.
         head: (V, D), the target's, frozen.
         topk: tokens in the top-K part.
-        chunk: slots whose (K+1, chunk, V) logits exist at once.
+        chunk: slots whose (K+1, chunk, V) logits exist at once; None for `chunk_on` the device.
         find_top: whether to find the draft's top tokens, which takes a little time.
         scale, cap: of the target's logits, between head and softmax; the draft's too, where it takes the target's head.
         draft_head: (V, D), the draft's own head; None where it takes the target's.
@@ -63,23 +63,32 @@ def pass_losses(
     Raises:
         ValueError: chunk below 1, or a feature loss where no feature is predicted.
     """
+    chunk = chunk_on(counts.device.type) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1 slot")
     if draft_head is not None and w_feature:
         raise ValueError(f"w_feature is {w_feature}, but a draft with a head of its own predicts no feature: make it 0")
-    anywhere = counts > 0
-    predicted = torch.stack([prediction[anywhere] for prediction in predictions])  # (K, S, D)
+    counting = counts.flatten().nonzero()[:, 0]  # (S,) the one time that the host waits for the device
+    predicted = torch.stack([prediction.flatten(0, 1)[counting] for prediction in predictions])  # (K, S, D)
     passes = torch.arange(1, len(predictions) + 1, device=counts.device)
-    counted = counts[anywhere] >= passes[:, None]  # (K, S)
+    counted = counts.flatten()[counting] >= passes[:, None]  # (K, S)
     if pass_weights is None:
         pass_weights = predicted.new_ones(len(predictions), dtype=torch.float32)
     terms = _Terms(w_feature, w_token, w_topk, topk, scale, cap)
-    total, weighted, (feature, token, top), rows = _Losses.apply(
-        predicted, draft_head, pass_weights, features[anywhere], counted, head, terms, chunk, find_top
+    with torch.autocast(counts.device.type, enabled=False):  # dtypes are chosen here, one by one
+        total, weighted, (feature, token, top), rows = _Losses.apply(
+            predicted, draft_head, pass_weights, features.flatten(0, 1)[counting], counted, head, terms, chunk, find_top
+        )
+    top_rows = counts.new_full((len(predictions), counts.numel()), -1, dtype=torch.long)
+    top_rows[:, counting] = rows
+    return PassLosses(
+        total, feature, token, top, weighted, counted.sum(-1), top_rows.view(len(predictions), *counts.shape)
     )
-    top_rows = torch.full((len(predictions), *counts.shape), -1, device=counts.device)
-    top_rows[:, anywhere] = rows
-    return PassLosses(total, feature, token, top, weighted, counted.sum(-1), top_rows)
+
+
+def chunk_on(device: str) -> int:
+    """Slots of a chunk: on a CPU the matrices should stay near its cache, on a GPU each chunk reads the head anew."""
+    return 512 if device == "cuda" else 128
 
 
 class _Terms(NamedTuple):

@@ -126,13 +126,11 @@ class TokenSampler:
         device: torch.device,
         generator: torch.Generator | None = None,
     ):
-        self.sampling = sampling
+        self.sampling, self.capacity, self.device = sampling, capacity, device
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,)
         self.uniform = self.texts = None
-        if sampling.temperature > 0:  # drawn on the CPU, so that a seed means the same on every device
-            seeds = torch.randint(2**32, (len(prompts),), generator=generator).tolist()
-            streams = [torch.rand(capacity, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds]
-            self.uniform = torch.stack(streams).to(float64_device(device))  # (B, capacity)
+        if sampling.temperature > 0:
+            self.uniform = _uniform_numbers(len(prompts), capacity, generator).to(float64_device(device))
         if sampling.processors:
             longest = max(map(len, prompts)) + capacity
             self.texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
@@ -156,6 +154,18 @@ class TokenSampler:
             self.texts.scatter_(1, position[:, None], chosen[:, None])
         return chosen
 
+    def renewed(
+        self, sampling: Sampling, prompts: list[list[int]], capacity: int, generator: torch.Generator | None
+    ) -> "TokenSampler":
+        """A sampler of other texts: this one, with other numbers in the same tensors, where it fits; else a new one."""
+        fits = (self.sampling, len(self.prompt_lengths)) == (sampling, len(prompts)) and self.capacity >= capacity
+        if self.needs_sync or not fits:
+            return TokenSampler(sampling, prompts, capacity, self.device, generator)
+        self.prompt_lengths.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        if self.uniform is not None:
+            self.uniform.copy_(_uniform_numbers(len(prompts), self.capacity, generator))
+        return self
+
     @property
     def needs_sync(self) -> bool:
         """Whether it synchronises with the device, to show its processors what has been chosen."""
@@ -172,6 +182,12 @@ class TokenSampler:
         for processor in self.sampling.processors:
             scores = processor(text[None, :position], scores)
         return scores
+
+
+def _uniform_numbers(texts: int, count: int, generator: torch.Generator | None) -> Tensor:
+    """Of each text's own stream, (texts, count) float64; from the CPU, so that a seed means the same everywhere."""
+    seeds = torch.randint(2**32, (texts,), generator=generator).tolist()
+    return torch.stack([torch.rand(count, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds])
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, new_token_limits
+from poss_lightning.clock import Clock
+from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.target.generation import OutputTracker, PlainLoop, pad_right
 from poss_lightning.target.model import Target
 
@@ -26,14 +27,7 @@ class Autoregressive(Decoder):
         """See `Decoder`. With the same generator, the tokens of `Speculative`."""
         prompts, limit, stops, sampling, generator = request
         limits = new_token_limits(self.target, prompts, limit)
-        steps = self.loop.steps(prompts, limits, stops, sampling, generator)
-        part = "prefill"
-        while True:
-            with clock.part(part):
-                step = next(steps, None)
-            if step is None:
-                return
-            part = "verify"  # every later step is a forward of the target
+        for step in self.loop.steps(prompts, limits, stops, sampling, generator, clock):
             yield Progress({prompt: [token] for prompt, token in step.items()})
 
 

@@ -1,19 +1,16 @@
 """What the engine and its baselines have in common: prompts in, tokens out step by step, seconds by part."""
 
-import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from poss_lightning.clock import Clock
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
-from poss_lightning.machine import synchronize
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -52,53 +49,6 @@ class Progress(NamedTuple):
     accepted: Mapping[int, int] = MappingProxyType({})  # drafted tokens
     tree: Tree | None = None
     verdict: Verdict | None = None
-
-
-class Clock:
-    """Seconds by part. On CUDA, parts are measured by events, for which nothing waits before the end."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.began = device, time.perf_counter()
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
-        if self.device.type == "cuda":
-            yield from self._device_part(name)
-        else:
-            start = time.perf_counter()
-            yield
-            self.seconds[name] += time.perf_counter() - start
-
-    @contextmanager
-    def excluded(self, name: str | None = None) -> Iterator[None]:
-        """Leave what is done inside out of the total; with a name, it is a part all the same."""
-        start = time.perf_counter()
-        yield
-        took = time.perf_counter() - start
-        self.began += took
-        if name is not None:
-            self.seconds[name] += took
-
-    def total(self) -> dict[str, float]:
-        """Seconds of every part, and of all since the clock was made; waits for the device."""
-        synchronize(self.device)
-        for name, start, end in self.events:
-            self.seconds[name] += start.elapsed_time(end) / 1000
-        self.events.clear()
-        return {**self.seconds, "total": time.perf_counter() - self.began}
-
-    def _device_part(self, name: str) -> Iterator[None]:
-        if torch.cuda.is_current_stream_capturing():  # a graph is timed as a whole
-            yield
-            return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        yield
-        end.record()
-        self.events.append((name, start, end))
 
 
 class Decoder(ABC):

@@ -148,13 +148,8 @@ class Drafter:
         layer, z = self.draft.specialist_at(position), frontier.z
         cache = 0 if self.draft.config.kv == "shared" else self.draft.config.specialist_at(position)
         keys, values = self.store.view(cache, self.slots.extent)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            layer.queries(z, frontier.rope),
-            keys,
-            values,
-            attn_mask=self.slots.tree_mask(frontier.ancestors),
-            enable_gqa=True,
-        )
+        mask = self.slots.tree_mask(frontier.ancestors)
+        attended = grouped_attention(layer.queries(z, frontier.rope), keys, values, mask)
         predicted = layer.after_attention(z, attended)
         return predicted, self.draft.logits(predicted, self.embed_head, self.product)
 
@@ -196,6 +191,25 @@ def check_tree(depth: int, tree_width: int) -> None:
     """Raise ValueError for a number below 1."""
     if depth < 1 or tree_width < 1:
         raise ValueError(f"depth is {depth} and tree_width {tree_width}; both must be at least 1")
+
+
+def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of H heads, groups of which share keys and values: (B, H, M, d).
+
+    A group's queries go side by side, as if they were so many more of one head: no kernel of CUDA takes both a mask and
+    groups, but the slowest one.
+
+    Args:
+        queries: (B, H, M, d)
+        keys, values: (B, kv heads, extent, d)
+        mask: (B, 1, M, extent), True where visible.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    folded = queries.unflatten(1, (-1, group)).flatten(2, 3)  # (B, kv heads, H/kv * M, d)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        folded, keys, values, attn_mask=mask.repeat(1, 1, group, 1)
+    )
+    return attended.unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def top_log_probs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from poss_lightning.clock import Clock, Part
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound, Settled
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.decoder import Clock, Decoder, Progress, Request, new_token_limits
+from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import Tree, ancestor_mask, logit_rows, rerank, share_nodes
 from poss_lightning.decoding.verification import Verdict, judge
@@ -90,8 +91,9 @@ class Speculative(Decoder):
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
-        self.sampling, self.request_id = GREEDY, 0  # of the texts in hand
-        self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs, target.device)
+        self.sampler = TokenSampler(GREEDY, [], 0, target.device)
+        self.request_id = 0  # of the texts in hand
+        self.graphs = Graphs(target.device, graphs)
         self.forward_tree = partial(target.forward_tree, layers=draft.config.layers)
         if compile:
             self.forward_tree = torch.compile(self.forward_tree, fullgraph=True)
@@ -131,25 +133,24 @@ class Speculative(Decoder):
 
     def _round(self, budget: Budget, clock: Clock) -> Round:
         """One round of all rows; those that are not active stay where they are, and their output means nothing."""
-        if not self.graphs.enabled or self.sampler.needs_sync or budget.needs_sync:
-            return self._draft_verify_commit(budget, clock)
+        if self.sampler.needs_sync or budget.needs_sync:
+            return self._draft_verify_commit(budget, clock.part)
         drafter, slots = self.drafter, self.cache.slots
         state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z]
-        key = (slots.extent_for(self.most_nodes), drafter.slots.extent_for(drafter.tree_slots), budget.plan)
-        with clock.part("round"):
-            return self.graphs.run(key, lambda: self._draft_verify_commit(budget, clock), state)
+        key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan)
+        return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
-    def _draft_verify_commit(self, budget: Budget, clock: Clock) -> Round:
-        with clock.part("draft"):
+    def _draft_verify_commit(self, budget: Budget, part: Part) -> Round:
+        with part("draft"):
             tree, packed = self._draft(budget)
-        with clock.part("verify"):
+        with part("verify"):
             ancestors = ancestor_mask(tree.parents, self.drafter.depth)
             draft_input, logits = self._verify(tree, ancestors, packed)
-        with clock.part("commit"):
+        with part("commit"):
             rows = logit_rows(tree, packed)
             verdict = judge(tree, logits, rows, self.sampler, self.cache.slots.lengths + 1, self.drafter.depth)
             self._commit(verdict, draft_input, rows)
-        host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
+            host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
         return Round(tree, ancestors, verdict, host_copy)
 
     def _draft(self, budget: Budget) -> tuple[Tree, Packed | None]:
@@ -184,19 +185,18 @@ class Speculative(Decoder):
         prompts, _, _, sampling, generator = request
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
         layers = drafter.draft.config.layers
-        cache, draft_input, last = prefill(target, prompts, reach + self.most_nodes, self.cache, layers)
-        if cache is not self.cache:
-            cache.slots.min_extent = self.most_nodes if self.graphs.enabled else 0
-            self.cache, self.active = cache, ActiveRows(len(prompts), target.device)
+        behind = max(self.most_nodes, drafter.tree_slots)
+        cache, draft_input, last = prefill(target, prompts, reach + behind, self.cache, layers)
+        sampler = self.sampler.renewed(sampling, prompts, cache.slots.capacity, generator)
+        drafter.start(len(prompts), cache.slots.capacity)
+        if cache is not self.cache or sampler is not self.sampler:  # what was captured reads other tensors
             self.graphs.clear()
-        if sampling != self.sampling or sampling.temperature:  # what was captured has another distribution, or draws
-            self.graphs.clear()
+            self.cache, self.sampler, self.active = cache, sampler, ActiveRows(len(prompts), target.device)
+            if self.graphs.enabled:  # one extent for all steps, and both caches take the next one at the same time
+                cache.slots.min_extent = drafter.slots.min_extent = behind
         self.active.reset()
-        self.sampling = sampling
-        self.sampler = TokenSampler(sampling, prompts, reach + drafter.depth, target.device, generator)
         first = self.sampler(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
         shifted = pad_right([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
-        drafter.start(len(prompts), self.cache.slots.capacity)
         drafter.append_context(shifted, draft_input, self.cache.slots.lengths)
         drafter.slots.advance_host(self.cache.slots.host_lengths)
         return first
@@ -235,7 +235,7 @@ class Speculative(Decoder):
             )
 
         def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
-            return partial(self.graphs.run, ("timed", name), work, []) if self.graphs.enabled else work
+            return partial(self.graphs.run_alone, ("timed", name), work)
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
         measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-STEP = 64  # views grow by this many slots, so that few different shapes occur
+# Views grow by this many slots, so that few different shapes occur. What lies beyond a text costs bandwidth: little on
+# a GPU, where each new shape costs a capture.
+STEP, CUDA_STEP = 64, 512
+
+
+def step_of(device: torch.device) -> int:
+    """By how many slots views grow there."""
+    return CUDA_STEP if device.type == "cuda" else STEP
 
 
 class Packed(NamedTuple):
@@ -89,29 +96,30 @@ class Slots:
     Attributes:
         lengths: (B,) on the device.
         host_lengths: the same on the host; `longest` is their maximum.
+        step: views grow by this many slots.
         min_extent: views reach at least this many slots behind the longest row, so that steps of several sizes share a
             shape.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
-        self.capacity = capacity
+        self.capacity, self.step = capacity, step_of(device)
         self.host_lengths, self.longest = [0] * batch, 0
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
         self.min_extent, self.extent, self.packed = 0, 0, False
         self.index = self.lengths
 
     def extent_for(self, count: int) -> int:
-        """Slots of a row that a view needs for `count` more behind the longest row, rounded up to a multiple of `STEP`.
+        """Slots of a row that a view needs for `count` more behind the longest row, rounded up to a multiple of `step`.
 
         Raises:
             ValueError: they do not fit the capacity.
         """
-        needed = self.longest + count
+        needed = self.longest + max(count, self.min_extent)
         if needed > self.capacity:
             raise ValueError(
                 f"the cache has {self.capacity} slots a row, {needed} are needed: make it larger when it is built"
             )
-        return min(-(-needed // STEP) * STEP, self.capacity)
+        return min(-(-needed // self.step) * self.step, self.capacity)
 
     def clear(self) -> None:
         """Set all lengths to 0."""
@@ -124,7 +132,7 @@ class Slots:
 
     def open(self, count: int, offset: int = 0) -> None:
         """Let the next writes go to the `count` slots that begin `offset` behind each row's length."""
-        self.extent, self.packed = self.extent_for(max(offset + count, self.min_extent)), False
+        self.extent, self.packed = self.extent_for(offset + count), False
         self.index = self.flat_index(torch.arange(offset, offset + count, device=self.lengths.device)[None])
 
     def pack(self, packed: Packed) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from poss_lightning.clock import Clock, Part
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
-from poss_lightning.target.cache import TreeCache
+from poss_lightning.target.cache import TreeCache, step_of
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target, causal_ancestors
 
@@ -62,7 +63,7 @@ def prefill(
     cache: TreeCache | None = None,
     layers: tuple[int, ...] = (),
 ) -> tuple[TreeCache, Tensor, Tensor]:
-    """Read the prompts into a cache with `room` more slots: `cache` where it fits, else a new one.
+    """Read the prompts into a cache with `room` more slots: `cache` where it fits, else a new one, somewhat larger.
 
     Returns:
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).
@@ -70,7 +71,8 @@ def prefill(
     tokens = pad_right(prompts, target.device)
     capacity = tokens.shape[1] + room
     if cache is None or not cache.slots.fits(len(prompts), capacity):
-        cache = target.new_cache(len(prompts), capacity)
+        ahead = 2 * step_of(target.device)  # a text that is a little longer finds it large enough
+        cache = target.new_cache(len(prompts), -(-capacity // ahead) * ahead)
     else:
         cache.clear()
     ancestors = causal_ancestors(tokens.shape[1], target.device)
@@ -104,8 +106,9 @@ class PlainLoop:
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):
-        self.target, self.cache = target, target.new_cache(0, 0)
-        self.graphs = Graphs(target.device.type == "cuda" if graphs is None else graphs, target.device)
+        self.target, self.cache = target, target.new_cache(0, 0)  # none, until texts are read
+        self.sampler = TokenSampler(GREEDY, [], 0, target.device)
+        self.graphs = Graphs(target.device, graphs)
         self.alone = causal_ancestors(1, target.device)
         self.request_id = 0  # of the batch in hand
 
@@ -132,17 +135,15 @@ class PlainLoop:
         stops: frozenset[int],
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
+        clock: Clock | None = None,
     ) -> Iterator[dict[int, int]]:
-        """The next token of every unfinished prompt, by its number; the first step reads the prompts."""
-        target, longest = self.target, max(limits)
-        cache, _, last = prefill(target, prompts, longest, self.cache)
-        sampler = TokenSampler(sampling, prompts, longest, target.device, generator)
-        tokens = sampler(target.embed_head.logits(last), cache.slots.lengths)  # (B,)
-        if cache is not self.cache or sampling != GREEDY:  # what was captured reads other tensors, or draws
-            self.graphs.clear()
-            self.tokens = tokens.clone()
-        self.cache = cache
-        self.tokens.copy_(tokens)
+        """The next token of every unfinished prompt, by its number; the first step reads the prompts.
+
+        The clock's parts are `prefill` and `verify`, as every later step is a forward of the target.
+        """
+        clock = clock or Clock(self.target.device)
+        with clock.part("prefill"):
+            self._prefill(prompts, max(limits), sampling, generator)
         self.request_id = request_id = self.request_id + 1
         outputs, rows = OutputTracker(limits, stops), list(range(len(prompts)))  # the prompts still in the batch
         while True:
@@ -157,23 +158,36 @@ class PlainLoop:
                 raise RuntimeError("this loop has begun with other prompts: it decodes one batch at a time")
             if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
                 kept = [rows.index(prompt) for prompt in active]
-                cache.select(kept)
-                sampler.select(kept)
+                self.cache.select(kept)
+                self.sampler.select(kept)
                 self.graphs.clear()
                 self.tokens, rows = self.tokens[kept], active
-            self._step(sampler)
+            self._step(clock)
 
-    def _step(self, sampler: TokenSampler) -> None:
-        """Read `self.tokens` (B,), and put the next ones in their place."""
-        target, cache, tokens = self.target, self.cache, self.tokens
+    def _prefill(
+        self, prompts: list[list[int]], room: int, sampling: Sampling, generator: torch.Generator | None
+    ) -> None:
+        """Read the prompts; their first tokens are `self.tokens` (B,)."""
+        cache, _, last = prefill(self.target, prompts, room, self.cache)
+        sampler = self.sampler.renewed(sampling, prompts, cache.slots.capacity, generator)
+        tokens = sampler(self.target.embed_head.logits(last), cache.slots.lengths)  # (B,)
+        if cache is not self.cache or sampler is not self.sampler:  # what was captured reads other tensors
+            self.graphs.clear()
+            self.cache, self.sampler, self.tokens = cache, sampler, torch.empty_like(tokens)
+        self.tokens.copy_(tokens)
 
-        def forward() -> None:
-            last = target.tree_features(tokens[:, None], self.alone, cache)[:, 0]
-            cache.slots.advance_device(1)
-            tokens.copy_(sampler(target.embed_head.logits(last), cache.slots.lengths))
+    def _step(self, clock: Clock) -> None:
+        """Read `self.tokens`, and put the next ones in their place."""
+        target, slots, tokens = self.target, self.cache.slots, self.tokens
 
-        if self.graphs.enabled and not sampler.needs_sync:
-            self.graphs.run(cache.slots.extent_for(1), forward, [cache.slots.lengths, tokens])
+        def forward(part: Part) -> None:
+            with part("verify"):
+                last = target.tree_features(tokens[:, None], self.alone, self.cache)[:, 0]
+                slots.advance_device(1)
+                tokens.copy_(self.sampler(target.embed_head.logits(last), slots.lengths))
+
+        if self.sampler.needs_sync:
+            forward(clock.part)
         else:
-            forward()
-        cache.slots.advance_host([1] * len(tokens))
+            self.graphs.run(slots.extent_for(1), forward, [slots.lengths, tokens], clock)
+        slots.advance_host([1] * len(tokens))

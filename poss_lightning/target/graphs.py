@@ -1,12 +1,16 @@
 """Decoding steps as CUDA graphs: hundreds of kernels started at once, where Python would start them one by one."""
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from poss_lightning.clock import Clock, Part
+
+MOST = 32  # captures that are kept: each holds memory; a text needs one for every 512 tokens
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
@@ -14,16 +18,22 @@ logger = logging.getLogger(__name__)
 class Graphs:
     """Captures work of fixed shapes once a key, and replays it. Its results stay in place and are overwritten.
 
-    Where a capture fails, it says so once, and work is simply done from then on.
+    Each part of the work becomes a graph of its own, so that a clock sees the parts as they really run. Where a capture
+    fails, it says so once, and work is simply done from then on.
 
     Args:
-        enabled: whether to capture; else work is simply done.
         device: of all tensors of the work, which need not be the current one.
+        enabled: whether to capture, else work is simply done; None for: on CUDA.
+
+    Raises:
+        ValueError: enabled, on another device.
     """
 
-    def __init__(self, enabled: bool, device: torch.device | None = None):
-        self.enabled, self.device = enabled, device
-        self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+    def __init__(self, device: torch.device, enabled: bool | None = None):
+        if enabled and device.type != "cuda":
+            raise ValueError(f"graphs is true, but the target is on {device}: CUDA graphs need a GPU of NVIDIA or AMD")
+        self.enabled, self.device = device.type == "cuda" if enabled is None else enabled, device
+        self.captured: dict[Hashable, tuple[list[tuple[str, Callable[[], None]]], Any]] = {}  # the latest used is last
         self.pool = None  # of memory, shared by all that is captured: they never run at once
 
     def clear(self) -> None:
@@ -31,37 +41,66 @@ class Graphs:
         self.captured.clear()
         self.pool = None  # it holds nothing any more
 
-    def run(self, key: Hashable, work: Callable[[], Result], state: list[Tensor]) -> Result:
+    def run(self, key: Hashable, work: Callable[[Part], Result], state: list[Tensor], clock: Clock) -> Result:
         """Do `work`.
 
         Args:
             key: all that shapes depend on.
-            work: reads and writes tensors that stay where they are, and never synchronises with the host.
+            work: is given what opens a part by name, and computes within parts only; reads and writes tensors that stay
+                where they are, and never synchronises with the host.
             state: those tensors that it must find as it left them; all others it writes before it reads them.
+            clock: times the parts; a capture is the part `capture`, outside the total, as it is paid once for many.
         """
-        with torch.cuda.device(self.device):  # streams and graphs are those of the current device
-            if key not in self.captured:
-                try:
-                    self._capture(key, work, state)
-                except RuntimeError as error:
-                    logger.warning("rounds run without CUDA graphs, so more slowly: %s", str(error).splitlines()[0])
-                    self.enabled = False
-                    return work()
-            graph, result = self.captured[key]
-            graph.replay()
-            return result
+        if self.enabled and key not in self.captured:
+            with clock.excluded("capture"):
+                self._try_to_capture(key, work, state)
+        if not self.enabled:
+            return work(clock.part)
+        parts, result = self.captured[key] = self.captured.pop(key)
+        for name, replay in parts:
+            with clock.part(name):
+                replay()
+        return result
 
-    def _capture(self, key: Hashable, work: Callable[[], Any], state: list[Tensor]) -> None:
+    def run_alone(self, key: Hashable, work: Callable[[], Result]) -> Result:
+        """`run` for work of one part that needs no state, and is timed from outside."""
+
+        def one_part(part: Part) -> Result:
+            with part("work"):
+                return work()
+
+        return self.run(key, one_part, [], Clock(self.device))
+
+    def _try_to_capture(self, key: Hashable, work: Callable[[Part], Any], state: list[Tensor]) -> None:
+        if len(self.captured) >= MOST:
+            del self.captured[next(iter(self.captured))]
+        try:
+            self.captured[key] = self._capture(work, state)
+        except RuntimeError as error:
+            logger.warning("rounds run without CUDA graphs, so more slowly: %s", str(error).splitlines()[0])
+            self.enabled = False
+
+    def _capture(
+        self, work: Callable[[Part], Any], state: list[Tensor]
+    ) -> tuple[list[tuple[str, Callable[[], None]]], Any]:
+        """Record what `work` does: how to do each part again, and where its result is."""
+        parts: list[tuple[str, Callable[[], None]]] = []
         saved = [tensor.clone() for tensor in state]
-        warm_up = torch.cuda.Stream()
-        warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):  # as torch asks: libraries allocate in a first run, outside the graph
-            work()
-        torch.cuda.current_stream().wait_stream(warm_up)
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            result = work()
-        self.pool = graph.pool()
-        self.captured[key] = (graph, result)
+        with torch.cuda.device(self.device):  # streams and graphs are those of the current device
+            stream, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream.wait_stream(usual)
+            with torch.cuda.stream(stream):  # as torch asks: libraries allocate in a first run, outside the graph
+                work(lambda name: nullcontext())
+            usual.wait_stream(stream)
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+            @contextmanager
+            def record(name: str) -> Iterator[None]:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+                    yield
+                self.pool = graph.pool()
+                parts.append((name, graph.replay))
+
+            return parts, work(record)

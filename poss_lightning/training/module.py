@@ -62,7 +62,7 @@ class SpecialistTraining(lightning.LightningModule):
         mean_over: the loss is a mean over the "slots" that count in an optimizer step, or over all its "tokens".
         not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way the message names
             pass, specialist and conversations, and the batch is saved beside the log.
-        chunk: slots whose (depth + 1, chunk, V) logits exist at once.
+        chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for 512 on a GPU and 128 on a CPU.
 
     Attributes:
         draft: the specialists.
@@ -96,7 +96,7 @@ class SpecialistTraining(lightning.LightningModule):
         warmup: float = 0.01,
         mean_over: Literal["slots", "tokens"] = "slots",
         not_finite: Literal["stop", "skip"] = "stop",
-        chunk: int = 128,
+        chunk: int | None = None,
     ):
         super().__init__()
         if not 0 <= warmup <= 1:

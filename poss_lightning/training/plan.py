@@ -8,6 +8,7 @@ import torch
 
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
+from poss_lightning.losses import chunk_on
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
 from poss_lightning.training.memory import memory, most_tokens
@@ -49,7 +50,7 @@ def plan(
     kv: Literal["separate", "shared"] = "separate",
     kind: Literal["eagle2", "eagle3"] = "eagle2",
     optimizer: Literal["adamw", "muon"] = "adamw",
-    chunk: int = 128,
+    chunk: int | None = None,
     answers: float = 1.0,
     conversation: int = 2048,
     stored: Literal["exact", "float8"] = "exact",
@@ -80,7 +81,7 @@ def plan(
         kv: whether specialists have keys and values of their own.
         kind: of the draft; "eagle3" reads three inner layers, which the store keeps too, and learns a head of its own.
         optimizer: adamw or muon.
-        chunk: slots whose (chunk, V) matrices exist at once.
+        chunk: slots whose (chunk, V) matrices exist at once; None for 512 on a GPU and 128 on a CPU.
         answers: share of the slots that count; 1 is the worst case.
         conversation: tokens of the longest conversation.
         stored: features in the target's bfloat16 (exact) or in 8 bits (float8).
@@ -114,7 +115,7 @@ def plan(
             offload=offload,
             precision=precision,
             device=device,
-            chunk=chunk,
+            chunk=chunk_on(device) if chunk is None else chunk,
             accumulate=accumulate,
             optimizer=optimizer,
         )

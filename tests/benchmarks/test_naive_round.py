@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from benchmarks.naive_round import NaiveRounds
+from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock, Request
+from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.vocabulary import restrict_vocabulary
 from tests.support.tiny import tiny_draft, tiny_target

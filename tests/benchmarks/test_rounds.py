@@ -9,8 +9,9 @@ import torch
 from benchmarks import decode, floor, soak, speed
 from benchmarks.random_target import random_draft, random_target
 from benchmarks.rounds import Parts, against_naive, costs, overhead, spread
+from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Clock, Request
+from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.suites import Question
 from tests.support.decoders import PROMPTS, tokens_of

@@ -4,7 +4,6 @@ import time
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import scipy.stats
@@ -12,10 +11,11 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed, Settled
-from poss_lightning.decoding.decoder import Clock, Request
+from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
@@ -300,11 +300,9 @@ def test_a_round_never_asks_the_device_and_compiles_whole(target):
     for law, model, kind in ((Sampling(), target, "eagle2"), (Sampling(0.7, top_k=20, top_p=0.9), deep, "eagle3")):
         speculative = Speculative(model, tiny_draft(model, [1, 1], kind=kind), 2, 6, 3)
         expected = drawn(speculative, law, 0, limit=6)
-        untimed = SimpleNamespace(part=lambda name: nullcontext())
-        whole = torch.compile(
-            partial(speculative._draft_verify_commit, speculative.fixed, untimed), fullgraph=True, backend="eager"
-        )
-        speculative._draft_verify_commit = lambda budget, clock, whole=whole: whole()
+        work = partial(speculative._draft_verify_commit, speculative.fixed, lambda name: nullcontext())
+        whole = torch.compile(work, fullgraph=True, backend="eager")
+        speculative._draft_verify_commit = lambda budget, part, whole=whole: whole()
         assert drawn(speculative, law, 0, limit=6) == expected
 
 

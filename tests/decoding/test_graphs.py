@@ -12,6 +12,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import Settled
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.sampling import Sampling
+from poss_lightning.target.cache import CUDA_STEP
 from poss_lightning.target.graphs import Graphs
 from tests.support.tiny import tiny_draft, tiny_target
 
@@ -23,27 +24,43 @@ class Baked(Graphs):
     """What is captured reads and writes the very tensors of its first run; its results stay in place."""
 
     def __init__(self):
-        super().__init__(enabled=True)
-        self.captures = 0
+        super().__init__(torch.device("cpu"))
+        self.enabled, self.captures = True, 0
 
-    def run(self, key, work, state):
-        if key not in self.captured:
-            kept = [tensor.clone() for tensor in state]
+    def _capture(self, work, state):
+        saved, form = [tensor.clone() for tensor in state], None
 
-            def flat():
-                leaves, self.form = tree_flatten(work())
-                return leaves
+        def flat():
+            nonlocal form
+            leaves, form = tree_flatten(work(lambda name: nullcontext()))
+            return leaves
 
-            flat()
-            for tensor, value in zip(state, kept, strict=True):
+        def restore():
+            for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
-            graph = make_fx(flat)()
-            for tensor, value in zip(state, kept, strict=True):
-                tensor.copy_(value)
-            self.captured[key] = (graph, self.form)
-            self.captures += 1
-        graph, form = self.captured[key]
-        return tree_unflatten(graph(), form)
+
+        results = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat()]
+        restore()
+        graph = make_fx(flat)()
+        restore()
+
+        def replay():
+            for result, value in zip(results, graph(), strict=True):
+                if isinstance(result, torch.Tensor):
+                    result.copy_(value)
+
+        self.captures += 1
+        return [("whole", replay)], tree_unflatten(results, form)
+
+
+def speculative(target):
+    return Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5)
+
+
+def baked(decoder):
+    """The decoder with its graphs replaced by the stand-in."""
+    (decoder.loop if isinstance(decoder, Autoregressive) else decoder).graphs = Baked()
+    return decoder
 
 
 def tokens_of(decoder, law, prompts=PROMPTS, limit=40, seed=3):
@@ -57,8 +74,7 @@ def tokens_of(decoder, law, prompts=PROMPTS, limit=40, seed=3):
 def test_rounds_replayed_are_lossless_whatever_came_before(share, kind):
     """One engine, other laws, seeds, batches and lengths in turn: no graph may speak of what is gone."""
     target = tiny_target(0, num_hidden_layers=4 if kind == "eagle3" else 2)
-    engine = Speculative(target, tiny_draft(target, [1, 1], kind=kind), 2, 6, 3, share=share)
-    engine.graphs = Baked()
+    engine = baked(Speculative(target, tiny_draft(target, [1, 1], kind=kind), 2, 6, 3, share=share))
     long = [[7] * 90, [8] * 3, [9] * 5]
     for law, prompts, seed in (
         (GREEDY, PROMPTS, 0),
@@ -72,22 +88,47 @@ def test_rounds_replayed_are_lossless_whatever_came_before(share, kind):
         assert tokens_of(engine, law, prompts, 12, seed) == tokens_of(Autoregressive(target), law, prompts, 12, seed)
 
 
-def test_a_graph_serves_many_rounds_and_the_next_text():
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("make", [speculative, Autoregressive], ids=["drafting", "plain"])
+def test_a_graph_serves_many_rounds_the_next_text_and_a_longer_one(monkeypatch, make, sampling):
+    """One for every 512 slots, as on CUDA; both caches take the next 512 at the same time."""
+    monkeypatch.setattr("poss_lightning.target.cache.STEP", CUDA_STEP)
+    decoder = baked(make(tiny_target(0, max_position_embeddings=2048)))
+    graphs = decoder.graphs if make is speculative else decoder.loop.graphs
+    tokens_of(decoder, sampling, PROMPTS[:1], limit=300)
+    assert graphs.captures == 1
+    tokens_of(decoder, sampling, PROMPTS[:1], limit=300, seed=4)
+    tokens_of(decoder, sampling, [[7] * 90], limit=300)
+    assert graphs.captures == 1
+    tokens_of(decoder, sampling, [[7] * 300], limit=300)
+    assert graphs.captures == 2
+
+
+def test_captures_beyond_the_most_are_dropped_and_made_again(monkeypatch):
+    monkeypatch.setattr("poss_lightning.target.graphs.MOST", 1)
     target = tiny_target(0)
-    engine = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5)
-    engine.graphs = Baked()
-    tokens_of(engine, GREEDY, PROMPTS[:1])
-    captures = engine.graphs.captures
-    tokens_of(engine, GREEDY, PROMPTS[:1])
-    assert captures == engine.graphs.captures <= 2  # one for every 64 tokens
+    engine = baked(speculative(target))
+    for _ in range(2):  # over two extents each
+        assert tokens_of(engine, GREEDY, PROMPTS[:1], 80) == tokens_of(Autoregressive(target), GREEDY, PROMPTS[:1], 80)
+        assert len(engine.graphs.captured) == 1
+    assert engine.graphs.captures == 4
+
+
+def test_the_total_holds_rounds_and_no_capture():
+    """A capture is paid once for many texts; parts are those of rounds, not of warm-ups."""
+    engine = baked(speculative(tiny_target(0)))
+    first, second = (engine.decode(PROMPTS[:1], 30, frozenset())[0].seconds for _ in range(2))
+    assert first["capture"] > 0 and "capture" not in second
+    for seconds in (first, second):
+        assert {*seconds} - {"capture"} == {"prefill", "whole", "total"}
+        assert seconds["prefill"] + seconds["whole"] <= seconds["total"]
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_settled_tree_runs_as_a_graph(monkeypatch, share):
     monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
     target = tiny_target(0)
-    engine = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, tree="auto", share=share)
-    engine.graphs = Baked()
+    engine = baked(Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, tree="auto", share=share))
     assert tokens_of(engine, GREEDY, limit=60) == tokens_of(Autoregressive(target), GREEDY, limit=60)
     assert engine.budgets[3].plan is not None
 
@@ -96,22 +137,12 @@ def test_a_settled_tree_runs_as_a_graph(monkeypatch, share):
 def test_plain_decoding_replayed_says_the_same(law):
     """The baseline runs as graphs where drafting does, so that a speed-up is the draft's alone."""
     target = tiny_target(0)
-    plain = Autoregressive(target)
-    plain.loop.graphs = Baked()
+    plain = baked(Autoregressive(target))
     long = [[7] * 90, [8] * 3, [9] * 5]
     cases = (PROMPTS, 80, 0), (PROMPTS, 80, 1), (PROMPTS[:1], 12, 0), (long, 12, 0), (PROMPTS, 9, 2)
     for prompts, limit, seed in cases:
         expected = tokens_of(Autoregressive(target), law, prompts, limit, seed)
         assert tokens_of(plain, law, prompts, limit, seed) == expected
-
-
-def test_a_graph_of_plain_decoding_serves_the_next_text():
-    plain = Autoregressive(tiny_target(0))
-    plain.loop.graphs = Baked()
-    tokens_of(plain, GREEDY, PROMPTS[:1])
-    captures = plain.loop.graphs.captures
-    tokens_of(plain, GREEDY, PROMPTS[:1])
-    assert captures == plain.loop.graphs.captures == 1  # one for every 64 slots
 
 
 def test_where_a_capture_fails_work_is_done_without(monkeypatch, caplog):
@@ -128,8 +159,14 @@ def test_where_a_capture_fails_work_is_done_without(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", fails)
-    graphs = Graphs(enabled=True, device=torch.device("cuda", 1))
-    assert graphs.run("key", lambda: state.add_(1), [state]) == 1  # not 2: the warm-up left no trace
+    graphs = Graphs(torch.device("cuda", 1))
+    clock = SimpleNamespace(part=lambda name: nullcontext(), excluded=lambda name: nullcontext())
+
+    def work(part):
+        with part("work"):
+            return state.add_(1)
+
+    assert graphs.run("key", work, [state], clock) == 1  # not 2: the warm-up left no trace
     assert not graphs.enabled and chosen == [torch.device("cuda", 1)]
     (line,) = caplog.messages
     assert line.endswith("without CUDA graphs, so more slowly: operation not permitted when stream is capturing")
