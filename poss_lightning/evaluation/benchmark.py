@@ -30,6 +30,7 @@ from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
@@ -55,6 +56,7 @@ def benchmark(
     baselines: list[str] | None = None,
     repeats: int = 1,
     show: int = 1,
+    graphs: bool | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -87,6 +89,7 @@ def benchmark(
             the first two by default. `autoregressive` gives the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
         show: questions of each suite whose rounds are written too, for the report to show the trees.
+        graphs: whether the steps of drafts and of our own loop, all alike, run as CUDA graphs; by default on CUDA.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
         device: auto (cuda, else mps, else cpu), or one of these.
@@ -100,16 +103,17 @@ def benchmark(
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
-    config |= {"dtype": model.dtype_name, "device": str(model.device)}
+    graphs = Graphs(model.device, graphs).enabled
+    config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
-    plain = {"autoregressive": Autoregressive(model), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
+    plain = {"autoregressive": Autoregressive(model, graphs), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
-    trees: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
-    methods |= {name: Speculative(model, draft, **trees) for name, draft in loaded.items()}
+    engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "graphs": graphs}
+    methods |= {name: Speculative(model, draft, **engine) for name, draft in loaded.items()}
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
         "command": sys.argv,

@@ -16,7 +16,7 @@ from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed, Settled
 from poss_lightning.decoding.decoder import Request
-from poss_lightning.decoding.drafting import Drafter, top_log_probs
+from poss_lightning.decoding.drafting import Drafter, grouped_attention, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -313,6 +313,16 @@ def test_step_and_verification_compile_without_a_break(target, monkeypatch):
     speculative = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, compile=True)
     assert tokens_of(speculative, limit=140) == tokens_of(Autoregressive(target), limit=140)
     assert 0 < counter.frame_count <= 16
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (8, 1)])
+def test_heads_of_a_group_attend_as_if_each_had_its_own_keys(heads, kv_heads):
+    queries, keys, values = (torch.randn(2, n, m, 8) for n, m in ((heads, 5), (kv_heads, 9), (kv_heads, 9)))
+    mask = torch.rand(2, 1, 5, 9) < 0.6
+    mask[..., 0] = True
+    each = [x.repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values)]
+    scores = (queries @ each[0].mT / 8**0.5).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(grouped_attention(queries, keys, values, mask), scores.softmax(-1) @ each[1])
 
 
 @pytest.mark.parametrize("allocation", [[6], [1] * 6, [2, 2, 2]], ids=str)

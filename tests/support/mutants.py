@@ -25,6 +25,27 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "graphs: a second text is drawn with the first one's numbers",
+        "sampling.py",
+        "        if self.uniform is not None:\n            self.uniform.copy_",
+        "        if self.uniform is None:\n            self.uniform.copy_",
+        "decoding/test_graphs.py",
+    ),
+    Mutant(
+        "graphs: the two caches take their next slots at different times",
+        "decoding/engine.py",
+        "cache.slots.min_extent = drafter.slots.min_extent = behind",
+        "cache.slots.min_extent = self.most_nodes",
+        "decoding/test_graphs.py",
+    ),
+    Mutant(
+        "drafting: queries of a group change places with nodes",
+        "decoding/drafting.py",
+        "attended.unflatten(2, (group, -1)).flatten(1, 2)",
+        "attended.unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)",
+        "decoding/test_engine.py",
+    ),
+    Mutant(
         "training: a query sees one slot too many of the context",
         "draft/attention.py",
         "device=keys.device).sub_(self.skip).clamp_",
@@ -97,8 +118,8 @@ MUTANTS = (
     Mutant(
         "drafting: a node sees its siblings",
         "decoding/drafting.py",
-        "attn_mask=self.slots.tree_mask(frontier.ancestors),",
-        "attn_mask=self.slots.tree_mask(frontier.ancestors.any(1, True).expand_as(frontier.ancestors)),",
+        "mask = self.slots.tree_mask(frontier.ancestors)\n",
+        "mask = self.slots.tree_mask(frontier.ancestors.any(1, True).expand_as(frontier.ancestors))\n",
         "draft/test_unroll.py decoding/test_engine.py",
     ),
     Mutant(
@@ -154,8 +175,8 @@ MUTANTS = (
     Mutant(
         "loss: a pass counts where its text is not the assistant's",
         "losses.py",
-        "counted = counts[anywhere] >= passes[:, None]",
-        "counted = (counts[anywhere] >= 1).expand(len(passes), -1)",
+        "counted = counts.flatten()[counting] >= passes[:, None]",
+        "counted = (counts.flatten()[counting] >= 1).expand(len(passes), -1)",
         "test_losses.py",
     ),
     Mutant(
