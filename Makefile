@@ -20,7 +20,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(addprefix tests/,test_losses.py test_machine.py test_metrics.py test_sampling.py target/test_target.py draft features/test_encoding.py training/test_muon.py decoding)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
+.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode bench-gpu soak bench-train bench-features bench-plan digests coverage docs figures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -104,6 +104,9 @@ bench: setup  ## time extraction against its bare forward
 
 bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
 	$(BIN)/python -m benchmarks.decode $(ARGS)
+
+bench-gpu: setup  ## what a GPU takes, all in one; without one: POSS_DEVICE=cpu, every line at tiny sizes
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
 	$(BIN)/python -m benchmarks.soak $(ARGS)

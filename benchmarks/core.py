@@ -52,7 +52,7 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
             )
 
     times = {"extract": whole, "forward": with_logits, "forward_without_head": features_only}
-    rates = {name: tokens / seconds(work, 3) for name, work in times.items()}
+    rates = {name: tokens / seconds(work, 3, target.device.type) for name, work in times.items()}
     return {f"{name}_tokens_per_second": rate for name, rate in rates.items()} | {
         "extract_fraction_of_forward": rates["extract"] / rates["forward"],
         "extract_fraction_of_forward_without_head": rates["extract"] / rates["forward_without_head"],

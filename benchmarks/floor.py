@@ -1,4 +1,4 @@
-"""How near rounds are to the machine's memory bandwidth, at the sizes of a large target: only for CUDA.
+"""How near rounds are to the machine's memory bandwidth, at the sizes of a large target: meant for CUDA.
 
 A forward of few tokens cannot be faster than its weights and caches can be read. The floor is their bytes over the rate
 at which the device copies. Weights are random: neither bytes nor time depend on them.
@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 from benchmarks.measure import once, seconds
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
+from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.decoder import Request
+from poss_lightning.decoding.decoder import Decoder, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.target.cache import SlotStore
@@ -110,6 +111,49 @@ def round_times(
         verification[f"N {n}"] = _beside(_alone(verify, device, repeats), verify_bytes(engine, n), rate)
     rates = {"copy_gigabytes_per_second": rate / 1e9}
     return {**rates, "verify": verification, "draft": drafting, "round_ms": round_ms}
+
+
+@torch.inference_mode()
+def rounds_by_batch(
+    target: Target,
+    batches: tuple[int, ...],
+    allocation: tuple[int, ...] = (3, 3),
+    nodes: int = 60,
+    prompt_tokens: int = 512,
+    repeats: int = 20,
+) -> dict[str, object]:
+    """Rounds and plain steps of batches, as graphs and without, beside what must be read for them.
+
+    A step of plain decoding is a round of one node without a draft; its floor is that of verifying one node.
+    """
+    device = target.device.type
+    rate = copy_rate(device, 2**30 if device == "cuda" else 2**22)
+    draft, depth = random_draft(target, allocation), sum(allocation)
+    found: dict[str, object] = {"copy_gigabytes_per_second": rate / 1e9}
+    for batch in batches:
+        prompts = torch.randint(target.spec.vocab_size, (batch, prompt_tokens)).tolist()
+        for name, graphs in (("graphs", None), ("no graphs", False)):
+            engine = Speculative(target, draft, depth=depth, nodes=nodes, graphs=graphs)
+            plain = Autoregressive(target, graphs)
+            limit = 1 + (repeats + 4) * (depth + 1)
+            round_seconds, step_seconds = (
+                _steps(decoder, Request(prompts, limit, frozenset()), repeats) for decoder in (engine, plain)
+            )
+            read = verify_bytes(engine, nodes), draft_bytes(engine, depth), verify_bytes(engine, 1)
+            found[f"batch {batch}, {name}"] = {
+                "round": _beside(round_seconds, read[0] + read[1], rate),
+                "plain step": _beside(step_seconds, read[2], rate),
+            }
+    return found
+
+
+def _steps(decoder: Decoder, request: Request, repeats: int) -> float:
+    """Median seconds of a round, after the prefill and those that capture."""
+    device = decoder.target.device
+    text = decoder.rounds(request, Clock(device))
+    for _ in range(4):
+        next(text)
+    return median(once(lambda: next(text), device.type) for _ in range(repeats))
 
 
 def _alone(work: Callable[[], object], device: str, repeats: int) -> float:

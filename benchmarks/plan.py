@@ -1,4 +1,4 @@
-"""`python benchmarks/plan.py`: the memory that `poss plan` predicts, against the peak of a real training's tensors.
+"""`make bench-plan`: the memory that `poss plan` predicts, against the peak of a real training's tensors.
 
 Each case trains two steps through Lightning on the CPU, with random weights and a random batch. All tensor allocations
 of the run are counted, from the making of the module on. Prints a table and writes runs/bench/plan.json.
@@ -21,6 +21,7 @@ from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
+from poss_lightning.losses import chunk_on
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.training.memory import memory
 from poss_lightning.training.module import SpecialistTraining
@@ -71,7 +72,7 @@ class Case(NamedTuple):
             kind=self.kind,
         )
 
-    def setup(self) -> Setup:
+    def setup(self, device: Literal["cpu", "cuda"] = "cpu") -> Setup:
         tied = self.target.name in TIED
         return Setup(
             config=self.config(),
@@ -80,7 +81,8 @@ class Case(NamedTuple):
             conversation=max(self.lengths),
             answers=self.answers,
             precision=self.precision,
-            device="cpu",
+            device=device,
+            chunk=chunk_on(device),
             optimizer=self.optimizer,
         )
 
@@ -139,7 +141,7 @@ def batch(case: Case) -> Batch:
     return made._replace(draft_input=made.draft_input.clone())
 
 
-def train(case: Case) -> None:
+def train(case: Case, device: Literal["cpu", "cuda"] = "cpu") -> None:
     """Two steps: only the second has AdamW's moments, and the gradients of the one before."""
     module = SpecialistTraining(
         Random(case),
@@ -153,7 +155,8 @@ def train(case: Case) -> None:
     )
     trainer = lightning.Trainer(
         max_steps=2,
-        accelerator="cpu",
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
         precision=case.precision,
         gradient_clip_val=0.5,
         logger=False,
@@ -167,9 +170,9 @@ def train(case: Case) -> None:
     gc.collect()  # modules and trainer hold each other, and must not be freed in the next run
 
 
-def compare(case: Case) -> dict:
+def compare(case: Case, device: Literal["cpu", "cuda"] = "cpu") -> dict:
     """Bytes predicted and measured, their ratio, and the predicted parts."""
-    predicted, measured = memory(case.setup()), peak_bytes(lambda: train(case))
+    predicted, measured = memory(case.setup(device)), peak_bytes(lambda: train(case, device), device)
     figures = {"predicted": predicted.total, "measured": measured, "ratio": predicted.total / measured}
     return figures | {"parts": predicted._asdict()}
 

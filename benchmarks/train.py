@@ -98,26 +98,25 @@ def matmul_rate(device: str, size: int, dtype: torch.dtype) -> float:
     return 2 * size**3 / seconds(lambda: a @ b, 9, device)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--slots", type=int, default=2048)
-    options = parser.parse_args()
-    device, slots = options.device, options.slots
-    sizes = SMOLLM2 if device == "cpu" else LLAMA_3_8B
-    name = choose_dtype("auto", device)
-    dtype = getattr(torch, name)
-    problem, half = Problem(sizes, slots, device, dtype), Problem(sizes, slots // 2, device, dtype)
+def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype) -> dict[str, object]:
+    """Time and memory of a step of both, held against each other and against the rate of products.
 
-    for loss_of in (problem.ours, problem.twin):  # not counted
-        problem.step(loss_of)
-    pairs = [
-        [once(lambda loss=loss: problem.step(loss), device) for loss in (problem.ours, problem.twin)]
-        for _ in range(PAIRS)
-    ]
-    ours, twin = (median(times) for times in zip(*pairs, strict=True))
-    ratios = [slow / fast for fast, slow in pairs]
-    steps = {"ours": (problem, problem.ours), "twin": (problem, problem.twin), "half": (half, half.ours)}
+    Where the twin does not fit the device's memory, its figures are None.
+    """
+    problem, half = Problem(sizes, slots, device, dtype), Problem(sizes, slots // 2, device, dtype)
+    fits = True
+    try:
+        problem.step(problem.twin)  # not counted
+    except torch.OutOfMemoryError:
+        fits = False
+        problem.optimizer.zero_grad()
+        torch.cuda.empty_cache()
+    problem.step(problem.ours)
+    losses = [problem.ours, problem.twin] if fits else [problem.ours]
+    times = [[once(lambda loss=loss: problem.step(loss), device) for loss in losses] for _ in range(PAIRS)]
+    ours, *twin = (median(of_one) for of_one in zip(*times, strict=True))
+    steps = {"ours": (problem, problem.ours), "half": (half, half.ours)}
+    steps |= {"twin": (problem, problem.twin)} if fits else {}
     resident = {name: one.resident() for name, (one, _) in steps.items()}
     peaks = {
         name: resident[name] + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
@@ -125,20 +124,19 @@ def main() -> None:
     }
     flops = step_flops(problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2)
     rate = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype)
-    results = {
-        "dtype": name,
+    ratios = [pair[1] / pair[0] for pair in times] if fits else []
+    return {
         "sizes": dict(
             zip(("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"), sizes, strict=True)
         ),
         "slots": slots,
         "depth": DEPTH,
         "allocation": ALLOCATION,
-        "speed_ratio": median(ratios),
+        "speed_ratio": median(ratios) if fits else None,
         "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in ratios),
-        "memory_ratio": peaks["ours"] / peaks["twin"],
-        "max_relative_gradient_difference": difference(sizes, device),
+        "memory_ratio": peaks["ours"] / peaks["twin"] if fits else None,
         "slots_per_second": slots / ours,
-        "slots_per_second_twin": slots / twin,
+        "slots_per_second_twin": slots / twin[0] if fits else None,
         "matmul_rate_fraction": flops / ours / rate,
         "matmul_teraflops": rate / 1e12,
         "peak_megabytes": {name: peak / 1e6 for name, peak in peaks.items()},
@@ -146,6 +144,17 @@ def main() -> None:
         "memory_of_twice_the_slots_beyond_what_stays": (peaks["ours"] - resident["ours"])
         / (peaks["half"] - resident["half"]),
     }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--slots", type=int, default=2048)
+    options = parser.parse_args()
+    device, sizes = options.device, SMOLLM2 if options.device == "cpu" else LLAMA_3_8B
+    dtype = choose_dtype("auto", device)
+    results = {"dtype": dtype, "max_relative_gradient_difference": difference(sizes, device)}
+    results |= figures(sizes, options.slots, device, getattr(torch, dtype))
     for name, value in results.items():
         print(f"  {name:<34} {value if not isinstance(value, float) else format(value, '.4g')}")
     with atomic("runs/bench/train.json") as path:

@@ -1,0 +1,51 @@
+"""`make bench-gpu` without a GPU: every line runs at tiny sizes, and a killed run goes on."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from tests.support.tiny import tiny_draft, tiny_target
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """On the CPU; the embedded target and its draft are tiny ones."""
+    monkeypatch.setenv("POSS_DEVICE", "cpu")
+    target = tiny_target(max_position_embeddings=4096)
+    monkeypatch.setattr(gpu.Target, "load", lambda name, device: target)
+    monkeypatch.setattr(gpu.Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
+
+
+def test_every_part_runs_and_a_killed_run_goes_on(small, monkeypatch, tmp_path, capsys):
+    out, done = tmp_path / "gpu.json", []
+
+    def noted(part):
+        return lambda *given: done.append(part.__name__) or part(*given)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    parts = {name: noted(part) for name, part in gpu.PARTS.items()}
+    monkeypatch.setattr(gpu, "PARTS", parts | {"answers": killed})
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--out", str(out)])
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    gpu.main(["--out", str(out)])
+    assert done == [*gpu.PARTS] and [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+    found = json.loads(out.read_text())
+    assert 0.8 < found["memory"]["made up [1, 1], T 64"]["ratio"] < 1.2
+    assert found["rounds"]["batch 2, graphs"]["round"]["over_floor"] > 1
+    assert found["step"]["T 64"]["speed_ratio"] > 0 and found["answers"]["all"]["fixed"]["tau"] >= 1
+    assert found["extract"]["embedded"]["extract_tokens_per_second"] > 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{part}\n" in printed for part in gpu.PARTS)
+
+
+def test_without_a_gpu_one_line_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.delenv("POSS_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "POSS_DEVICE=cpu" in capsys.readouterr().err.splitlines()[-1]
