@@ -160,12 +160,12 @@ class Drafter:
         self.root, self.root_z = self.root[rows], self.root_z[rows]
 
     def _next_frontier(self, k: int, ancestors: Tensor, parents: Tensor, tokens: Tensor, features: Tensor) -> Frontier:
-        """That of position k + 1: `tokens` (B, M), under `parents` of the old one, with `features` on their left."""
+        """That of position k + 1: `tokens` (B, M), under `parents` of the old one, with predicted `features` on the left."""
         batch, width = tokens.shape
         inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
         itself = torch.arange((k - 1) * width, k * width, device=tokens.device)[None, :, None].expand(batch, -1, -1)
         ancestors = inherited.scatter(2, itself, torch.ones_like(inherited[..., :1]))
-        z = self.draft.join(self.embed_head.embed(tokens), features)
+        z = self.draft.join(self.embed_head.embed(tokens), self.draft.next_features(features))
         rope = self.draft.rope_at((self.slots.lengths[:, None] + k - 1).expand(-1, width))
         self.slots.open(width, offset=(k - 1) * width)
         self._write_keys_values(z, rope, first_reader=k + 1)

@@ -25,6 +25,8 @@ class DraftConfig:
         kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
             specialist that served a slot first (SPEED): one cache instead of one a specialist.
         kind: "eagle2" or "eagle3"; see the traits below.
+        fc_norm: each inner layer that it reads is normed before they are fused (EAGLE-3.1).
+        norm_output: the next position reads the normed output, as the head does (EAGLE-3.1).
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
 
     Raises:
@@ -40,6 +42,8 @@ class DraftConfig:
     order: tuple[int, ...] | None = None
     kv: str = "separate"
     kind: str = "eagle2"
+    fc_norm: bool = False
+    norm_output: bool = False
     rope_theta: float | None = None
 
     def __post_init__(self):
@@ -56,6 +60,9 @@ class DraftConfig:
             raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
         if self.kind not in ("eagle2", "eagle3"):
             raise ValueError(f"kind is {self.kind!r}; it must be eagle2 or eagle3")
+        for name in ("fc_norm", "norm_output"):
+            if getattr(self, name) and not self.reads_inner_layers:
+                raise ValueError(f"{name} is true, which only a draft of kind eagle3 can be; this one is {self.kind}")
         if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
             count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
             raise ValueError(

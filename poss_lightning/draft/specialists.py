@@ -4,8 +4,9 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
 
                     eagle2                                eagle3
     draft input     the feature f                         outputs g of three inner layers, side by side
-    fuse            F = f                                 h = fc(scale * g), 3D -> D
+    fuse            F = f                                 h = fc(scale * g), 3D -> D; each third normed with fc_norm
     join, z         fc(scale * [e; F]), 2D -> D           [e; h], or [e; F̂] where the draft made F̂ itself
+    next position   F̂                                     F̂, or norm(F̂) with norm_output
     logits of F̂     the target's head, scaled or capped   the draft's own lm_head(norm(F̂))
 """
 
@@ -54,6 +55,7 @@ class Specialists(nn.Module):
 
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
+    fc_norm: nn.ModuleList  # a norm for each layer that is read, where the config says so
     norm: Norm  # this and the next only where the config says `own_head`
     lm_head: nn.Linear
 
@@ -78,6 +80,8 @@ class Specialists(nn.Module):
         )
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(width, eps=spec.norm_eps) for _ in config.layers)
         if config.own_head:
             self.norm = Norm(width, eps=spec.norm_eps)
             self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
@@ -99,7 +103,14 @@ class Specialists(nn.Module):
         """The draft's input of the target as features that `join` takes: (B, T, R) -> (B, T, D)."""
         if not self.config.reads_inner_layers:
             return draft_input
+        if self.config.fc_norm:
+            parts = draft_input.chunk(len(self.fc_norm), dim=-1)
+            draft_input = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(draft_input * self.scale.to(draft_input.dtype))
+
+    def next_features(self, predicted: Tensor) -> Tensor:
+        """What `join` takes at the next position of what was predicted here: (B, T, D) -> (B, T, D)."""
+        return self.norm(predicted) if self.config.norm_output else predicted
 
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, Z)."""
@@ -135,9 +146,21 @@ class Specialists(nn.Module):
             embedded: (D,) root mean squares of embeddings.
             draft_input: (R,) root mean squares of the draft's input.
         """
+        if self.config.fc_norm:  # what it leaves behind, were all vectors of a layer equally long
+            parts = draft_input.unflatten(-1, (len(self.fc_norm), -1))
+            draft_input = (parts / parts.square().mean(-1, keepdim=True).sqrt()).flatten()
         least = 1e-3 * draft_input.median()  # a dimension that is dead in these samples is not blown up
         draft_input = draft_input.clamp(min=least)
         self.scale.copy_(1 / (draft_input if self.config.reads_inner_layers else torch.cat([embedded, draft_input])))
+
+    def init_fc_norm(self, draft_input: Tensor) -> None:
+        """Let `fc_norm` leave a vector of usual length as it is, for an `fc` that was trained without.
+
+        Args:
+            draft_input: (R,) root mean squares of the draft's input.
+        """
+        for norm, part in zip(self.fc_norm, draft_input.chunk(len(self.fc_norm)), strict=True):
+            nn.init.constant_(norm.weight, float(part.square().mean().sqrt()))
 
     def init_head(self, embed_head: EmbedHead) -> None:
         """Let an own head begin as the target's, restricted to the draft's vocabulary."""
@@ -157,8 +180,12 @@ class Specialists(nn.Module):
             raise ValueError(f"the draft to start from has another target: {difference}")
         if self.config.kind != other.config.kind:
             raise ValueError(f"the draft to start from is {other.config.kind}, and this one {self.config.kind}")
+        if other.config.fc_norm and not self.config.fc_norm:
+            raise ValueError("the draft to start from has fc_norm, and this one has not: make fc_norm true")
         try:
             self.fc.load_state_dict(other.fc.state_dict())
+            if other.config.fc_norm:
+                self.fc_norm.load_state_dict(other.fc_norm.state_dict())
             self.scale.copy_(other.scale)
             self.config = replace(self.config, rope_theta=other.config.rope_theta)
             for index, layer in enumerate(self.layers):

@@ -59,7 +59,8 @@ def unroll(
         attended = attend(layer.queries(z[k - 1], rope), context, drafted[::-1], packing)
         outputs.append(layer.after_attention(z[k - 1], attended))
         if k < depth:
-            features = outputs[-1].detach() if draft.config.detach else outputs[-1]
+            features = draft.next_features(outputs[-1])
+            features = features.detach() if draft.config.detach else features
             shifted = torch.cat([features[:, :1], features[:, :-1]], dim=1)  # F^k_t = output of pass k at slot t-1
             z.append(draft.join(embedded, shifted))
     return outputs

@@ -44,6 +44,8 @@ class SpecialistTraining(lightning.LightningModule):
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, so w_feature must be 0. It
             has a head of its own, which learns at slots where the vocabulary holds the target's likeliest token.
+        fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
+        norm_output: the next pass reads the normed output, as the head does.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers. None is for all tokens. A
             draft of kind eagle3 keeps the vocabulary of the draft it starts from, where the size is the same or None.
         start_from: draft folder, hub id or shipped draft whose layers to start from; None starts from random weights.
@@ -82,6 +84,8 @@ class SpecialistTraining(lightning.LightningModule):
         order: list[int] | None = None,
         kv: Literal["separate", "shared"] = "separate",
         kind: Literal["eagle2", "eagle3"] = "eagle2",
+        fc_norm: bool = False,
+        norm_output: bool = False,
         vocabulary_size: int | None = None,
         start_from: str | None = None,
         normalise: bool = True,
@@ -117,6 +121,8 @@ class SpecialistTraining(lightning.LightningModule):
             order=None if order is None else tuple(order),
             kv=kv,
             kind=kind,
+            fc_norm=fc_norm,
+            norm_output=norm_output,
         )
         _check_config(config, w_feature)
         self.layers = config.layers
@@ -127,6 +133,8 @@ class SpecialistTraining(lightning.LightningModule):
         self.draft.init_head(self.embed_head)
         if start:
             self.draft.start_from(start)
+            if fc_norm and not start.config.fc_norm:
+                self.draft.init_fc_norm(features.root_mean_square())
         elif normalise:
             embedded = embed_head.embedding.float().square().mean().sqrt()
             inputs = features.root_mean_square()

@@ -23,6 +23,8 @@ KINDS = [
     pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
     pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
     pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
+    pytest.param([3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, id="EAGLE-3.1"),
+    pytest.param([1, 3, 2], {"kind": "eagle3", "norm_output": True}, id="specialists that read normed outputs"),
 ]
 
 HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask

@@ -60,6 +60,11 @@ class SlotBySlot:
         return layer.after_attention(z[None, None], attended[None, :, None])[0, 0]
 
 
+def rms_norm(x: Tensor, norm) -> Tensor:
+    """(D,) -> (D,)"""
+    return norm.weight * x / (x.square().mean() + norm.eps).sqrt()
+
+
 def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> list[Tensor]:
     """Draft along given tokens: slots 0..start hold the target's features, then the drafter feeds on itself.
 
@@ -71,7 +76,7 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     """
     drafter = SlotBySlot(draft)
     for slot in range(start + 1):
-        left = draft.fuse(features[slot][None, None])
+        left = fuse(draft, features[slot])[None, None]
         drafter.slots.append((draft.join(embedded[slot][None, None], left)[0, 0], slot, 1))
     outputs = []
     for k in range(1, depth + 1):
@@ -79,8 +84,19 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
         slot = start + k
         if slot == len(embedded):
             break
-        drafter.slots.append((draft.join(embedded[slot][None, None], outputs[-1][None, None])[0, 0], slot, k + 1))
+        left = rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1]
+        drafter.slots.append((draft.join(embedded[slot][None, None], left[None, None])[0, 0], slot, k + 1))
     return outputs
+
+
+def fuse(draft, read: Tensor) -> Tensor:
+    """What a draft reads of the target at a slot, as a feature: (R,) -> (D,)."""
+    if draft.config.kind == "eagle2":
+        return read
+    if draft.config.fc_norm:
+        thirds = read.chunk(3)
+        read = torch.cat([rms_norm(third, norm) for third, norm in zip(thirds, draft.fc_norm, strict=True)])
+    return draft.fc.weight @ (draft.scale * read)
 
 
 def eagle3(state: dict[str, Tensor], e: Tensor, h: Tensor, heads: int, eps: float) -> Tensor:
