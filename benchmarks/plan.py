@@ -21,7 +21,7 @@ from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
-from poss_lightning.losses import chunk_on
+from poss_lightning.losses.passes import chunk_on
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.training.memory import memory
 from poss_lightning.training.module import SpecialistTraining
@@ -150,7 +150,6 @@ def train(case: Case, device: Literal["cpu", "cuda"] = "cpu") -> None:
         case.detach,
         vocabulary_size=case.vocabulary,
         kind=case.kind,
-        w_feature=0.0 if case.kind == "eagle3" else 1.0,
         optimizer=case.optimizer,
     )
     trainer = lightning.Trainer(

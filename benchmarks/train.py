@@ -19,7 +19,7 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.files import atomic
-from poss_lightning.losses import pass_losses
+from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import step_flops

@@ -5,7 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from poss_lightning.losses import pass_losses
+from poss_lightning.losses.passes import pass_losses
+from poss_lightning.losses.slot_weights import SLOT_WEIGHTS, dpace, until_failure
+from poss_lightning.losses.terms import TERMS, by_autograd
 from tests.support import naive
 
 
@@ -17,8 +19,8 @@ def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):
     return predictions, features, counts, torch.randn(vocabulary, width, generator=generator)
 
 
-def terms(weights: tuple[float, float, float]) -> dict[str, float]:
-    return dict(zip(("w_feature", "w_token", "w_topk"), weights, strict=True))
+def terms(weights: tuple[float, float, float]) -> dict[str, dict[str, float]]:
+    return {"weights": dict(zip(("feature", "token", "topk"), weights, strict=True))}
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.1, 1.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.1, 0.0)])
@@ -57,7 +59,7 @@ def test_a_head_of_the_draft_s_own_learns_by_the_definition(weights, chunk, betw
     twin = naive.pass_losses(predictions, features, counts, head, *weights, **between, draft_head=own)
     torch.testing.assert_close(ours.weighted.double(), twin, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(4 * ours.total.double(), (twin * by).sum(), rtol=1e-5, atol=1e-5)
-    assert not ours.feature.any()
+    assert "feature" not in ours.terms
     gradients = (torch.autograd.grad(loss, [*predictions, own]) for loss in (4 * ours.total, (twin * by).sum()))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -83,10 +85,93 @@ def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
     assert all((other - found[0]).norm() < 0.03 * found[0].norm() for other in found[1:])
 
 
-def test_a_feature_loss_where_no_feature_is_predicted_is_refused():
+@pytest.mark.parametrize(
+    "weights, says",
+    [
+        ({"feature": 1.0}, r"loss has feature: 1\.0, but a draft of kind eagle3 predicts no feature"),
+        ({"tokens": 1.0}, "loss has the term 'tokens'; terms are feature, token, topk, total_variation, "),
+        ({"token": -1.0}, r"the weight of token in loss is -1\.0; it must be 0 or a number above"),
+        ({"token": 0.0}, "give at least one term a weight above 0"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(weights, says):
     predictions, features, counts, head = problem()
-    with pytest.raises(ValueError, match=r"w_feature is 1\.0, but a draft with a head of its own"):
-        pass_losses(predictions, features, counts, head, draft_head=head.clone())
+    with pytest.raises(ValueError, match=says):
+        pass_losses(predictions, features, counts, head, draft_head=head.clone(), weights=weights)
+
+
+def doubled(problem, draft_head=None):
+    predictions, features, counts, head = problem
+    wide = [x.detach().double().requires_grad_() for x in (*predictions, *([] if draft_head is None else [draft_head]))]
+    return wide, features.double(), counts, head.double()
+
+
+@pytest.mark.parametrize("name", [*TERMS, "token", "topk"])
+@pytest.mark.parametrize("own", [False, True], ids=["the target's head", "a head of its own"])
+@pytest.mark.parametrize("between", [{}, {"scale": 0.3, "cap": 1.0}], ids=str)
+def test_a_term_and_its_gradient_are_the_definition_s_in_float64(name, own, between):
+    head = torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) if own else None
+    wide, *given = doubled(problem(), head)
+    draft_head = wide[3] if own else None
+    by = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    ours = pass_losses(
+        wide[:3], *given, weights={name: 0.7}, **between, draft_head=draft_head, pass_weights=by, chunk=4
+    )
+    twin = 0.7 * naive.term_sums(name, wide[:3], *given, **between, draft_head=draft_head)
+    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=0, atol=1e-10)
+    for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, (twin * by).sum())), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_terms_add_up_and_one_by_autograd_is_the_same(monkeypatch):
+    def value(log_p, log_q):
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+    monkeypatch.setitem(TERMS, "reverse_kl", by_autograd(value))
+    tried = gradients({"reverse_kl": 1.0})
+    monkeypatch.undo()
+    for weights in ({"reverse_kl": 1.0}, {"feature": 0.5, "token": 0.2, "hybrid": 2.0, "acceptance": 0.3}):
+        parts = [gradients({name: weight}) for name, weight in weights.items()]
+        torch.testing.assert_close(gradients(weights), sum(parts))
+    torch.testing.assert_close(tried, gradients({"reverse_kl": 1.0}))
+
+
+def gradients(weights):
+    wide, *given = doubled(problem())
+    return torch.stack(torch.autograd.grad(pass_losses(wide, *given, weights=weights).total, wide))
+
+
+def test_slot_weights_by_hand():
+    """One row: a conversation of five slots, where pass k counts from its k-th slot on; three passes."""
+    counted = torch.ones(3, 1, 5).triu().bool()  # (K, B, T): pass k from slot k on
+    chances = torch.tensor([[[0.5, 0.2, 0.4, 1.0, 0.6]], [[0, 0.8, 0.4, 0.6, 1.0]], [[0, 0, 0.2, 0.4, 1.0]]])
+    hits = chances >= 0.5
+    found = dpace(chances, hits.float(), counted)
+    # the chain from slot 0: chances 0.5, 0.8 and 0.2, smoothed 0.75, 0.9 and 0.6
+    first, second, third = 0.75, 0.75 * 0.9, 0.75 * 0.9 * 0.6
+    by_hand = torch.tensor([first + second + third, second + third, third])
+    torch.testing.assert_close(torch.stack([found[0, 0, 0], found[1, 0, 1], found[2, 0, 2]]), by_hand)
+    assert found[0, 0, 4] == 0.8  # the last slot's chain ends there
+    found = until_failure(chances, hits.float(), counted)
+    #                              chains: 0 hits, hits, misses; 1 misses; 2 misses; 3 hits, hits; 4 hits
+    assert found[0].tolist() == [[1.0, 1.0, 1.0, 1.0, 1.0]]
+    assert found[1, 0, 1:].tolist() == [1.0, 0.0, 0.0, 1.0] and found[2, 0, 2:].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", SLOT_WEIGHTS)
+@pytest.mark.parametrize("own", [False, True])
+def test_slots_weigh_in_the_loss_as_a_naive_twin_weighs_them(name, own):
+    head = torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) if own else None
+    predictions, features, _, target_head = problem(batch=1, count=9)
+    counts = torch.tensor([[1, 2, 3, 3, 3, 0, 1, 2, 3]])  # two spans of a row
+    wide, *given = doubled((predictions, features, counts, target_head), head)
+    draft_head = wide[3] if own else None
+    ours = pass_losses(wide[:3], *given, weights={"token": 1.0}, slot_weights=name, draft_head=draft_head, chunk=4)
+    weights = naive.slot_weights(name, wide[:3], *given, draft_head=draft_head)
+    twin = naive.term_sums("token", wide[:3], *given, draft_head=draft_head, slot_weights=weights)
+    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=1e-6, atol=1e-6)
+    for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, twin.sum())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
@@ -111,7 +196,8 @@ def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
 def test_parts_and_counts():
     predictions, features, counts, head = problem()
     losses = pass_losses(predictions, features, counts, head, **terms((1.0, 0.1, 2.0)))
-    torch.testing.assert_close(losses.weighted, losses.feature + 0.1 * losses.token + 2.0 * losses.topk)
+    feature, token, topk = (losses.terms[name] for name in ("feature", "token", "topk"))
+    torch.testing.assert_close(losses.weighted, feature + 0.1 * token + 2.0 * topk)
     assert losses.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
 
 

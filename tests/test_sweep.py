@@ -312,7 +312,7 @@ def test_inner_layers_are_there_for_the_measure_too(experiment, tmp_path, store)
         layers=(1, 2),
     )
     fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
-    eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3", "w_feature": 0.0}}}
+    eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3"}}}
     write_store(
         tmp_path / "dev", tiny_target(num_hidden_layers=4), said, max_length=128, batch_tokens=1024, shard_bytes=2**20
     )

@@ -160,7 +160,7 @@ class Drafter:
         self.root, self.root_z = self.root[rows], self.root_z[rows]
 
     def _next_frontier(self, k: int, ancestors: Tensor, parents: Tensor, tokens: Tensor, features: Tensor) -> Frontier:
-        """That of position k + 1: `tokens` (B, M), under `parents` of the old one, with predicted `features` on the left."""
+        """That of position k + 1: `tokens` (B, M), under `parents` of the old one, on the right of `features`."""
         batch, width = tokens.shape
         inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
         itself = torch.arange((k - 1) * width, k * width, device=tokens.device)[None, :, None].expand(batch, -1, -1)

@@ -160,7 +160,7 @@ class Specialists(nn.Module):
             draft_input: (R,) root mean squares of the draft's input.
         """
         for norm, part in zip(self.fc_norm, draft_input.chunk(len(self.fc_norm)), strict=True):
-            nn.init.constant_(norm.weight, float(part.square().mean().sqrt()))
+            norm.get_parameter("weight").data.fill_(part.square().mean().sqrt())
 
     def init_head(self, embed_head: EmbedHead) -> None:
         """Let an own head begin as the target's, restricted to the draft's vocabulary."""

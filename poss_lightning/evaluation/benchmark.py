@@ -110,7 +110,11 @@ def benchmark(
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
-    plain = {"autoregressive": Autoregressive(model, graphs), "generate": Generate(model), "lookup": Generate(model, lookup=10)}
+    plain = {
+        "autoregressive": Autoregressive(model, graphs),
+        "generate": Generate(model),
+        "lookup": Generate(model, lookup=10),
+    }
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "graphs": graphs}
     methods |= {name: Speculative(model, draft, **engine) for name, draft in loaded.items()}

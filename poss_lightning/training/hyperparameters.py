@@ -24,9 +24,6 @@ ARGUMENTS = (
     "warmup",
     "weight_decay",
     "gamma",
-    "w_feature",
-    "w_token",
-    "w_topk",
     "mean_over",
 )
 FIRST = ("allocation", "depth", "optimizer", "learning_rate", "seed")  # runs mostly differ in these
@@ -49,6 +46,8 @@ def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperpa
         "parameters": count_parameters(config),
         "start_from": training.hparams["start_from"] or "random weights",
         "steps": trainer.estimated_stepping_batches,
+        "loss": ", ".join(f"{name} {weight:g}" for name, weight in training.loss_weights.items()),
+        "slot_weights": training.hparams["slot_weights"] or "all alike",
         "normalise": str(training.hparams["normalise"]),
         "seed": int(os.environ.get("PL_GLOBAL_SEED", -1)),  # Lightning sets it
     }

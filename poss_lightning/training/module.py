@@ -15,7 +15,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
-from poss_lightning.losses import PassLosses, pass_losses
+from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
@@ -42,8 +42,8 @@ class SpecialistTraining(lightning.LightningModule):
         intermediate_size: width of a specialist's MLP; None for the target's.
         order: the specialist, from 0, of each position, where specialists do not serve runs of positions.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
-        kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, so w_feature must be 0. It
-            has a head of its own, which learns at slots where the vocabulary holds the target's likeliest token.
+        kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
+            which learns at slots where the vocabulary holds the target's likeliest token.
         fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
         norm_output: the next pass reads the normed output, as the head does.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers. None is for all tokens. A
@@ -51,9 +51,12 @@ class SpecialistTraining(lightning.LightningModule):
         start_from: draft folder, hub id or shipped draft whose layers to start from; None starts from random weights.
         normalise: whether a draft that starts from random weights scales its input, dimension by dimension, to a mean
             square of 1. A draft that starts from another takes over its scale.
-        w_feature: weight of the smooth-L1 term.
-        w_token: weight of the cross-entropy.
-        w_topk: weight of the cross-entropy over the target's ten likeliest tokens.
+        loss: weights of its terms: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the
+            target's ten likeliest tokens), `total_variation`, `acceptance` (the negative logarithm of the chance of
+            acceptance), `hybrid` (of it and cross-entropy), `reverse_kl`, `jensen_shannon`. None is {feature: 1, token:
+            0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts no feature.
+        slot_weights: "dpace", a slot counts by what its chain of positions still gains there; "until_failure", slots
+            behind a chain's first miss do not count; None, all count alike. In training alone.
         gamma: weight of a pass relative to the one before.
         optimizer: "adamw"; or "muon" for all matrices but a head, and AdamW for the rest. Muon needs fewer steps to the
             same loss, and undivided matrices in each process.
@@ -89,9 +92,8 @@ class SpecialistTraining(lightning.LightningModule):
         vocabulary_size: int | None = None,
         start_from: str | None = None,
         normalise: bool = True,
-        w_feature: float = 1.0,
-        w_token: float = 0.1,
-        w_topk: float = 1.0,
+        loss: dict[str, float] | None = None,
+        slot_weights: Literal["dpace", "until_failure"] | None = None,
         gamma: float = 1.0,
         optimizer: Literal["adamw", "muon"] = "adamw",
         learning_rate: float = 3e-5,
@@ -124,7 +126,9 @@ class SpecialistTraining(lightning.LightningModule):
             fc_norm=fc_norm,
             norm_output=norm_output,
         )
-        _check_config(config, w_feature)
+        _check_config(config)
+        self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
+        check_weights(self.loss_weights, config.predicts_feature)
         self.layers = config.layers
         self.draft = Specialists(config, vocabulary)
         features = features.select(self.layers)
@@ -145,7 +149,7 @@ class SpecialistTraining(lightning.LightningModule):
         self._since_step: list[tuple[Batch, Tensor]] = []
         # Validation goes as deep as decoding will, at whatever depth the draft is trained.
         self.eval_depth = max(config.depth, sum(allocation))
-        self.loss_terms = ("feature", "token", "topk") if config.predicts_feature else ("token", "topk")
+        self.loss_terms = tuple(dict.fromkeys(["token", "topk", *(name for name, w in self.loss_weights.items() if w)]))
         means: dict[str, Metric | MetricCollection] = {
             name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)
         }
@@ -199,7 +203,7 @@ class SpecialistTraining(lightning.LightningModule):
         # The mean is over the whole step. Strategies average over its batches, so this is undone here.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        losses, _ = self._losses(batch, depth, pass_weights, find_top=logs)
+        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"], find_top=logs)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         self.log("train/loss", self._sum_passes(means), prog_bar=True)
         self._since_step.append((batch, losses.weighted))
@@ -207,7 +211,7 @@ class SpecialistTraining(lightning.LightningModule):
             self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
             for name in self.loss_terms:
-                self.log_by_depth(f"train_{name}_loss", getattr(losses, name) / losses.slots)
+                self.log_by_depth(f"train_{name}_loss", losses.terms[name] / losses.slots)
             # Of this process, as the loss is.
             acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)
             acceptance.update(**self._unrolled(batch, losses))
@@ -239,7 +243,7 @@ class SpecialistTraining(lightning.LightningModule):
     def validation_step(self, batch: Batch) -> dict[str, list[Tensor]]:
         losses, predictions = self._losses(batch, self.eval_depth)
         for name, mean in self.val_losses.items():
-            mean.update(getattr(losses, name), losses.slots)
+            mean.update(losses.weighted if name == "weighted" else losses.terms[name], losses.slots)
         self.val_acceptance.update(**self._unrolled(batch, losses))
         if self.val_drift is not None:
             self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
@@ -275,7 +279,12 @@ class SpecialistTraining(lightning.LightningModule):
     # --- shared by training and validation ---
 
     def _losses(
-        self, batch: Batch, depth: int, pass_weights: Tensor | None = None, find_top: bool = True
+        self,
+        batch: Batch,
+        depth: int,
+        pass_weights: Tensor | None = None,
+        slot_weights: str | None = None,
+        find_top: bool = True,
     ) -> tuple[PassLosses, list[Tensor]]:
         """Unroll `depth` passes: their losses, and K predictions (B, T-1, D).
 
@@ -295,9 +304,8 @@ class SpecialistTraining(lightning.LightningModule):
             batch.features[:, 1:],
             counts,
             self.embed_head.head,
-            w_feature=hp["w_feature"],
-            w_token=hp["w_token"],
-            w_topk=hp["w_topk"],
+            weights=self.loss_weights,
+            slot_weights=slot_weights,
             chunk=hp["chunk"],
             find_top=find_top,
             scale=self.embed_head.scale,
@@ -329,9 +337,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.log_dict({f"{name}/depth_{k}": value for k, value in by_depth if not value.isnan()})
 
 
-def _check_config(config: DraftConfig, w_feature: float) -> None:
-    if w_feature and not config.predicts_feature:
-        raise ValueError(f"w_feature is {w_feature}, but a draft of kind {config.kind} predicts no feature: make it 0")
+def _check_config(config: DraftConfig) -> None:
     if config.unreached(config.depth):
         least = next(depth for depth in count(1) if not config.unreached(depth))
         raise ValueError(

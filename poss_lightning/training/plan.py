@@ -8,7 +8,7 @@ import torch
 
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
-from poss_lightning.losses import chunk_on
+from poss_lightning.losses.passes import chunk_on
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
 from poss_lightning.training.memory import memory, most_tokens

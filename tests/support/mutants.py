@@ -25,6 +25,27 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "loss: the slope of a term is not that of logits",
+        "losses/passes.py",
+        "(slope - compared.q * slope.sum(-1, keepdim=True))",
+        "slope",
+        "test_losses.py",
+    ),
+    Mutant(
+        "loss: a chain's weights are of the next chain's slots",
+        "losses/slot_weights.py",
+        "[min(k, passes.shape[-1]) for k in range(len(passes))]",
+        "[min(max(k - 1, 0), passes.shape[-1]) for k in range(len(passes))]",
+        "test_losses.py",
+    ),
+    Mutant(
+        "EAGLE-3.1: the next position reads the output before the norm",
+        "draft/specialists.py",
+        "return self.norm(predicted) if self.config.norm_output else predicted",
+        "return predicted",
+        "draft/test_unroll.py",
+    ),
+    Mutant(
         "graphs: a second text is drawn with the first one's numbers",
         "sampling.py",
         "        if self.uniform is not None:\n            self.uniform.copy_",
@@ -174,21 +195,21 @@ MUTANTS = (
     ),
     Mutant(
         "loss: a pass counts where its text is not the assistant's",
-        "losses.py",
-        "counted = counts.flatten()[counting] >= passes[:, None]",
-        "counted = (counts.flatten()[counting] >= 1).expand(len(passes), -1)",
+        "losses/passes.py",
+        "counted = counts.flatten()[counting] >= torch.arange(1, passes + 1, device=counts.device)[:, None]",
+        "counted = (counts.flatten()[counting] >= 1).expand(passes, -1)",
         "test_losses.py",
     ),
     Mutant(
         "loss: p is renormalised over its top ten",
-        "losses.py",
+        "losses/passes.py",
         "scatter_add_(-1, rows, w_topk * p_top)",
         "scatter_add_(-1, rows, w_topk * p_top / p_top.sum(-1, keepdim=True))",
         "test_losses.py",
     ),
     Mutant(
         "loss: a head of the draft's own learns from all passes alike",
-        "losses.py",
+        "losses/passes.py",
         "(pass_weights / largest)[:, None]",
         "torch.ones_like(pass_weights)[:, None]",
         "test_losses.py",

@@ -139,6 +139,65 @@ def pass_losses(
     return torch.stack(sums)
 
 
+def _distributions(prediction, feature, head, scale=1.0, cap=None, draft_head=None):
+    """p and q after one slot: (V,) each."""
+
+    def logits(x):
+        plain = head @ x * scale
+        return plain if cap is None else cap * torch.tanh(plain / cap)
+
+    drafted = logits(prediction) if draft_head is None else draft_head @ prediction
+    return logits(feature).softmax(-1), drafted.softmax(-1)
+
+
+def term_sums(name, predictions, features, counts, head, slot_weights=None, **between):
+    """One term of the loss, slot by slot, with autograd through everything: K sums."""
+
+    def value(p, q):
+        accepted = torch.minimum(p, q).sum()
+        share = torch.exp(-3 * accepted.detach())
+        middle, top = (p + q) / 2, p.topk(min(10, len(p))).indices
+        return {
+            "token": lambda: -(p * q.log()).sum(),
+            "topk": lambda: -(p[top] * q[top].log()).sum(),
+            "total_variation": lambda: (p - q).abs().sum() / 2,
+            "acceptance": lambda: -accepted.log(),
+            "hybrid": lambda: share * (p * (p / q).log()).sum() + (1 - share) * (1 - accepted),
+            "reverse_kl": lambda: (q * (q / p).log()).sum(),
+            "jensen_shannon": lambda: ((p * (p / middle).log()).sum() + (q * (q / middle).log()).sum()) / 2,
+        }[name]()
+
+    sums = []
+    for k, prediction in enumerate(predictions, 1):
+        total = torch.zeros((), dtype=head.dtype)
+        for row, column in (counts >= k).nonzero().tolist():
+            p, q = _distributions(prediction[row, column], features[row, column], head, **between)
+            total = total + value(p, q) * (1 if slot_weights is None else slot_weights[k - 1][row][column])
+        sums.append(total)
+    return torch.stack(sums)
+
+
+def slot_weights(name, predictions, features, counts, head, **between):
+    """Weights by pass, row and slot, chain by chain: those of a chain from its first slot on, as far as it counts."""
+    batch, count = counts.shape
+    weights = [[[0.0] * count for _ in range(batch)] for _ in predictions]
+    for row in range(batch):
+        for start in range(count):
+            chances, hits = [], []
+            for k, prediction in enumerate(predictions):
+                slot = start + k
+                if slot >= count or counts[row, slot] < k + 1:
+                    break
+                p, q = _distributions(prediction[row, slot], features[row, slot], head, **between)
+                chances.append(float(0.5 * q[p.argmax()].detach() + 0.5))
+                hits.append(bool(q.argmax() == p.argmax()))
+            for k in range(len(chances)):
+                reached = [float(torch.tensor(chances[: j + 1]).prod()) for j in range(len(chances))]
+                alive = all(hits[:k])
+                weights[k][row][start + k] = sum(reached[k:]) if name == "dpace" else float(alive)
+    return weights
+
+
 def ancestor_mask(parents: list[int]) -> list[list[bool]]:
     table = [[False] * len(parents) for _ in parents]
     for node in range(len(parents)):

@@ -3,7 +3,7 @@
 from poss_lightning.corpus.readers import Conversation
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
-EAGLE3 = {"kind": "eagle3", "w_feature": 0.0, "w_token": 1.0, "w_topk": 0.0, "gamma": 0.9, "detach": False}
+EAGLE3 = {"kind": "eagle3", "loss": {"token": 1.0}, "gamma": 0.9, "detach": False}
 
 
 def talks() -> list[Conversation]:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import plan as bench
 from poss_lightning import cli
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.losses import pass_losses
+from poss_lightning.losses.passes import pass_losses
 from poss_lightning.training.costs import (
     count_head_parameters,
     count_parameters,
@@ -80,7 +80,7 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, detach, kin
     draft = tiny_draft(deep, allocation, detach=detach, kind=kind)
     embedded, features = torch.randn(2, 1, 24, 32)
     inputs = torch.randn(1, 24, 96 if draft.config.own_head else 32)
-    own = {"draft_head": draft.lm_head.weight, "w_feature": 0.0} if draft.config.own_head else {}
+    own = {"draft_head": draft.lm_head.weight, "weights": {"token": 1.0}} if draft.config.own_head else {}
     counts = (torch.arange(24) % 4)[None]
     slots = (counts > 0).sum()
     with FlopCounterMode(display=False) as counter:

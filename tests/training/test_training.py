@@ -214,10 +214,9 @@ def test_as_many_tokens_as_the_target_has_are_all(inner, kind):
 def test_what_an_eagle_3_draft_needs_is_said(store, inner):
     with pytest.raises(ValueError, match=r"tiny.* has 2$"):
         SpecialistTraining(store, [2, 2], **EAGLE3)
-    with pytest.raises(
-        ValueError, match=r"w_feature is 1\.0, but a draft of kind eagle3 predicts no feature: make it 0"
-    ):
-        SpecialistTraining(inner, [2, 2], kind="eagle3")
+    with pytest.raises(ValueError, match=r"loss has feature: 1\.0, but a draft of kind eagle3 predicts no feature"):
+        SpecialistTraining(inner, [2, 2], kind="eagle3", loss={"feature": 1.0})
+    assert SpecialistTraining(inner, [2, 2], kind="eagle3").loss_weights == {"token": 1.0}
     with pytest.raises(StoreError, match=r"keeps no outputs of layer 5, .* extract it with --layers \[2,5,3\]"):
         FeatureStore(inner).select((2, 5, 3))
 

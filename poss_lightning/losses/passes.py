@@ -1,0 +1,314 @@
+"""The loss of a pass: smooth-L1 of features, and terms that compare distributions (docs/METHOD.md, 5).
+
+    L_k = Σ_terms weight · term, by default
+          1.0 mean_D SmoothL1(F̂, f)  +  0.1 (-Σ_v p log q)  +  1.0 (-Σ_{v in top(p)} p log q)
+
+Both cross-entropies are one with unnormalised weights c = w_token p + w_topk p [v in top(p)]: it is lse(l)·Σc - c·l for
+logits l, with gradient softmax(l)·Σc - c. The other terms are in `terms.py`. So forward can leave behind the gradient
+of a feature, (slots, D), and no tensor of (slots, V) outlives its chunk. Where the target caps its logits, l = cap
+tanh(scale u / cap) of the head's product u, and the gradient by u is that by l times scale (1 - (l / cap)²).
+
+An own head of the draft (EAGLE-3) learns too. Its gradient sums over slots and passes, so forward must know the weight
+of each pass in the loss. So forward takes these weights and returns one `total`, not K losses to be weighed later.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from poss_lightning.losses.slot_weights import SLOT_WEIGHTS
+from poss_lightning.losses.terms import TERMS, Distributions
+
+ENTROPIES = ("token", "topk")  # always found, as both are one product
+NAMES = ("feature", *ENTROPIES, *TERMS)
+DEFAULT = MappingProxyType({"feature": 1.0, "token": 0.1, "topk": 1.0})
+
+
+class PassLosses(NamedTuple):
+    """Sums over the slots that count, one number a pass (K,), and the draft's top tokens there."""
+
+    total: Tensor  # () Σ_k pass_weights_k weighted_k, the only one with a gradient
+    terms: dict[str, Tensor]  # (K,) sums by name: `token` and `topk`, and all that have a weight
+    weighted: Tensor  # (K,) Σ weight · term
+    slots: Tensor  # (K,) how many slots count
+    top_rows: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts, or without find_top
+
+
+def check_weights(weights: Mapping[str, float], predicts_feature: bool) -> None:
+    """Raise ValueError for an unknown term, a weight below 0, none above, or a feature loss where none is predicted."""
+    if unknown := [name for name in weights if name not in NAMES]:
+        raise ValueError(f"loss has the term {unknown[0]!r}; terms are {', '.join(NAMES)}")
+    for name, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"the weight of {name} in loss is {weight}; it must be 0 or a number above")
+    if not any(weights.values()):
+        raise ValueError(f"loss is {dict(weights)}: give at least one term a weight above 0")
+    if weights.get("feature") and not predicts_feature:
+        raise ValueError(f"loss has feature: {weights['feature']}, but a draft of kind eagle3 predicts no feature")
+
+
+def pass_losses(
+    predictions: list[Tensor],
+    features: Tensor,
+    counts: Tensor,
+    head: Tensor,
+    *,
+    weights: Mapping[str, float] = DEFAULT,
+    slot_weights: str | None = None,
+    topk: int = 10,
+    chunk: int | None = None,
+    find_top: bool = True,
+    scale: float = 1.0,
+    cap: float | None = None,
+    draft_head: Tensor | None = None,
+    pass_weights: Tensor | None = None,
+) -> PassLosses:
+    """Losses of K passes against the target's features.
+
+    Args:
+        predictions: K tensors (B, T, D), F̂ of f_{t+1} at slot t; or the input of an own head there.
+        features: (B, T, D), the target's f_{t+1} at slot t.
+        counts: (B, T), pass k counts at a slot where k <= counts.
+        head: (V, D), the target's, frozen.
+        weights: of terms, by name: `feature`, `token`, `topk`, and those of `terms.py`.
+        slot_weights: one of `SLOT_WEIGHTS`, by which slots count more or less; None for all alike. Reads heads twice.
+        topk: tokens of the term `topk`.
+        chunk: slots whose (K+1, chunk, V) logits exist at once; None for `chunk_on` the device.
+        find_top: whether to find the draft's top tokens, which takes a little time.
+        scale, cap: of the target's logits, between head and softmax; the draft's too, where it takes the target's head.
+        draft_head: (V, D), the draft's own head; None where it takes the target's.
+        pass_weights: (K,) each pass's weight in the total, above 0; 1 by default.
+
+    Raises:
+        ValueError: chunk below 1, or weights that cannot be; see `check_weights`.
+    """
+    chunk = chunk_on(counts.device.type) if chunk is None else chunk
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1 slot")
+    check_weights(weights, predicts_feature=draft_head is None)
+    passes, places = len(predictions), counts.numel()
+    counting = counts.flatten().nonzero()[:, 0]  # (S,) the one time that the host waits for the device
+    predicted = torch.stack([prediction.flatten(0, 1)[counting] for prediction in predictions])  # (K, S, D)
+    features = features.flatten(0, 1)[counting]
+    counted = counts.flatten()[counting] >= torch.arange(1, passes + 1, device=counts.device)[:, None]  # (K, S)
+    if pass_weights is None:
+        pass_weights = predicted.new_ones(passes, dtype=torch.float32)
+    terms = _Terms(dict(weights), topk, scale, cap)
+    with torch.autocast(counts.device.type, enabled=False):  # dtypes are chosen here, one by one
+        by_slot = counted.to(torch.promote_types(head.dtype, torch.float32))  # (K, S)
+        if slot_weights is not None:
+            pass_head = head if draft_head is None else draft_head.detach().to(head.dtype)
+            looks = _look(predicted.detach(), features, head, pass_head, terms, chunk)
+            full = [counts.new_zeros(passes, places, dtype=x.dtype) for x in (*looks, counted)]
+            for whole, part in zip(full, (*looks, counted), strict=True):
+                whole[:, counting] = part
+            found = SLOT_WEIGHTS[slot_weights](*(whole.view(passes, *counts.shape) for whole in full))
+            by_slot = by_slot * found.flatten(1)[:, counting]
+        total, weighted, sums, rows = _Losses.apply(
+            predicted, draft_head, pass_weights, features, by_slot, head, terms, chunk, find_top
+        )
+    top_rows = counts.new_full((passes, places), -1, dtype=torch.long)
+    top_rows[:, counting] = rows
+    by_name = dict(zip(terms.names, sums, strict=True))
+    return PassLosses(total, by_name, weighted, counted.sum(-1), top_rows.view(passes, *counts.shape))
+
+
+def chunk_on(device: str) -> int:
+    """Slots of a chunk: on a CPU the matrices should stay near its cache, on a GPU each chunk reads the head anew."""
+    return 512 if device == "cuda" else 128
+
+
+def _look(
+    predicted: Tensor, features: Tensor, head: Tensor, pass_head: Tensor, terms: "_Terms", chunk: int
+) -> tuple[Tensor, Tensor]:
+    """The draft's probability of the target's likeliest token, and whether it is the draft's too: (K, S) each."""
+    passes, slots, _ = predicted.shape
+    chances, hits = torch.zeros(2, passes, slots, dtype=torch.float32, device=head.device)
+    logits = head.new_empty(passes + 1, min(chunk, slots), len(head))
+    for start in range(0, slots, chunk):
+        rows = slice(start, start + chunk)
+        there = logits.flatten()[: (passes + 1) * len(features[rows]) * len(head)].view(passes + 1, -1, len(head))
+        _write_logits(there, features[rows], predicted[:, rows], head, pass_head, terms)
+        likeliest = there[0].max(-1).indices  # (s,)
+        chances[:, rows] = there[1:].float().log_softmax(-1)[:, torch.arange(len(likeliest)), likeliest].exp()
+        hits[:, rows] = (there[1:].max(-1).indices == likeliest).float()
+    return chances, hits
+
+
+class _Terms(NamedTuple):
+    """The weights of the loss's terms, and how the target's logits are made; see `pass_losses`."""
+
+    weights: dict[str, float]
+    topk: int
+    scale: float
+    cap: float | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those whose sums are found."""
+        return tuple(name for name in NAMES if name in ENTROPIES or self.weights.get(name))
+
+    @property
+    def others(self) -> dict[str, float]:
+        """Weights of those of `terms.py`."""
+        return {name: self.weights[name] for name in self.names if name in TERMS}
+
+
+class _Losses(torch.autograd.Function):
+    """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
+
+    @staticmethod
+    def forward(ctx, predicted, draft_head, pass_weights, features, by_slot, head, terms, chunk, find_top):
+        passes, slots, _ = predicted.shape
+        sums = by_slot.new_zeros(len(terms.names), passes)
+        top_rows = torch.full((passes, slots), -1, device=predicted.device)
+        gradient = torch.empty_like(predicted) if ctx.needs_input_grad[0] else None
+        head_gradient = torch.zeros_like(draft_head, dtype=by_slot.dtype) if ctx.needs_input_grad[1] else None
+        workspace = _Workspace.make(passes, min(chunk, slots), head)
+        pass_head = head if draft_head is None else draft_head.to(head.dtype)
+        largest = pass_weights.max()  # weights are taken relative to it: a slope in half precision must not vanish
+        for start in range(0, slots, chunk):
+            rows = slice(start, start + chunk)
+            part = _Chunk(
+                predicted=predicted[:, rows],
+                features=features[rows],
+                by_slot=by_slot[:, rows],
+                head=head,
+                pass_head=pass_head,
+                workspace=workspace.first(len(features[rows])),
+                sums=sums,
+                top_rows=top_rows[:, rows] if find_top else None,
+                gradient=None if gradient is None else gradient[:, rows],
+            )
+            part.compute(terms)
+            if head_gradient is not None:
+                inputs = part.predicted * (part.by_slot * (pass_weights / largest)[:, None])[..., None]  # (K, s, D)
+                slopes = part.workspace.logits[1:]  # `compute` has put them in place of the logits
+                head_gradient += slopes.flatten(0, 1).T @ inputs.flatten(0, 1).to(head.dtype)
+        if gradient is not None:
+            kept = (
+                None
+                if draft_head is None or head_gradient is None
+                else head_gradient.mul_(largest).to(draft_head.dtype)
+            )
+            ctx.save_for_backward(gradient, kept, pass_weights)
+        weighted = (sums * sums.new_tensor([terms.weights.get(name, 0.0) for name in terms.names])[:, None]).sum(0)
+        ctx.mark_non_differentiable(weighted, sums, top_rows)
+        return (pass_weights * weighted).sum(), weighted, sums, top_rows
+
+    @staticmethod
+    def backward(ctx, grad_total, *_):
+        gradient, head_gradient, pass_weights = ctx.saved_tensors
+        # Scaled pass by pass, so that the scale stays in float32 and the product has the gradient's dtype.
+        scales = grad_total * pass_weights
+        predicted = torch.stack([scale * slope for scale, slope in zip(scales, gradient, strict=True)])
+        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 7
+
+
+class _Workspace(NamedTuple):
+    """Memory for a chunk's matrices, used by all chunks: to allocate it anew would take longer than the work."""
+
+    logits: Tensor  # (K+1, s, V), the target's first; of the head's dtype; a pass's become its slope
+    p: Tensor  # (s, V), float32
+    c: Tensor
+    q: Tensor
+    product: Tensor
+
+    @classmethod
+    def make(cls, passes: int, rows: int, head: Tensor) -> "_Workspace":
+        wide = head.new_empty(4, rows, len(head), dtype=torch.promote_types(head.dtype, torch.float32))
+        return cls(head.new_empty(passes + 1, rows, len(head)), *wide)
+
+    def first(self, rows: int) -> "_Workspace":
+        """The part for a chunk with so many rows."""
+        logits = self.logits.flatten()[: len(self.logits) * rows * self.p.shape[-1]]
+        return _Workspace(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
+
+
+class _Chunk(NamedTuple):
+    """Some slots: the inputs, and the results to fill in."""
+
+    predicted: Tensor  # (K, s, D)
+    features: Tensor  # (s, D)
+    by_slot: Tensor  # (K, s) weights, 0 where a pass does not count
+    head: Tensor  # (V, D) the target's
+    pass_head: Tensor  # (V, D) the draft's; the same where it has none of its own
+    workspace: _Workspace
+    sums: Tensor  # (names, K), added to
+    top_rows: Tensor | None  # (K, s), filled in
+    gradient: Tensor | None  # (K, s, D), filled in
+
+    def compute(self, terms: _Terms) -> None:
+        """Add the sums, and fill in top rows and gradients."""
+        weights, topk, scale, cap = terms
+        w_feature, w_token, w_topk = (weights.get(name, 0.0) for name in ("feature", *ENTROPIES))
+        logits, p, c, q, product = self.workspace
+        f, shared = self.features.to(p.dtype), self.pass_head is self.head  # (s, D)
+        _write_logits(logits, self.features, self.predicted, self.head, self.pass_head, terms)
+        p.copy_(logits[0]).sub_(logits[0].amax(-1, keepdim=True)).exp_().div_(p.sum(-1, keepdim=True))
+        log_p = logits[0].to(p.dtype).log_softmax(-1) if terms.others else p
+        p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
+        torch.mul(p, w_token, out=c).scatter_add_(-1, rows, w_topk * p_top)
+        total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
+        if not shared:
+            scale, cap = 1.0, None  # only of the target's logits
+        for k, (prediction, drafted, mask) in enumerate(zip(self.predicted, logits[1:], self.by_slot, strict=True)):
+            if self.top_rows is None:
+                highest = drafted.amax(-1)  # (s,)
+            else:
+                highest, self.top_rows[k] = drafted.max(-1)
+            q.copy_(drafted).sub_(highest[:, None])
+            mean, q_top = torch.mul(p, q, out=product).sum(-1), q.gather(-1, rows)
+            norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
+            lse = norm.log()
+            values = {"token": lse[:, 0] - mean, "topk": (p_top * (lse - q_top)).sum(-1)}
+            if w_feature:
+                distance = prediction.to(f.dtype) - f  # (s, D)
+                values["feature"] = _smooth_l1(distance).mean(-1)
+            if terms.others:
+                others = torch.zeros_like(p)
+                compared = Distributions(p, log_p, q / norm, drafted.to(q.dtype) - highest[:, None] - lse)
+                for name, weight in terms.others.items():
+                    values[name], slope = TERMS[name](compared)
+                    others += weight * (slope - compared.q * slope.sum(-1, keepdim=True))  # (s, V) by logits
+            self.sums[:, k] += torch.stack([(values[name] * mask).sum() for name in terms.names])
+            if self.gradient is not None:
+                q.mul_(total / norm).sub_(c)
+                if terms.others:
+                    q.add_(others)
+                if cap is not None:
+                    q.mul_(product.copy_(drafted).div_(cap).square_().neg_().add_(1))
+                back = (drafted.copy_(q) @ self.pass_head).to(f.dtype) * scale  # (s, D)
+                if w_feature:
+                    back += w_feature / f.shape[-1] * distance.clamp_(-1, 1)
+                self.gradient[k] = back * mask[:, None]
+
+
+def _write_logits(
+    logits: Tensor, features: Tensor, predicted: Tensor, head: Tensor, pass_head: Tensor, terms: _Terms
+) -> None:
+    """The target's of features (s, D), and those of predictions (K, s, D) by the draft's head: into (K+1, s, V)."""
+    dtype, scale, cap = head.dtype, terms.scale, terms.cap
+    if pass_head is head:  # one product for all, so that the large head is read once
+        torch.mm(torch.cat([features[None], predicted]).flatten(0, 1).to(dtype), head.T, out=logits.flatten(0, 1))
+        _scale_and_cap(logits, scale, cap)
+    else:
+        torch.mm(features.to(dtype), head.T, out=logits[0])
+        torch.mm(predicted.flatten(0, 1).to(dtype), pass_head.T, out=logits[1:].flatten(0, 1))
+        _scale_and_cap(logits[0], scale, cap)
+
+
+def _scale_and_cap(logits: Tensor, scale: float, cap: float | None) -> None:
+    """The steps between the target's head and softmax, in place."""
+    if scale != 1.0:
+        logits.mul_(scale)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
+
+
+def _smooth_l1(distance: Tensor) -> Tensor:
+    size = distance.abs()
+    return torch.where(size < 1, 0.5 * size * size, size - 0.5)
