@@ -191,7 +191,7 @@ def test_eagle_3_and_speed_are_trained_as_published():
 def test_the_published_settings():
     given = yaml.safe_load((ROOT / "conf/published.yaml").read_text())
     model, trainer = given["model"], given["trainer"]
-    assert [model[f"w_{term}"] for term in ("feature", "token", "topk")] == [1.0, 0.1, 1.0] and model["gamma"] == 1
+    assert model["loss"] == {"feature": 1.0, "token": 0.1, "topk": 1.0} and model["gamma"] == 1
     assert (model["optimizer"], model["learning_rate"], model["betas"]) == ("adamw", 3e-5, [0.9, 0.95])
     assert model["warmup"] == 0.01 and given["data"]["noise"] == 0.2
     assert (trainer["precision"], trainer["gradient_clip_val"], trainer["max_epochs"]) == ("bf16-mixed", 0.5, 20)
