@@ -1,0 +1,252 @@
+"""Position specialists as a draft model of vLLM, from the folder that `poss convert --output_format vllm` writes.
+
+A round in vLLM is one forward a drafted token. The first reads the slots of newly verified text, each later one the
+slot of the token drafted last. Every forward projects its slots' keys and values for each specialist that will read
+them, and runs one specialist (docs/METHOD.md, 6):
+
+    forward              1         2         3         4         5         6
+    serving, [2, 2, 2]   0         0         1         1         2         2
+    keys and values of   0, 1, 2   0, 1, 2   1, 2      1, 2      2         2
+    the same, shared     0         0         1         1         2         2     all in one cache
+
+Letters as in vLLM: tensors have no batch dimension; S are the slots of all requests.
+"""
+
+import json
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.serving.engine import check_engine, count_steps, draft_position, write_keys_values
+
+OURS = "poss_lightning"  # of config.json: our config, as `interop.settings` writes it
+METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
+
+
+class Specialist(nn.Module):
+    """A decoder layer in the EAGLE-2 layout, as `draft.layer.Specialist`, from vLLM's parallel layers: Z is D."""
+
+    parts = 1  # of z, each D wide
+
+    def __init__(self, config: PretrainedConfig, prefix: str):
+        super().__init__()
+        width, head_dim = config.hidden_size, config.head_dim
+        self.self_attn = nn.Module()  # for the names of the file
+        self.self_attn.q_proj = ColumnParallelLinear(
+            self.parts * width, config.num_attention_heads * head_dim, bias=False, prefix=f"{prefix}.self_attn.q_proj"
+        )
+        # No queries: keys and values are projected by themselves where another specialist serves.
+        self.self_attn.kv_proj = QKVParallelLinear(
+            self.parts * width,
+            head_dim,
+            total_num_heads=0,
+            total_num_kv_heads=config.num_key_value_heads,
+            bias=False,
+            prefix=f"{prefix}.self_attn.kv_proj",
+        )
+        self.self_attn.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_dim, width, bias=False, prefix=f"{prefix}.self_attn.o_proj"
+        )
+        self.mlp = LlamaMLP(width, config.intermediate_size, config.hidden_act, prefix=f"{prefix}.mlp")
+        self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.rotary = get_rope(head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters)
+
+    def keys_values(self, positions: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        """(S, Z) -> keys and values, (S, kv heads * d) each."""
+        keys, values = self.self_attn.kv_proj(self.attention_input(z))[0].chunk(2, dim=-1)
+        keys, _ = self.rotary(positions, keys.contiguous())
+        return keys, values
+
+    def forward(self, positions: Tensor, z: Tensor, attention: Attention) -> Tensor:
+        """(S, Z) -> predicted features (S, D); its keys and values go into the cache of `attention`."""
+        queries, _ = self.self_attn.q_proj(self.attention_input(z))
+        queries, _ = self.rotary(positions, queries)
+        attended, _ = self.self_attn.o_proj(attention(queries, *self.keys_values(positions, z)))
+        hidden = self.residual(z) + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    # --- what the layouts differ in ---
+
+    def attention_input(self, z: Tensor) -> Tensor:
+        """What queries, keys and values are projected from: (S, Z) -> (S, Z)."""
+        return z
+
+    def residual(self, z: Tensor) -> Tensor:
+        """What attention is added to: (S, Z) -> (S, D)."""
+        return z
+
+
+class NormedSpecialist(Specialist):
+    """The EAGLE-3 layout: z is [e; h], not yet normed, and Z is 2D."""
+
+    parts = 2
+
+    def __init__(self, config: PretrainedConfig, prefix: str):
+        super().__init__(config, prefix)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def attention_input(self, z: Tensor) -> Tensor:
+        embedded, hidden = z.chunk(2, dim=-1)
+        return torch.cat([self.input_layernorm(embedded.contiguous()), self.hidden_norm(hidden.contiguous())], dim=-1)
+
+    def residual(self, z: Tensor) -> Tensor:
+        return z.chunk(2, dim=-1)[1]
+
+
+class Specialists(nn.Module):
+    """All specialists behind one `fc`, and the caches that they read. vLLM lends the target's embedding.
+
+    Args:
+        draft: who serves which position.
+        config: the sizes, from config.json.
+        depth: tokens drafted a round.
+        vllm_config: for the caches.
+        prefix: of the names of its layers.
+    """
+
+    def __init__(
+        self, draft: DraftConfig, config: PretrainedConfig, depth: int, vllm_config: VllmConfig, prefix: str
+    ):
+        super().__init__()
+        self.draft, self.depth = draft, depth
+        normed, width = draft.reads_inner_layers, config.hidden_size
+        self.embed_tokens = nn.Module()  # until vLLM puts the target's here, if it is as wide
+        self.embed_tokens.register_buffer("weight", torch.empty(0, width), persistent=False)
+        self.fc = ReplicatedLinear(
+            (len(draft.layers) if normed else 2) * width,
+            width,
+            bias=not normed,
+            prefix=maybe_prefix(prefix, "fc"),
+            return_bias=False,
+        )
+        first = vllm_config.model_config.get_total_num_hidden_layers()  # vLLM numbers caches after the target's
+        names = [maybe_prefix(prefix, f"layers.{first + index}") for index in range(len(draft.allocation))]
+        self.layers = nn.ModuleList((NormedSpecialist if normed else Specialist)(config, name) for name in names)
+        self.caches = nn.ModuleList(
+            _make_cache(layer, config, vllm_config, f"{name}.self_attn.attn")
+            for layer, name in zip(self.layers, names[:1] if draft.kv == "shared" else names, strict=False)
+        )
+        if draft.own_head:
+            self.norm = RMSNorm(width, eps=config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads, and the predicted features (S, D each), of tokens (S,) with features on their left."""
+        position = draft_position(self.caches[0])
+        z = self._join(self.embed_tokens(input_ids), features)
+        serving = self.draft.specialist_at(position)
+        for maker in self._makers(position) - {serving}:
+            write_keys_values(self._cache(maker), *self.layers[maker].keys_values(positions, z))
+        predicted = self.layers[serving](positions, z, self._cache(serving))
+        return (self.norm(predicted) if self.draft.own_head else predicted), predicted
+
+    def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
+        joined = torch.cat([embedded, features], dim=-1)
+        return joined if self.draft.reads_inner_layers else self.fc(joined)
+
+    def _makers(self, first: int) -> set[int]:
+        """Who makes keys and values of the slots that position `first` is the first to read."""
+        return {self.draft.kv_specialist(position, first) for position in range(first, self.depth + 1)}
+
+    def _cache(self, specialist: int) -> Attention:
+        return self.caches[0 if self.draft.kv == "shared" else specialist]
+
+
+class PossForCausalLM(Eagle3LlamaForCausalLM):
+    """The draft as vLLM's proposer asks for it. It checks the class, so this one is of EAGLE-3's for both kinds.
+
+    Raises:
+        RuntimeError: a version of vLLM that nobody tried.
+        ValueError: --speculative-config has another method than the draft's kind needs.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        nn.Module.__init__(self)
+        check_engine(vllm_config)
+        speculative = vllm_config.speculative_config
+        self.config = config = speculative.draft_model_config.hf_config
+        draft = DraftConfig.from_json(json.dumps(getattr(config, OURS)), speculative.model)
+        if speculative.method != METHODS[draft.kind]:
+            raise ValueError(
+                f"{speculative.model} is of kind {draft.kind}, and method is {speculative.method!r}; it must be "
+                f"{METHODS[draft.kind]!r}"
+            )
+        self.model = Specialists(
+            draft, config, speculative.num_speculative_tokens, vllm_config, maybe_prefix(prefix, "model")
+        )
+        total, size = draft.target.vocab_size, draft.vocabulary_size
+        self.has_own_embed_tokens = False  # vLLM lends the target's, and the head where there is none
+        self.has_own_lm_head = draft.own_head or size is not None
+        if self.has_own_lm_head:
+            self.lm_head = ParallelLMHead(size or total, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
+        self.logits_processor = LogitsProcessor(size or total)
+        config.draft_vocab_size = size or total
+        offsets = None if size is None else nn.Parameter(torch.zeros(size, dtype=torch.long), requires_grad=False)
+        self.draft_id_to_target_id = offsets
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if inputs_embeds is not None:
+            raise NotImplementedError("the draft reads text alone, and vLLM gave it embeddings")
+        return self.model(input_ids, positions, hidden_states)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """Outputs of three inner layers as features: (S, 3D) -> (S, D). Only vLLM's method eagle3 asks."""
+        return self.model.fc(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Returns the parameters it loaded, so that vLLM names those that the file lacks."""
+        return AutoWeightsLoader(self).load_weights(weights, mapper=NAMES)
+
+
+NAMES = WeightsMapper(
+    orig_to_new_prefix={
+        "fc.": "model.fc.",
+        "norm.": "model.norm.",
+        "layers.": "model.layers.",
+        "d2t": "draft_id_to_target_id",
+        "t2d": None,
+    },
+    orig_to_new_stacked={
+        ".k_proj": (".kv_proj", "k"),
+        ".v_proj": (".kv_proj", "v"),
+        ".gate_proj": (".gate_up_proj", 0),
+        ".up_proj": (".gate_up_proj", 1),
+    },
+)
+
+
+def _make_cache(layer: Specialist, config: PretrainedConfig, vllm_config: VllmConfig, name: str) -> Attention:
+    """A KV cache of its own, and attention over it, for the heads of `layer` that this process has."""
+    attention = Attention(
+        layer.self_attn.q_proj.output_size_per_partition // config.head_dim,
+        config.head_dim,
+        config.head_dim**-0.5,
+        num_kv_heads=layer.self_attn.kv_proj.num_kv_heads,
+        cache_config=vllm_config.cache_config,
+        prefix=name,
+    )
+    count_steps(attention)
+    return attention
