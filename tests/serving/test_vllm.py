@@ -1,0 +1,121 @@
+"""Laws in vLLM itself: its answers stay the target's own, and each round drafts what ours drafts on a chain.
+
+They need vLLM, so they run by `make test-vllm` alone.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.interop.convert import convert
+from poss_lightning.interop.layouts import find_layout
+from poss_lightning.target import embedded
+from poss_lightning.target.model import Target
+from tests.support.serving import answer_plainly, draft_here, serve, teach
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
+
+PROMPTS = [[5, 6, 7, 8], [9] * 11, list(range(20, 60))]
+LIMIT = 48
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "head_dim": 32}  # as vLLM's kernels need
+
+
+@dataclass
+class Case:
+    """A draft, and how many tokens vLLM shall draft a round."""
+
+    allocation: list[int]
+    config: dict = field(default_factory=dict)
+    smaller: bool = False  # a vocabulary without every seventh token
+    depth: int = 6
+    plugin: bool = True  # whether vLLM alone cannot load it
+
+
+CASES = {
+    "eagle": Case([6], plugin=False),
+    "eagle3": Case([6], {"kind": "eagle3"}, plugin=False),
+    "poss-2": Case([2, 2, 2]),
+    "uneven": Case([1, 3, 2]),
+    "past the end": Case([1, 2], depth=5),
+    "not to the end": Case([2, 2, 2], depth=3),
+    "one token": Case([2, 2], depth=1),
+    "order": Case([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}),
+    "shared": Case([2, 2, 2], {"kv": "shared"}),
+    "vocabulary": Case([2, 2, 2], smaller=True),
+    "single layer with a vocabulary": Case([6], smaller=True),
+    "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
+    "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0}),
+    "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny target of sizes that vLLM's attention takes."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model(**SIZES).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder) -> Target:
+    return Target.load(str(folder), "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """What vLLM answers without a draft."""
+    return serve(folder, PROMPTS, LIMIT)
+
+
+def make_draft(case: Case, target: Target) -> Specialists:
+    every = torch.arange(target.spec.vocab_size)
+    vocabulary = every[every % 7 > 0] if case.smaller else None
+    draft = tiny_draft(target, case.allocation, depth=6, vocabulary=vocabulary, **case.config)
+    draft.scale.uniform_(0.5, 2)
+    teach(draft, target, PROMPTS, LIMIT)
+    return draft
+
+
+def test_the_target_answers_there_as_here(target, plain):
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in answer_plainly(target, PROMPTS, LIMIT)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
+    case = CASES[name]
+    draft = make_draft(case, target)
+    assert find_layout("vllm", draft.config).states_draft == case.plugin
+    draft.save_pretrained(tmp_path / "ours")
+    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
+    method = "eagle3" if draft.config.kind == "eagle3" else "eagle"
+    served = serve(folder, PROMPTS, LIMIT, tmp_path / "served", method, case.depth)
+    ours = draft_here(target, draft, PROMPTS, LIMIT, case.depth)
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
+    assert served == ours
+    lengths = [count for answer in served for count in answer.accepted]
+    assert len(set(lengths)) > min(case.depth, 2)  # with all rounds alike, the law would say little
+
+
+@cache
+def embedded_target() -> Target:
+    return Target.load("embedded", "float32", "cpu")
+
+
+@pytest.mark.parametrize("name", ["embedded-hass", "embedded-poss2"])
+def test_shipped_drafts_are_served(name, tmp_path):
+    target = embedded_target()
+    questions = read_suites(limit=1)
+    prompts = [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    convert(name, str(tmp_path / "served"), output_format="vllm")
+    served = serve(embedded.folder(), prompts, LIMIT, tmp_path / "served")
+    assert served == draft_here(target, Specialists.from_pretrained(name), prompts, LIMIT, 6)
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in serve(embedded.folder(), prompts, LIMIT)]
