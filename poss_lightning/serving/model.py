@@ -17,7 +17,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -46,28 +45,22 @@ class Specialist(nn.Module):
 
     parts = 1  # of z, each D wide
 
-    def __init__(self, config: PretrainedConfig, prefix: str):
+    def __init__(self, draft: DraftConfig, context: int, prefix: str):
         super().__init__()
-        width, head_dim = config.hidden_size, config.head_dim
-        self.self_attn = nn.Module()  # for the names of the file
-        self.self_attn.q_proj = ColumnParallelLinear(
-            self.parts * width, config.num_attention_heads * head_dim, bias=False, prefix=f"{prefix}.self_attn.q_proj"
+        spec = draft.target
+        width, head_dim, prefix = spec.hidden_size, spec.head_dim, f"{prefix}.self_attn"
+        self.self_attn = attention = nn.Module()  # for the names of the file
+        attention.q_proj = ColumnParallelLinear(
+            self.parts * width, spec.heads * head_dim, bias=False, prefix=f"{prefix}.q_proj"
         )
-        # No queries: keys and values are projected by themselves where another specialist serves.
-        self.self_attn.kv_proj = QKVParallelLinear(
-            self.parts * width,
-            head_dim,
-            total_num_heads=0,
-            total_num_kv_heads=config.num_key_value_heads,
-            bias=False,
-            prefix=f"{prefix}.self_attn.kv_proj",
+        attention.kv_proj = QKVParallelLinear(  # without queries, as it works for specialists that do not run, too
+            self.parts * width, head_dim, 0, spec.kv_heads, bias=False, prefix=f"{prefix}.kv_proj"
         )
-        self.self_attn.o_proj = RowParallelLinear(
-            config.num_attention_heads * head_dim, width, bias=False, prefix=f"{prefix}.self_attn.o_proj"
-        )
-        self.mlp = LlamaMLP(width, config.intermediate_size, config.hidden_act, prefix=f"{prefix}.mlp")
-        self.post_attention_layernorm = RMSNorm(width, eps=config.rms_norm_eps)
-        self.rotary = get_rope(head_dim, config.max_position_embeddings, rope_parameters=config.rope_parameters)
+        attention.o_proj = RowParallelLinear(spec.heads * head_dim, width, bias=False, prefix=f"{prefix}.o_proj")
+        self.mlp = LlamaMLP(width, draft.intermediate_size or spec.intermediate_size, "silu", prefix=f"{prefix}.mlp")
+        self.post_attention_layernorm = RMSNorm(width, eps=spec.norm_eps)
+        theta = draft.rope_theta or spec.rope_theta
+        self.rotary = get_rope(head_dim, context, rope_parameters={"rope_type": "default", "rope_theta": theta})
 
     def keys_values(self, positions: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """(S, Z) -> keys and values, (S, kv heads * d) each."""
@@ -99,10 +92,10 @@ class NormedSpecialist(Specialist):
 
     parts = 2
 
-    def __init__(self, config: PretrainedConfig, prefix: str):
-        super().__init__(config, prefix)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    def __init__(self, draft: DraftConfig, context: int, prefix: str):
+        super().__init__(draft, context, prefix)
+        self.input_layernorm = RMSNorm(draft.target.hidden_size, eps=draft.target.norm_eps)
+        self.hidden_norm = RMSNorm(draft.target.hidden_size, eps=draft.target.norm_eps)
 
     def attention_input(self, z: Tensor) -> Tensor:
         embedded, hidden = z.chunk(2, dim=-1)
@@ -113,40 +106,33 @@ class NormedSpecialist(Specialist):
 
 
 class Specialists(nn.Module):
-    """All specialists behind one `fc`, and the caches that they read. vLLM lends the target's embedding.
+    """All specialists behind one `fc`, and the caches that they read.
 
     Args:
-        draft: who serves which position.
-        config: the sizes, from config.json.
+        draft: the sizes, and who serves which position.
         depth: tokens drafted a round.
+        context: tokens that rotary angles reach.
         vllm_config: for the caches.
         prefix: of the names of its layers.
     """
 
-    def __init__(
-        self, draft: DraftConfig, config: PretrainedConfig, depth: int, vllm_config: VllmConfig, prefix: str
-    ):
+    def __init__(self, draft: DraftConfig, depth: int, context: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         self.draft, self.depth = draft, depth
-        normed, width = draft.reads_inner_layers, config.hidden_size
+        normed, width = draft.reads_inner_layers, draft.target.hidden_size
+        parts = len(draft.layers) if normed else 2
         self.embed_tokens = nn.Module()  # until vLLM puts the target's here, if it is as wide
         self.embed_tokens.register_buffer("weight", torch.empty(0, width), persistent=False)
-        self.fc = ReplicatedLinear(
-            (len(draft.layers) if normed else 2) * width,
-            width,
-            bias=not normed,
-            prefix=maybe_prefix(prefix, "fc"),
-            return_bias=False,
-        )
+        self.fc = ReplicatedLinear(parts * width, width, not normed, prefix=f"{prefix}.fc", return_bias=False)
         first = vllm_config.model_config.get_total_num_hidden_layers()  # vLLM numbers caches after the target's
-        names = [maybe_prefix(prefix, f"layers.{first + index}") for index in range(len(draft.allocation))]
-        self.layers = nn.ModuleList((NormedSpecialist if normed else Specialist)(config, name) for name in names)
+        names = [f"{prefix}.layers.{first + index}" for index in range(len(draft.allocation))]
+        self.layers = nn.ModuleList((NormedSpecialist if normed else Specialist)(draft, context, name) for name in names)
         self.caches = nn.ModuleList(
-            _make_cache(layer, config, vllm_config, f"{name}.self_attn.attn")
+            _make_cache(layer, draft.target.head_dim, vllm_config, f"{name}.self_attn.attn")
             for layer, name in zip(self.layers, names[:1] if draft.kv == "shared" else names, strict=False)
         )
         if draft.own_head:
-            self.norm = RMSNorm(width, eps=config.rms_norm_eps)
+            self.norm = RMSNorm(width, eps=draft.target.norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the head reads, and the predicted features (S, D each), of tokens (S,) with features on their left."""
@@ -183,22 +169,25 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
         check_engine(vllm_config)
         speculative = vllm_config.speculative_config
         self.config = config = speculative.draft_model_config.hf_config
-        draft = DraftConfig.from_json(json.dumps(getattr(config, OURS)), speculative.model)
+        self.draft = draft = DraftConfig.from_json(json.dumps(getattr(config, OURS)), speculative.model)
         if speculative.method != METHODS[draft.kind]:
             raise ValueError(
                 f"{speculative.model} is of kind {draft.kind}, and method is {speculative.method!r}; it must be "
                 f"{METHODS[draft.kind]!r}"
             )
-        self.model = Specialists(
-            draft, config, speculative.num_speculative_tokens, vllm_config, maybe_prefix(prefix, "model")
-        )
-        total, size = draft.target.vocab_size, draft.vocabulary_size
-        self.has_own_embed_tokens = False  # vLLM lends the target's, and the head where there is none
-        self.has_own_lm_head = draft.own_head or size is not None
+        prefix, context = maybe_prefix(prefix, "model"), config.max_position_embeddings
+        self.model = Specialists(draft, speculative.num_speculative_tokens, context, vllm_config, prefix)
+        self._build_head(maybe_prefix(prefix, "lm_head"))
+
+    def _build_head(self, prefix: str) -> None:
+        """Under the names by which the base class computes logits; vLLM lends the target's head where there is none."""
+        spec, size = self.draft.target, self.draft.vocabulary_size
+        rows = size or spec.vocab_size
+        self.has_own_embed_tokens, self.has_own_lm_head = False, self.draft.own_head or size is not None
         if self.has_own_lm_head:
-            self.lm_head = ParallelLMHead(size or total, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
-        self.logits_processor = LogitsProcessor(size or total)
-        config.draft_vocab_size = size or total
+            self.lm_head = ParallelLMHead(rows, spec.hidden_size, prefix=prefix)
+        self.logits_processor = LogitsProcessor(rows)
+        self.config.draft_vocab_size = rows
         offsets = None if size is None else nn.Parameter(torch.zeros(size, dtype=torch.long), requires_grad=False)
         self.draft_id_to_target_id = offsets
 
@@ -238,12 +227,12 @@ NAMES = WeightsMapper(
 )
 
 
-def _make_cache(layer: Specialist, config: PretrainedConfig, vllm_config: VllmConfig, name: str) -> Attention:
+def _make_cache(layer: Specialist, head_dim: int, vllm_config: VllmConfig, name: str) -> Attention:
     """A KV cache of its own, and attention over it, for the heads of `layer` that this process has."""
     attention = Attention(
-        layer.self_attn.q_proj.output_size_per_partition // config.head_dim,
-        config.head_dim,
-        config.head_dim**-0.5,
+        layer.self_attn.q_proj.output_size_per_partition // head_dim,
+        head_dim,
+        head_dim**-0.5,
         num_kv_heads=layer.self_attn.kv_proj.num_kv_heads,
         cache_config=vllm_config.cache_config,
         prefix=name,
