@@ -1,14 +1,17 @@
 """Every touch of vLLM that its documents do not promise, each with its reason; and the versions they were run with.
 
-| touch | reason |
-|---|---|
-| `count_steps` | A model is not told which position it drafts. The builders of attention metadata are: on the V1 model runner by `build_for_drafting(…, draft_index)`, on the V2 runner by one `update_draft_decode_metadata` a step. So our layers' backend builds metadata that carries the step. |
-| `draft_position` | A model reads that metadata from the forward context. |
-| `write_keys_values` | vLLM writes keys and values where it attends. Ours are written for specialists that do not run in this step. |
+count_steps        A model is not told which position it drafts. The builders of attention metadata are: on the V1 model
+                   runner by `build_for_drafting(…, draft_index)`, on the V2 runner by one
+                   `update_draft_decode_metadata` a step. So the builders of our layers write down the step.
+draft_position     A model reads what they wrote from the forward context.
+write_keys_values  vLLM writes keys and values where it attends. Ours are written for specialists that do not run, too.
 
-A CUDA graph of the V2 runner records the Python of all steps, and so each step's specialist. The runners' other graphs
-would replay one step's for all, and are refused.
+A CUDA graph of the V2 runner records the Python of all steps, and so each step's specialist. Any other graph would
+replay one step for all of them, and is refused.
 """
+
+# pyright: reportMissingImports=false
+# vLLM has an environment of its own: make test-vllm
 
 from typing import Any
 
@@ -26,8 +29,8 @@ def check_engine(config: VllmConfig) -> None:
     """Raise RuntimeError for a version of vLLM that nobody tried, or for a setting that would mix up specialists."""
     if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
         raise RuntimeError(
-            f"vLLM is {vllm.__version__}; poss_lightning's specialists were tested with {', '.join(KNOWN)}: install one "
-            "of these, or serve a single layer"
+            f"vLLM is {vllm.__version__}; specialists were tested with {', '.join(KNOWN)}: install one of these, or "
+            "serve a single layer"
         )
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH and not config.use_v2_model_runner:
         raise RuntimeError("VLLM_USE_BREAKABLE_CUDAGRAPH is 1; it must be 0, as one graph serves all draft positions")
@@ -39,9 +42,9 @@ def count_steps(attention: Attention) -> None:
     builder = backend.get_builder_cls()
 
     class CountingBuilder(builder):
-        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, *rest: Any):
-            super().__init__(kv_cache_spec, layer_names, vllm_config, *rest)
-            if vllm_config.use_v2_model_runner and not self.supports_draft_decode_metadata_update:
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
+            if self.vllm_config.use_v2_model_runner and not self.supports_draft_decode_metadata_update:
                 raise RuntimeError(
                     f"attention backend {backend.get_name()} does not count draft steps on vLLM's V2 model runner: "
                     "set VLLM_USE_V2_MODEL_RUNNER=0, or another attention_backend in --speculative-config"

@@ -12,6 +12,9 @@ them, and runs one specialist (docs/METHOD.md, 6):
 Letters as in vLLM: tensors have no batch dimension; S are the slots of all requests.
 """
 
+# pyright: reportMissingImports=false
+# vLLM has an environment of its own: make test-vllm
+
 import json
 from collections.abc import Iterable
 
@@ -34,9 +37,9 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from poss_lightning.draft.config import DraftConfig
+from poss_lightning.interop.settings import OURS
 from poss_lightning.serving.engine import check_engine, count_steps, draft_position, write_keys_values
 
-OURS = "poss_lightning"  # of config.json: our config, as `interop.settings` writes it
 METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
 
 
@@ -48,31 +51,31 @@ class Specialist(nn.Module):
     def __init__(self, draft: DraftConfig, context: int, prefix: str):
         super().__init__()
         spec = draft.target
-        width, head_dim, prefix = spec.hidden_size, spec.head_dim, f"{prefix}.self_attn"
-        self.self_attn = attention = nn.Module()  # for the names of the file
-        attention.q_proj = ColumnParallelLinear(
-            self.parts * width, spec.heads * head_dim, bias=False, prefix=f"{prefix}.q_proj"
+        width, head_dim, within = spec.hidden_size, spec.head_dim, f"{prefix}.self_attn"
+        self.q_proj = ColumnParallelLinear(
+            self.parts * width, spec.heads * head_dim, bias=False, prefix=f"{within}.q_proj"
         )
-        attention.kv_proj = QKVParallelLinear(  # without queries, as it works for specialists that do not run, too
-            self.parts * width, head_dim, 0, spec.kv_heads, bias=False, prefix=f"{prefix}.kv_proj"
+        self.kv_proj = QKVParallelLinear(  # without queries, as it works for specialists that do not run, too
+            self.parts * width, head_dim, 0, spec.kv_heads, bias=False, prefix=f"{within}.kv_proj"
         )
-        attention.o_proj = RowParallelLinear(spec.heads * head_dim, width, bias=False, prefix=f"{prefix}.o_proj")
+        self.o_proj = RowParallelLinear(spec.heads * head_dim, width, bias=False, prefix=f"{within}.o_proj")
         self.mlp = LlamaMLP(width, draft.intermediate_size or spec.intermediate_size, "silu", prefix=f"{prefix}.mlp")
         self.post_attention_layernorm = RMSNorm(width, eps=spec.norm_eps)
         theta = draft.rope_theta or spec.rope_theta
         self.rotary = get_rope(head_dim, context, rope_parameters={"rope_type": "default", "rope_theta": theta})
 
-    def keys_values(self, positions: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """(S, Z) -> keys and values, (S, kv heads * d) each."""
-        keys, values = self.self_attn.kv_proj(self.attention_input(z))[0].chunk(2, dim=-1)
+    def keys_values(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an attention input (S, Z): keys and values, (S, kv heads * d) each."""
+        keys, values = self.kv_proj(x)[0].chunk(2, dim=-1)
         keys, _ = self.rotary(positions, keys.contiguous())
         return keys, values
 
     def forward(self, positions: Tensor, z: Tensor, attention: Attention) -> Tensor:
         """(S, Z) -> predicted features (S, D); its keys and values go into the cache of `attention`."""
-        queries, _ = self.self_attn.q_proj(self.attention_input(z))
+        x = self.attention_input(z)
+        queries, _ = self.q_proj(x)
         queries, _ = self.rotary(positions, queries)
-        attended, _ = self.self_attn.o_proj(attention(queries, *self.keys_values(positions, z)))
+        attended, _ = self.o_proj(attention(queries, *self.keys_values(positions, x)))
         hidden = self.residual(z) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -126,10 +129,12 @@ class Specialists(nn.Module):
         self.fc = ReplicatedLinear(parts * width, width, not normed, prefix=f"{prefix}.fc", return_bias=False)
         first = vllm_config.model_config.get_total_num_hidden_layers()  # vLLM numbers caches after the target's
         names = [f"{prefix}.layers.{first + index}" for index in range(len(draft.allocation))]
-        self.layers = nn.ModuleList((NormedSpecialist if normed else Specialist)(draft, context, name) for name in names)
+        layers = [(NormedSpecialist if normed else Specialist)(draft, context, name) for name in names]
+        cached = 1 if draft.kv == "shared" else len(layers)
+        self.layers = nn.ModuleList(layers)
         self.caches = nn.ModuleList(
             _make_cache(layer, draft.target.head_dim, vllm_config, f"{name}.self_attn.attn")
-            for layer, name in zip(self.layers, names[:1] if draft.kv == "shared" else names, strict=False)
+            for layer, name in list(zip(layers, names, strict=True))[:cached]
         )
         if draft.own_head:
             self.norm = RMSNorm(width, eps=draft.target.norm_eps)
@@ -140,8 +145,9 @@ class Specialists(nn.Module):
         z = self._join(self.embed_tokens(input_ids), features)
         serving = self.draft.specialist_at(position)
         for maker in self._makers(position) - {serving}:
-            write_keys_values(self._cache(maker), *self.layers[maker].keys_values(positions, z))
-        predicted = self.layers[serving](positions, z, self._cache(serving))
+            layer = self._layer(maker)
+            write_keys_values(self._cache(maker), *layer.keys_values(positions, layer.attention_input(z)))
+        predicted = self._layer(serving)(positions, z, self._cache(serving))
         return (self.norm(predicted) if self.draft.own_head else predicted), predicted
 
     def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
@@ -151,6 +157,9 @@ class Specialists(nn.Module):
     def _makers(self, first: int) -> set[int]:
         """Who makes keys and values of the slots that position `first` is the first to read."""
         return {self.draft.kv_specialist(position, first) for position in range(first, self.depth + 1)}
+
+    def _layer(self, specialist: int) -> Specialist:
+        return self.layers[specialist]  # pyright: ignore[reportReturnType] of a ModuleList
 
     def _cache(self, specialist: int) -> Attention:
         return self.caches[0 if self.draft.kv == "shared" else specialist]
@@ -218,6 +227,7 @@ NAMES = WeightsMapper(
         "d2t": "draft_id_to_target_id",
         "t2d": None,
     },
+    orig_to_new_substr={".self_attn.": "."},
     orig_to_new_stacked={
         ".k_proj": (".kv_proj", "k"),
         ".v_proj": (".kv_proj", "v"),
@@ -230,10 +240,10 @@ NAMES = WeightsMapper(
 def _make_cache(layer: Specialist, head_dim: int, vllm_config: VllmConfig, name: str) -> Attention:
     """A KV cache of its own, and attention over it, for the heads of `layer` that this process has."""
     attention = Attention(
-        layer.self_attn.q_proj.output_size_per_partition // head_dim,
+        layer.q_proj.output_size_per_partition // head_dim,
         head_dim,
         head_dim**-0.5,
-        num_kv_heads=layer.self_attn.kv_proj.num_kv_heads,
+        num_kv_heads=layer.kv_proj.num_kv_heads,
         cache_config=vllm_config.cache_config,
         prefix=name,
     )

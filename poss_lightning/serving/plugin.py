@@ -1,12 +1,13 @@
 """The plugin's entry point: vLLM calls `register` in each of its processes, before it reads any config."""
 
+from poss_lightning.interop.layouts import SERVED
+
 MODEL = "poss_lightning.serving.model:PossForCausalLM"
-ARCHITECTURES = ("EaglePossForCausalLM", "Eagle3PossForCausalLM")  # in a folder's config.json, by kind
 
 
 def register() -> None:
     """Name our model to vLLM. It is imported only when a folder asks for it, so other drafts notice nothing."""
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports] of an environment of its own
 
-    for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, MODEL)
+    for layout in SERVED.values():
+        ModelRegistry.register_model(layout.architecture, MODEL)

@@ -6,6 +6,7 @@ They need vLLM, so they run by `make test-vllm` alone.
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.interop.convert import convert
 from poss_lightning.interop.layouts import find_layout
+from poss_lightning.serving import plugin
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.support.serving import answer_plainly, draft_here, serve, teach
@@ -118,4 +120,31 @@ def test_shipped_drafts_are_served(name, tmp_path):
     convert(name, str(tmp_path / "served"), output_format="vllm")
     served = serve(embedded.folder(), prompts, LIMIT, tmp_path / "served")
     assert served == draft_here(target, Specialists.from_pretrained(name), prompts, LIMIT, 6)
-    assert [answer.tokens for answer in served] == [answer.tokens for answer in serve(embedded.folder(), prompts, LIMIT)]
+    plain = serve(embedded.folder(), prompts, LIMIT)
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
+
+
+# --- what it refuses ---
+
+
+def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
+    from poss_lightning.serving import engine
+
+    config = SimpleNamespace(use_v2_model_runner=False)
+    engine.check_engine(config)
+    monkeypatch.setattr(engine.vllm, "__version__", "0.99.1")
+    with pytest.raises(RuntimeError, match=r"^vLLM is 0\.99\.1; specialists were tested with 0\.32: .*$"):
+        engine.check_engine(config)
+
+
+def test_a_method_of_another_kind_is_refused(target, folder, tmp_path):
+    tiny_draft(target, [2, 2]).save_pretrained(tmp_path / "ours")
+    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
+    with pytest.raises(ValueError, match="is of kind eagle2, and method is 'eagle3'; it must be 'eagle'"):
+        serve(folder, PROMPTS, 2, tmp_path / "served", "eagle3")
+
+
+def test_the_installed_plugin_is_found():
+    from vllm.plugins import load_plugins_by_group
+
+    assert load_plugins_by_group("vllm.general_plugins")["poss_lightning"] is plugin.register

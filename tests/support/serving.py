@@ -67,7 +67,7 @@ def answer_plainly(target: Target, prompts: list[list[int]], limit: int) -> list
 
 
 @contextmanager
-def vllm_engine(target: Path, **options) -> Iterator:
+def vllm_engine(target: Path, context: int, **options) -> Iterator:
     """vLLM in this process, in float32, without what would hide or reorder rounds; `options` are of its `LLM`."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -75,7 +75,7 @@ def vllm_engine(target: Path, **options) -> Iterator:
     engine = LLM(
         str(target),
         dtype="float32",
-        max_model_len=512,
+        max_model_len=context,
         max_num_seqs=8,
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -114,7 +114,8 @@ def serve(
     sampling = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False)
     Scheduler.update_draft_token_ids = watch
     try:
-        with vllm_engine(target, **options) as engine:
+        context = max(map(len, prompts)) + limit + 2 * depth  # near its end vLLM drafts nothing
+        with vllm_engine(target, context, **options) as engine:
             requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
             outputs = engine.generate(requests, sampling, use_tqdm=False)
     finally:
@@ -129,8 +130,7 @@ def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: i
     rows = torch.full((target.spec.vocab_size,), -100)  # what the loss passes over
     rows[ids] = torch.arange(len(ids))
     texts = [
-        prompt + answer.tokens
-        for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True)
+        prompt + answer.tokens for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True)
     ]
     samples = []
     for tokens in map(torch.tensor, texts):
