@@ -114,20 +114,19 @@ LAYOUTS = {
     ),
 }
 # What serving/model.py loads into vLLM, by kind: what vLLM's own code has no place for.
+POSS = "PossForCausalLM"
 SERVED = {
     "eagle2": Layout(
         several=True,
         depth=None,
-        architecture="EaglePossForCausalLM",
+        architecture=POSS,
         embedding=False,
         bias="always",
         even=False,
         vocabulary="d2t",
         states_draft=True,
     ),
-    "eagle3": replace(
-        EAGLE3, layer="layers.{}", several=True, depth=None, architecture="Eagle3PossForCausalLM", states_draft=True
-    ),
+    "eagle3": replace(EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, states_draft=True),
 }
 
 
