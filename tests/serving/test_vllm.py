@@ -137,6 +137,54 @@ def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
         engine.check_engine(config)
 
 
+class Builder:
+    """What both model runners ask of a builder of attention metadata."""
+
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, v2: bool):
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=v2)
+
+    def build(self, *_):
+        return SimpleNamespace()
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        return self.build(0, common_attn_metadata)
+
+    def update_draft_decode_metadata(self, metadata):
+        pass
+
+
+def counting(v2: bool, supported: bool = True):
+    """A builder of a layer whose steps are counted."""
+    from poss_lightning.serving.engine import count_steps
+
+    kind = type("Kind", (Builder,), {"supports_draft_decode_metadata_update": supported})
+    backend = type("Backend", (), {"get_builder_cls": lambda: kind, "get_name": lambda: "NAME"})
+    attention = SimpleNamespace(attn_backend=backend)
+    count_steps(attention)
+    return attention.attn_backend.get_builder_cls()(v2)
+
+
+def test_either_runner_counts_the_steps():
+    """V1 says which step it builds for; V2 builds once a round, and updates once a step."""
+    builder = counting(v2=False)
+    assert [builder.build_for_drafting(None, step).draft_index for step in range(3)] == [0, 1, 2]
+    builder = counting(v2=True)
+    metadata = builder.build(0, None)
+    steps = [metadata.draft_index]
+    for _ in range(2):
+        builder.update_draft_decode_metadata(metadata)
+        steps.append(metadata.draft_index)
+    assert steps == [0, 1, 2] and builder.build(0, None).draft_index == 0
+
+
+def test_a_backend_that_rebuilds_on_v2_is_refused():
+    with pytest.raises(RuntimeError, match="backend NAME does not count draft steps on vLLM's V2"):
+        counting(v2=True, supported=False)
+    counting(v2=False, supported=False)
+
+
 def test_a_method_of_another_kind_is_refused(target, folder, tmp_path):
     tiny_draft(target, [2, 2]).save_pretrained(tmp_path / "ours")
     convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
