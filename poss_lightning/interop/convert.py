@@ -176,6 +176,8 @@ def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
                 f"its authors' vLLM reads it with {vllm}{most}}}', where select_layer_idx serves "
                 f'{list(config.allocation)} and the model\'s name has "poss" in it'
             )
+        case "vllm" if find_layout("vllm", config).states_draft:
+            return f"vLLM reads it, where poss_lightning is installed too, with {vllm}{positions}}}'"
         case "vllm":
             return f"vLLM reads it with {vllm}{run}}}'"
         case "sglang":

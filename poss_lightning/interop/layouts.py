@@ -53,6 +53,7 @@ class Layout:
         bias: where fc's bias is: in "fc" if it is not all zeros, in "fc" "always", or in the biases of "attention".
         even: whether the loading code assumes that a head is hidden_size / heads wide.
         vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
+        states_draft: whether its config.json holds ours, and so any allocation, order and kv.
     """
 
     kind: str = "eagle2"
@@ -67,6 +68,7 @@ class Layout:
     bias: str = "fc"
     even: bool = True
     vocabulary: str | None = None
+    states_draft: bool = False
 
     @property
     def names(self) -> dict[str, str]:
@@ -111,10 +113,32 @@ LAYOUTS = {
         architecture="LlamaForCausalLMEagle", embedding=False, bias="always", even=False, vocabulary="token_map"
     ),
 }
+# What serving/model.py loads into vLLM, by kind: what vLLM's own code has no place for.
+POSS = "PossForCausalLM"
+SERVED = {
+    "eagle2": Layout(
+        several=True,
+        depth=None,
+        architecture=POSS,
+        embedding=False,
+        bias="always",
+        even=False,
+        vocabulary="d2t",
+        states_draft=True,
+    ),
+    "eagle3": replace(EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, states_draft=True),
+}
 
 
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
-    """The layout that an output format names for a draft: both engines load EAGLE-3 drafts as they are published."""
+    """The layout that an output format names for a draft.
+
+    Both engines load EAGLE-3 drafts as they are published. vLLM loads several specialists, and a smaller vocabulary of
+    an EAGLE-2 draft, through our plugin.
+    """
+    smaller = config.kind == "eagle2" and config.vocabulary_size is not None
+    if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
+        return SERVED[config.kind]
     return EAGLE3 if config.kind == "eagle3" and output_format in ("vllm", "sglang") else LAYOUTS[output_format]
 
 
@@ -131,8 +155,9 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         raise ValueError(
             f"it has {layers} specialists and this layout one layer; --output_format {several} takes several"
         )
-    _check_runs(config, layout)
-    if layers > 1 and config.kv != layout.kv:
+    if not layout.states_draft:
+        _check_runs(config, layout)
+    if layers > 1 and config.kv != layout.kv and not layout.states_draft:
         verbs = {"shared": "share keys and values", "separate": "have keys and values of their own"}
         raise ValueError(
             f"its specialists {verbs[config.kv]} (kv: {config.kv}), and in this layout they {verbs[layout.kv]}"

@@ -1,15 +1,17 @@
 """config.json of a published draft: parsed into a draft's config, and made from one."""
 
+from dataclasses import asdict
 from math import isclose
 from typing import Any
 
 from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.interop.layouts import Layout, check_layers
+from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
+OURS = "poss_lightning"  # our config, where a layout has a place for it
 UNSUPPORTED = ("norm_before_residual", "norm_output")  # switches of EAGLE-3 drafts that compute something else
 
 
@@ -80,12 +82,13 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         tied: whether the target's head is its embedding.
     """
     spec = config.target
-    own_head = {"draft_vocab_size": config.vocabulary_size or spec.vocab_size} if config.own_head else {}
+    own_head = {"draft_vocab_size": config.vocabulary_size or spec.vocab_size} if HEAD in tensors else {}
     # EAGLE takes "bias" for fc's, and true by default. vLLM and SGLang take it for attention's, SGLang for EAGLE-3
     # for fc's too.
     bias = {} if "fc.bias" in tensors else {"bias": False}
     if "layers.0.self_attn.q_proj.bias" in tensors:
         bias = {"attention_bias": True}
+    ours = {OURS: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}
     return {
         "architectures": [layout.architecture],
         "model_type": "llama",
@@ -97,7 +100,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         # PosS takes the number of layers as an argument, and builds each with this many; SPEED takes it from here.
-        "num_hidden_layers": len(config.allocation) if config.kind == "eagle3" else 1,
+        "num_hidden_layers": len(config.allocation) if config.kind == "eagle3" or layout.states_draft else 1,
         "rms_norm_eps": spec.norm_eps,
         "rope_scaling": None,
         "rope_theta": config.rope_theta or spec.rope_theta,
@@ -106,6 +109,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "vocab_size": spec.vocab_size,
         **own_head,
         **bias,
+        **ours,
     }
 
 

@@ -140,6 +140,8 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
         tensors[EMBEDDING] = embed_head.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
         tensors |= _make_maps(state["vocabulary"], config.target.vocab_size)
+        if not config.own_head:  # the target's rows, so that an engine need not compute the others
+            tensors[HEAD] = embed_head.head[state["vocabulary"]].to(weight.dtype)
     return tensors
 
 

@@ -322,7 +322,7 @@ def test_layers_may_be_counted_as_engines_do(deep, ids):
             "it has 3 specialists and this layout one layer; --output_format speed takes several",
         ),
         (
-            ["several", "out", "--output_format", "vllm"],
+            ["several", "out", "--output_format", "sglang"],
             "it has 3 specialists and this layout one layer; --output_format speed takes several",
         ),
         (["shallow", "out", "--output_format", "eagle3"], "it fuses layers [2, 2, 1] of 4; EAGLE-3's code takes three"),

@@ -333,7 +333,7 @@ def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatc
             "does not fit --output_format eagle: it has 2 specialists and this layout one layer",
         ),
         (["another", "out", "--output_format", "eagle"], "another was trained for another target: fingerprint"),
-        (["cut", "out", "--output_format", "vllm"], "`poss vocabulary DRAFT CORPUS OUT --size null` gives it back"),
+        (["cut", "out", "--output_format", "eagle"], "`poss vocabulary DRAFT CORPUS OUT --size null` gives it back"),
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
 )

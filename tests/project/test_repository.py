@@ -26,7 +26,7 @@ LEVELS = {
     3: {"corpus"},
     4: {"draft", "features"},
     5: {"training", "decoding", "interop"},
-    6: {"evaluation"},
+    6: {"evaluation", "serving"},
     7: {"reports"},
     8: {"demo", "sweep"},
     9: {"cli"},
@@ -37,6 +37,7 @@ LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 LIBRARIES = {
     "lightning": ("features.datamodule", "training", "evaluation.probe"),
     "transformers": ("target", "interop"),
+    "vllm": ("serving",),
 }
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 

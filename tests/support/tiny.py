@@ -2,6 +2,7 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -59,11 +60,15 @@ def tiny_target(seed: int = 0, **changes) -> Target:
     return Target(tiny_model(seed, **changes), tiny_tokenizer(), "tiny")
 
 
-def tiny_draft(target: Target, allocation: list[int], seed: int = 0, **config) -> Specialists:
+def tiny_draft(
+    target: Target, allocation: list[int], seed: int = 0, vocabulary: Tensor | None = None, **config
+) -> Specialists:
     """Random specialists, differing enough from each other that a wrong one shows."""
     torch.manual_seed(seed)
     depth = config.pop("depth", sum(allocation))
-    draft = Specialists(DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth, **config))
+    size = None if vocabulary is None else len(vocabulary)
+    made = DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth, vocabulary_size=size, **config)
+    draft = Specialists(made, vocabulary)
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)

@@ -1,0 +1,14 @@
+"""The plugin's entry point: vLLM calls `register` in each of its processes, before it reads any config."""
+
+from poss_lightning.interop.layouts import POSS
+
+MODEL = f"poss_lightning.serving.model:{POSS}"
+METHODS = ("", "Eagle", "Eagle3")  # vLLM puts its method before the name in config.json, and asks for both names
+
+
+def register() -> None:
+    """Name our model to vLLM. It is imported only when a folder asks for it, so other drafts notice nothing."""
+    from vllm import ModelRegistry  # pyright: ignore[reportMissingImports] of an environment of its own
+
+    for method in METHODS:
+        ModelRegistry.register_model(f"{method}{POSS}", MODEL)

@@ -1,0 +1,102 @@
+"""What `poss convert --output_format vllm` writes for our plugin: any draft, whole, under the names that it loads."""
+
+import json
+import tomllib
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.interop.layouts import SERVED, check_expressible, find_layout
+from poss_lightning.interop.settings import OURS
+from poss_lightning.interop.tensors import to_ours
+from poss_lightning.serving import plugin
+from tests.support import naive
+from tests.support.layouts import SHAPES, VOCABULARY, D, read
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SOME = torch.arange(0, VOCABULARY, 3)
+DRAFTS = [
+    ([1, 3, 2], {}, False),
+    ([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, False),
+    ([2, 2], {"kv": "shared", "rope_theta": 50.0}, True),
+    ([6], {}, True),
+    ([2, 2, 2], {"kind": "eagle3"}, False),
+    ([3, 3], {"kind": "eagle3", "kv": "shared"}, True),
+]
+NORMS = ("input_layernorm", "hidden_norm")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A target with layers enough for EAGLE-3, and its folder."""
+    folder = tmp_path_factory.mktemp("deep")
+    tiny_model(num_hidden_layers=8).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return tiny_target(num_hidden_layers=8), folder
+
+
+@pytest.mark.parametrize(("allocation", "config", "smaller"), DRAFTS, ids=str)
+def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, allocation, config, smaller):
+    (target, folder), vocabulary = deep, SOME if smaller else None
+    draft = tiny_draft(target, allocation, vocabulary=vocabulary, intermediate_size=40, **config)
+    draft.scale.uniform_(0.5, 2)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "served", "--output_format", "vllm", target=folder)
+    kind, layout = draft.config.kind, SERVED[draft.config.kind]
+    method = {"eagle2": "eagle", "eagle3": "eagle3"}[kind]
+    assert f'"method": "{method}", "model": "{tmp_path}/served", "num_speculative_tokens": ' in capsys.readouterr().out
+
+    parsed = AutoConfig.from_pretrained(tmp_path / "served")  # as vLLM reads it
+    assert DraftConfig.from_json(json.dumps(getattr(parsed, OURS)), "config.json") == draft.config
+    assert parsed.architectures == [layout.architecture]
+    assert getattr(parsed, "draft_vocab_size", VOCABULARY) == len(SOME if smaller else range(VOCABULARY))
+    assert parsed.eagle_aux_hidden_state_layer_ids == list(draft.config.layers)
+
+    tensors = read(tmp_path / "served")
+    names = {f"layers.{index}.{name}" for index in range(len(allocation)) for name in SHAPES}
+    normed = {f"layers.{index}.{name}.weight" for index in range(len(allocation)) for name in NORMS}
+    own = {"fc.weight", "norm.weight", "lm_head.weight"} if kind == "eagle3" else {"fc.weight", "fc.bias"}
+    cut = {"d2t", "t2d", "lm_head.weight"} if smaller else set()
+    assert tensors.keys() == names | own | cut | (normed if kind == "eagle3" else set())
+    if smaller:
+        assert (tensors["d2t"] + torch.arange(len(SOME))).equal(SOME)
+        assert kind == "eagle3" or tensors["lm_head.weight"].equal(target.embed_head.head[SOME])
+    back = Specialists(draft.config, vocabulary)
+    back.load_state_dict(to_ours(tensors, draft.config, layout, SOME).state)
+    agree(draft, back)
+
+
+def agree(draft: Specialists, back: Specialists) -> None:
+    """Both draft the same chain, but for the rounding of the scale into the weights."""
+    generator = torch.Generator().manual_seed(0)
+    embedded = torch.randn(9, D, generator=generator)
+    inputs = torch.randn(9, (3 if draft.config.reads_inner_layers else 1) * D, generator=generator)
+    ours, theirs = (torch.stack(naive.chain(each, embedded, inputs, 4, 5)) for each in (draft, back))
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_a_single_layer_needs_no_plugin(target):
+    for config in ({}, {"kv": "shared"}):
+        assert not find_layout("vllm", tiny_draft(target, [6], **config).config).states_draft
+    assert not find_layout("sglang", tiny_draft(target, [2, 2]).config).states_draft
+
+
+def test_what_even_the_plugin_cannot_express_is_refused(target):
+    config = DraftConfig(target=replace(target.spec, logit_cap=30.0), allocation=(2, 2), depth=4)
+    with pytest.raises(ValueError, match="scales or caps logits"):
+        check_expressible(config, find_layout("vllm", config))
+
+
+def test_the_entry_point_is_there():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module, name = points["poss_lightning"].split(":")
+    assert getattr(import_module(module), name) is plugin.register
+    module, name = plugin.MODEL.split(":")
+    assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()

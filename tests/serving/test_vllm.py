@@ -1,0 +1,198 @@
+"""Laws in vLLM itself: its answers stay the target's own, and each round drafts what ours drafts on a chain.
+
+They need vLLM, so they run by `make test-vllm` alone.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.interop.convert import convert
+from poss_lightning.interop.layouts import find_layout
+from poss_lightning.serving import plugin
+from poss_lightning.target import embedded
+from poss_lightning.target.model import Target
+from tests.support.serving import answer_plainly, draft_here, serve, teach
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
+
+PROMPTS = [[5, 6, 7, 8], [9] * 11, list(range(20, 60))]
+LIMIT = 48
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "head_dim": 32}  # as vLLM's kernels need
+
+
+@dataclass
+class Case:
+    """A draft, and how many tokens vLLM shall draft a round."""
+
+    allocation: list[int]
+    config: dict = field(default_factory=dict)
+    smaller: bool = False  # a vocabulary without every seventh token
+    depth: int = 6
+    plugin: bool = True  # whether vLLM alone cannot load it
+
+
+CASES = {
+    "eagle": Case([6], plugin=False),
+    "eagle3": Case([6], {"kind": "eagle3"}, plugin=False),
+    "poss-2": Case([2, 2, 2]),
+    "uneven": Case([1, 3, 2]),
+    "past the end": Case([1, 2], depth=5),
+    "not to the end": Case([2, 2, 2], depth=3),
+    "one token": Case([2, 2], depth=1),
+    "order": Case([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}),
+    "shared": Case([2, 2, 2], {"kv": "shared"}),
+    "vocabulary": Case([2, 2, 2], smaller=True),
+    "single layer with a vocabulary": Case([6], smaller=True),
+    "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
+    "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0}),
+    "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny target of sizes that vLLM's attention takes."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model(**SIZES).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder) -> Target:
+    return Target.load(str(folder), "float32", "cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """What vLLM answers without a draft."""
+    return serve(folder, PROMPTS, LIMIT)
+
+
+def make_draft(case: Case, target: Target) -> Specialists:
+    every = torch.arange(target.spec.vocab_size)
+    vocabulary = every[every % 7 > 0] if case.smaller else None
+    draft = tiny_draft(target, case.allocation, depth=6, vocabulary=vocabulary, **case.config)
+    draft.scale.uniform_(0.5, 2)
+    teach(draft, target, PROMPTS, LIMIT)
+    return draft
+
+
+def test_the_target_answers_there_as_here(target, plain):
+    assert [answer.tokens for answer in plain] == [answer.tokens for answer in answer_plainly(target, PROMPTS, LIMIT)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
+    case = CASES[name]
+    draft = make_draft(case, target)
+    assert find_layout("vllm", draft.config).states_draft == case.plugin
+    draft.save_pretrained(tmp_path / "ours")
+    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
+    method = "eagle3" if draft.config.kind == "eagle3" else "eagle"
+    served = serve(folder, PROMPTS, LIMIT, tmp_path / "served", method, case.depth)
+    ours = draft_here(target, draft, PROMPTS, LIMIT, case.depth)
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
+    assert served == ours
+    lengths = [count for answer in served for count in answer.accepted]
+    assert len(set(lengths)) > min(case.depth, 2)  # with all rounds alike, the law would say little
+
+
+@cache
+def embedded_target() -> Target:
+    return Target.load("embedded", "float32", "cpu")
+
+
+@pytest.mark.parametrize("name", ["embedded-hass", "embedded-poss2"])
+def test_shipped_drafts_are_served(name, tmp_path):
+    target = embedded_target()
+    questions = read_suites(limit=1)
+    prompts = [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    convert(name, str(tmp_path / "served"), output_format="vllm")
+    served = serve(embedded.folder(), prompts, LIMIT, tmp_path / "served")
+    assert served == draft_here(target, Specialists.from_pretrained(name), prompts, LIMIT, 6)
+    plain = serve(embedded.folder(), prompts, LIMIT)
+    assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
+
+
+# --- what it refuses ---
+
+
+def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
+    from poss_lightning.serving import engine
+
+    config = SimpleNamespace(use_v2_model_runner=False)
+    engine.check_engine(config)
+    monkeypatch.setattr(engine.vllm, "__version__", "0.99.1")
+    with pytest.raises(RuntimeError, match=r"^vLLM is 0\.99\.1; specialists were tested with 0\.32: .*$"):
+        engine.check_engine(config)
+
+
+class Builder:
+    """What both model runners ask of a builder of attention metadata."""
+
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, v2: bool):
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=v2)
+
+    def build(self, *_):
+        return SimpleNamespace()
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        return self.build(0, common_attn_metadata)
+
+    def update_draft_decode_metadata(self, metadata):
+        pass
+
+
+def counting(v2: bool, supported: bool = True):
+    """A builder of a layer whose steps are counted."""
+    from poss_lightning.serving.engine import count_steps
+
+    kind = type("Kind", (Builder,), {"supports_draft_decode_metadata_update": supported})
+    backend = type("Backend", (), {"get_builder_cls": lambda: kind, "get_name": lambda: "NAME"})
+    attention = SimpleNamespace(attn_backend=backend)
+    count_steps(attention)
+    return attention.attn_backend.get_builder_cls()(v2)
+
+
+def test_either_runner_counts_the_steps():
+    """V1 says which step it builds for; V2 builds once a round, and updates once a step."""
+    builder = counting(v2=False)
+    assert [builder.build_for_drafting(None, step).draft_index for step in range(3)] == [0, 1, 2]
+    builder = counting(v2=True)
+    metadata = builder.build(0, None)
+    steps = [metadata.draft_index]
+    for _ in range(2):
+        builder.update_draft_decode_metadata(metadata)
+        steps.append(metadata.draft_index)
+    assert steps == [0, 1, 2] and builder.build(0, None).draft_index == 0
+
+
+def test_a_backend_that_rebuilds_on_v2_is_refused():
+    with pytest.raises(RuntimeError, match="backend NAME does not count draft steps on vLLM's V2"):
+        counting(v2=True, supported=False)
+    counting(v2=False, supported=False)
+
+
+def test_a_method_of_another_kind_is_refused(target, folder, tmp_path):
+    tiny_draft(target, [2, 2]).save_pretrained(tmp_path / "ours")
+    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
+    with pytest.raises(ValueError, match="is of kind eagle2, and method is 'eagle3'; it must be 'eagle'"):
+        serve(folder, PROMPTS, 2, tmp_path / "served", "eagle3")
+
+
+def test_the_installed_plugin_is_found():
+    from vllm.plugins import load_plugins_by_group
+
+    assert load_plugins_by_group("vllm.general_plugins")["poss_lightning"] is plugin.register

@@ -1,0 +1,151 @@
+"""vLLM and our engine over the same prompts, round by round; and tiny drafts that their target accepts."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.decoder import Progress
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.target.model import Target
+
+SETTINGS = {  # of vLLM, where the user set none
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process, to be watched
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+for name, value in SETTINGS.items():
+    os.environ.setdefault(name, value)
+
+
+@dataclass
+class Answer:
+    """What one prompt got: all new tokens, and every round as (new tokens before it, drafted tokens).
+
+    So rounds that are equal accepted the same numbers of tokens.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafted tokens that were accepted, round by round."""
+        ends = [before for before, _ in self.rounds[1:]] + [len(self.tokens)]
+        return [end - before - 1 for (before, _), end in zip(self.rounds, ends, strict=True)]
+
+
+def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
+    """Our engine's answers, on chains, one prompt at a time."""
+    engine = Speculative(target, draft, depth, nodes=depth + 1, tree_width=1, int8_head=False)
+    answers = []
+    for prompt in prompts:
+        answer = Answer()
+
+        def watch(step: Progress, answer: Answer = answer) -> None:
+            if step.tree is not None:
+                answer.rounds.append((len(answer.tokens), step.tree.tokens[0, 1:].tolist()))
+            answer.tokens += step.tokens[0]
+
+        engine.decode([prompt], limit, frozenset(), watch=watch)
+        answers.append(answer)
+    return answers
+
+
+def answer_plainly(target: Target, prompts: list[list[int]], limit: int) -> list[Answer]:
+    """The target's own answers, from our engine."""
+    return [Answer(decoded.tokens) for decoded in Autoregressive(target).decode(prompts, limit, frozenset())]
+
+
+@contextmanager
+def vllm_engine(target: Path, context: int, **options) -> Iterator:
+    """vLLM in this process, in float32, without what would hide or reorder rounds; `options` are of its `LLM`."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    engine = LLM(
+        str(target),
+        dtype="float32",
+        max_model_len=context,
+        max_num_seqs=8,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        gpu_memory_utilization=0.3,
+        disable_log_stats=False,
+        **options,
+    )
+    try:
+        yield engine
+    finally:
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def serve(
+    target: Path, prompts: list[list[int]], limit: int, draft: Path | None = None, method: str = "eagle", depth: int = 6
+) -> list[Answer]:
+    """vLLM's answers to all prompts at once; its rounds are read where they reach the scheduler."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    rounds: dict[str, list[tuple[int, list[int]]]] = {}
+    told = Scheduler.update_draft_token_ids
+
+    def watch(scheduler, drafted) -> None:
+        for name, tokens in zip(drafted.req_ids, drafted.draft_token_ids, strict=True):
+            if (request := scheduler.requests.get(name)) and not request.is_finished():
+                rounds.setdefault(name.split("-")[0], []).append((request.num_output_tokens, list(tokens)))
+        told(scheduler, drafted)
+
+    options = {}
+    if draft is not None:
+        options["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": depth}
+    sampling = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False)
+    Scheduler.update_draft_token_ids = watch
+    try:
+        context = max(map(len, prompts)) + limit + 2 * depth  # near its end vLLM drafts nothing
+        with vllm_engine(target, context, **options) as engine:
+            requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+            outputs = engine.generate(requests, sampling, use_tqdm=False)
+    finally:
+        Scheduler.update_draft_token_ids = told
+    return [Answer(list(output.outputs[0].token_ids), rounds.get(output.request_id, [])) for output in outputs]
+
+
+def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: int, steps: int = 150) -> None:
+    """Let a draft learn what its target answers to these prompts, so that rounds of every length happen."""
+    config, embed_head = draft.config, target.embed_head.restrict(draft.vocabulary)
+    ids = torch.arange(target.spec.vocab_size) if draft.vocabulary is None else draft.vocabulary
+    rows = torch.full((target.spec.vocab_size,), -100)  # what the loss passes over
+    rows[ids] = torch.arange(len(ids))
+    texts = [
+        prompt + answer.tokens for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True)
+    ]
+    samples = []
+    for tokens in map(torch.tensor, texts):
+        with torch.no_grad():
+            features, inner = target.text_layers(tokens[None], config.layers or (1,))
+        samples.append((tokens[None], inner.flatten(2) if config.reads_inner_layers else features))
+    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
+    for step in range(steps):
+        tokens, draft_input = samples[step % len(samples)]
+        outputs = draft(embed_head.embed(tokens[:, 1:]), draft_input[:, :-1], config.depth)
+        losses = [
+            cross_entropy(draft.logits(output[0, k:-1], embed_head), rows[tokens[0, 2 + k :]])
+            for k, output in enumerate(outputs)
+        ]
+        optimizer.zero_grad()
+        sum(losses).backward()
+        optimizer.step()
+    draft.requires_grad_(False)
