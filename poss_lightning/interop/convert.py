@@ -101,7 +101,8 @@ def parse_published(
     Raises:
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
-    check_names(tensors, layout, len(allocation))
+    fused = 3 if layout.kind == "eagle3" and published.get("fc_norm") else 0
+    check_names(tensors, layout, len(allocation), fused)
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
     config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids))
     check_frozen(tensors, target.embed_head, layout)

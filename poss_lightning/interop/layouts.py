@@ -29,6 +29,7 @@ NAMES = {  # by kind of draft: tensors with the same name as ours, and the names
     "eagle2": (("fc.weight", "fc.bias"), LAYER),
     "eagle3": (("fc.weight", "norm.weight", "lm_head.weight"), LAYER | NORMS),
 }
+FC_NORM = "fc_norm.{}.weight"  # both ours and theirs, one a fused layer
 OPTIONAL = ("fc.bias",)  # zeros where it is missing
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
@@ -53,6 +54,7 @@ class Layout:
         bias: where fc's bias is: in "fc" if it is not all zeros, in "fc" "always", or in the biases of "attention".
         even: whether the loading code assumes that a head is hidden_size / heads wide.
         vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
+        switches: whether its code knows `fc_norm` and `norm_output` (EAGLE-3.1).
         states_draft: whether its config.json holds ours, and so any allocation, order and kv.
     """
 
@@ -68,6 +70,7 @@ class Layout:
     bias: str = "fc"
     even: bool = True
     vocabulary: str | None = None
+    switches: bool = False
     states_draft: bool = False
 
     @property
@@ -77,9 +80,10 @@ class Layout:
         layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
         return {name: name for name in same} | layer
 
-    def number_names(self, layers: int) -> dict[str, str]:
-        """Ours -> theirs, for a draft with that many layers."""
-        return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in self.names.items()}
+    def number_names(self, layers: int, normed: int = 0) -> dict[str, str]:
+        """Ours -> theirs, for a draft with that many layers, and with a norm for so many of the target's."""
+        norms = {FC_NORM.format(i): FC_NORM.format(i) for i in range(normed)}
+        return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in self.names.items()} | norms
 
     def count_layers(self, tensors: Iterable[str]) -> int:
         """How many layers a file has, from its tensors' names: up to the last layer with a tensor."""
@@ -126,7 +130,9 @@ SERVED = {
         vocabulary="d2t",
         states_draft=True,
     ),
-    "eagle3": replace(EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, states_draft=True),
+    "eagle3": replace(
+        EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, switches=True, states_draft=True
+    ),
 }
 
 
@@ -139,7 +145,8 @@ def find_layout(output_format: str, config: DraftConfig) -> Layout:
     smaller = config.kind == "eagle2" and config.vocabulary_size is not None
     if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
         return SERVED[config.kind]
-    return EAGLE3 if config.kind == "eagle3" and output_format in ("vllm", "sglang") else LAYOUTS[output_format]
+    engine = config.kind == "eagle3" and output_format in ("vllm", "sglang")
+    return replace(EAGLE3, switches=True) if engine else LAYOUTS[output_format]
 
 
 def check_expressible(config: DraftConfig, layout: Layout) -> None:
@@ -150,6 +157,11 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         takes = "eagle3 or speed" if config.kind == "eagle3" else "eagle, hass and poss"
         raise ValueError(
             f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} can express it"
+        )
+    if (config.fc_norm or config.norm_output) and not layout.switches:
+        raise ValueError(
+            "it has fc_norm or norm_output (EAGLE-3.1), which this layout's code does not know; --output_format vllm "
+            "or sglang can express it"
         )
     if layers > 1 and not layout.several:
         raise ValueError(

@@ -12,7 +12,8 @@ from poss_lightning.target.spec import TargetSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 OURS = "poss_lightning"  # our config, where a layout has a place for it
-UNSUPPORTED = ("norm_before_residual", "norm_output")  # switches of EAGLE-3 drafts that compute something else
+SWITCHES = ("fc_norm", "norm_output")  # of EAGLE-3.1
+UNSUPPORTED = ("norm_before_residual", "norm_before_fc")  # of EAGLE-3 drafts that compute something else
 
 
 def parse(
@@ -59,6 +60,8 @@ def parse(
         vocabulary_size=None if vocabulary_size == spec.vocab_size else vocabulary_size,
         kv=layout.kv,
         kind=layout.kind,
+        fc_norm=layout.kind == "eagle3" and bool(published.get("fc_norm")),
+        norm_output=layout.kind == "eagle3" and bool(published.get("norm_output")),
         rope_theta=None if _is_same(theta, spec.rope_theta) else theta,
     )
     check_layers(config)
@@ -107,6 +110,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "tie_word_embeddings": tied and not own_head,  # else SGLang uses the embedding as a draft's own head
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "vocab_size": spec.vocab_size,
+        **{name: True for name in SWITCHES if getattr(config, name)},
         **own_head,
         **bias,
         **ours,

@@ -136,11 +136,13 @@ class Specialists(nn.Module):
             _make_cache(layer, draft.target.head_dim, vllm_config, f"{name}.self_attn.attn")
             for layer, name in list(zip(layers, names, strict=True))[:cached]
         )
+        if draft.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=draft.target.norm_eps) for _ in draft.layers)
         if draft.own_head:
             self.norm = RMSNorm(width, eps=draft.target.norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head reads, and the predicted features (S, D each), of tokens (S,) with features on their left."""
+        """What the head and the next position read, (S, D) each, of tokens (S,) with features on their left."""
         position = draft_position(self.caches[0])
         z = self._join(self.embed_tokens(input_ids), features)
         serving = self.draft.specialist_at(position)
@@ -148,7 +150,15 @@ class Specialists(nn.Module):
             layer = self._layer(maker)
             write_keys_values(self._cache(maker), *layer.keys_values(positions, layer.attention_input(z)))
         predicted = self._layer(serving)(positions, z, self._cache(serving))
-        return (self.norm(predicted) if self.draft.own_head else predicted), predicted
+        read = self.norm(predicted) if self.draft.own_head else predicted
+        return read, read if self.draft.norm_output else predicted
+
+    def fuse(self, layers: Tensor) -> Tensor:
+        """Outputs of the target's inner layers, side by side, as features: (S, R) -> (S, D)."""
+        if self.draft.fc_norm:
+            parts = layers.chunk(len(self.fc_norm), dim=-1)
+            layers = torch.cat([norm(x.contiguous()) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(layers)
 
     def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
         joined = torch.cat([embedded, features], dim=-1)
@@ -212,7 +222,7 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         """Outputs of three inner layers as features: (S, 3D) -> (S, D). Only vLLM's method eagle3 asks."""
-        return self.model.fc(hidden_states)
+        return self.model.fuse(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Returns the parameters it loaded, so that vLLM names those that the file lacks."""
@@ -222,6 +232,7 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
 NAMES = WeightsMapper(
     orig_to_new_prefix={
         "fc.": "model.fc.",
+        "fc_norm.": "model.fc_norm.",
         "norm.": "model.norm.",
         "layers.": "model.layers.",
         "d2t": "draft_id_to_target_id",

@@ -192,9 +192,9 @@ ENGINES = {
     "bias": False,  # SGLang's fc has one where this is true; attention in both
     "attention_bias": None,
     "norm_before_residual": None,  # vLLM: the residual goes on from h itself
-    "norm_output": None,  # both: what is fed back is what stands before the norm
+    "norm_output": None,  # both: what is fed back is what stands before the norm, or behind it where this is true
     "norm_before_fc": None,
-    "fc_norm": None,
+    "fc_norm": None,  # both: a norm for each fused layer where this is true
     "target_hidden_size": None,  # else hidden_size
     "num_aux_hidden_states": None,  # else 3
     "eagle_config": None,  # else layers 2, half, and all less 3, as counted here; vLLM and SGLang count it differently
@@ -226,6 +226,24 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
     agree(tmp_path / "theirs", draft, deep)
 
 
+@pytest.mark.parametrize("switches", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_switches_of_eagle_3_1_travel_to_engines_and_back(convert, deep, tmp_path, engine, switches):
+    draft = tiny_draft(deep, [7], kind="eagle3", detach=False, **switches)
+    draft.scale.uniform_(0.5, 2)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
+    given = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert {name: given[name] for name in ("fc_norm", "norm_output") if name in given} == switches
+    agree(tmp_path / "theirs", draft, deep)
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle3")
+    back = Specialists.from_pretrained(tmp_path / "back")
+    assert (back.config.fc_norm, back.config.norm_output) == (draft.config.fc_norm, draft.config.norm_output)
+    agree(tmp_path / "theirs", back, deep)
+    with pytest.raises(ValueError, match="code does not know; --output_format vllm or sglang can express it"):
+        convert(tmp_path / "ours", tmp_path / "eagle3", "--output_format", "eagle3")
+
+
 # --- what is refused, in one line ---
 
 
@@ -246,6 +264,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
         ({"t2d": torch.ones(107, dtype=torch.bool)}, "t2d is torch.bool [107]; it must be torch.bool [320]"),
         ({"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "d2t and t2d contradict each other in 213 of 320 ids"),
         ({KEY: 106}, "draft_vocab_size is 106; a draft of ours for"),
+        ({"fc_norm": True}, "fc_norm.0.weight is missing (and 2 more)"),
         ({"norm_before_residual": True}, "norm_before_residual is True; a draft of ours for"),
         ({FUSED_BY: [1, 4, 7]}, "ids is [1, 4, 7]; a draft of ours for"),
         ({"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),

@@ -29,6 +29,7 @@ DRAFTS = [
     ([6], {}, True),
     ([2, 2, 2], {"kind": "eagle3"}, False),
     ([3, 3], {"kind": "eagle3", "kv": "shared"}, True),
+    ([3, 3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, False),
 ]
 NORMS = ("input_layernorm", "hidden_norm")
 
@@ -63,6 +64,8 @@ def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, alloca
     names = {f"layers.{index}.{name}" for index in range(len(allocation)) for name in SHAPES}
     normed = {f"layers.{index}.{name}.weight" for index in range(len(allocation)) for name in NORMS}
     own = {"fc.weight", "norm.weight", "lm_head.weight"} if kind == "eagle3" else {"fc.weight", "fc.bias"}
+    if draft.config.fc_norm:
+        own |= {f"fc_norm.{i}.weight" for i in range(3)}
     cut = {"d2t", "t2d", "lm_head.weight"} if smaller else set()
     assert tensors.keys() == names | own | cut | (normed if kind == "eagle3" else set())
     if smaller:

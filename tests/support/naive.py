@@ -317,13 +317,18 @@ class PublishedEagle3(PublishedDraft):
         Args:
             tokens: as above; read: (T, 3D), outputs of the target's layers low, middle and high, side by side.
         """
+        if self.config.get("fc_norm"):
+            thirds = read.chunk(3, dim=-1)
+            read = torch.cat([self.norm(f"fc_norm.{i}", third) for i, third in enumerate(thirds)], dim=-1)
         h, said, cache = self.linear("fc", read), [], []
         for k in range(depth):
             of, e = self.names[min(k, len(self.names) - 1)], embedding[tokens[: len(h)]].float()
             joined = torch.cat([self.norm(f"{of}.input_layernorm", e), self.norm(f"{of}.hidden_norm", h)], dim=-1)
-            h = torch.cat([h, self.rest(of, h + self.attend(of, joined, cache))[-1:]])
+            output = self.rest(of, h + self.attend(of, joined, cache))[-1:]
+            normed = self.norm("norm", output)
+            h = torch.cat([h, normed if self.config.get("norm_output") else output])
             said.append(torch.full((len(embedding),), -torch.inf))
-            for row, logit in enumerate(self.linear("lm_head", self.norm("norm", h[-1]))):
+            for row, logit in enumerate(self.linear("lm_head", normed[0])):
                 offset = int(self.tensors["d2t"][row]) if "d2t" in self.tensors else 0
                 said[-1][row + offset] = logit
         return said
