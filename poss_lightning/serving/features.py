@@ -20,7 +20,7 @@ from poss_lightning.features.reading import TargetReader, TextFeatures
 from poss_lightning.target.model import Target
 
 LOCK = ".lock"  # behind the name of a file: held by the worker until the file is complete
-PROBE = 24  # tokens of the text by which engine and target are compared
+PROBE = 24  # tokens, from all over the vocabulary, of the text by which engine and target are compared
 Engine = Callable[[list[list[int]]], list[str]]  # reads texts; returns the file of each
 
 
@@ -49,7 +49,7 @@ class EngineReader:
         self.target, self.layers = target, layers
         self.written = tuple(sorted({*layers, target.config.num_hidden_layers}))
         self._norm = copy.deepcopy(final_norm(target))
-        probe = [token % target.spec.vocab_size for token in range(min(PROBE, target.spec.context))]
+        probe = [place * target.spec.vocab_size // PROBE for place in range(min(PROBE, target.spec.context))]
         expected = TargetReader(target, layers).read([probe])
         self._engine = start(self.written)
         for name, theirs, ours in zip(TextFeatures._fields, self.read([probe]), expected, strict=True):
