@@ -10,6 +10,9 @@ STAMP  := $(VENV)/.installed
 #     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
 TORCH  ?= torch==2.13.0
 
+# of the environment that has vLLM
+VLLM   ?= .venv-vllm/bin
+
 # what `make wheel-demo` empties, and installs into
 EMPTY  := /tmp/poss-wheel
 
@@ -20,7 +23,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(addprefix tests/,test_losses.py test_machine.py test_metrics.py test_sampling.py target/test_target.py draft features/test_encoding.py training/test_muon.py decoding)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
+.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode bench-serve soak bench-train bench-features bench-plan digests coverage docs figures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -104,6 +107,9 @@ bench: setup  ## time extraction against its bare forward
 
 bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
 	$(BIN)/python -m benchmarks.decode $(ARGS)
+
+bench-serve:  ## vLLM's server on the prompts of a benchmark, where vLLM is installed; ARGS='OURS OUT -- --enforce-eager'
+	$(VLLM)/python -m benchmarks.serve $(ARGS)
 
 soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -37,6 +37,7 @@ LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 LIBRARIES = {
     "lightning": ("features.datamodule", "training", "evaluation.probe"),
     "transformers": ("target", "interop"),
+    "vllm": ("serving",),
 }
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
