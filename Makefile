@@ -10,9 +10,6 @@ STAMP  := $(VENV)/.installed
 #     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
 TORCH  ?= torch==2.13.0
 
-# of the environment that has vLLM
-VLLM   ?= .venv-vllm/bin
-
 # what `make wheel-demo` empties, and installs into
 EMPTY  := /tmp/poss-wheel
 
@@ -109,7 +106,7 @@ bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft
 	$(BIN)/python -m benchmarks.decode $(ARGS)
 
 bench-serve:  ## vLLM's server on the prompts of a benchmark, where vLLM is installed; ARGS='OURS OUT -- --enforce-eager'
-	$(VLLM)/python -m benchmarks.serve $(ARGS)
+	.venv-vllm/bin/python -m benchmarks.serve $(ARGS)
 
 soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
+# not `vllm serve`, which asks for a package named vllm, and the one for CPUs has another name
+VLLM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 HOST = "127.0.0.1"
 START, ANSWER, END = 900, 900, 30  # seconds: until it answers, for an answer, until it has ended by itself
 
@@ -37,12 +39,12 @@ class Server:
     """A server in a process group of its own, which ends with the context.
 
     Args:
-        arguments: what `vllm serve` gets; those with which it tells the accepted tokens are added.
+        arguments: the target, and options of `vllm serve`; those with which it tells the accepted tokens are added.
         log: file for what it says.
         program: what is started.
 
     Raises:
-        ValueError: it ended before it answered, or does not answer in time; the message has the log's last line.
+        ValueError: it ended before it answered, or does not answer in time; the message has the last error of its log.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, program: Sequence[str] = VLLM):
@@ -50,8 +52,8 @@ class Server:
         with socket.socket() as free:
             free.bind((HOST, 0))
             self.port = free.getsockname()[1]
-        own = ["--host", HOST, "--port", str(self.port), "--per-request-spec-decode-metrics", "detailed"]
-        self._command = [*program, *arguments, *own]
+        counting = ["--per-request-spec-decode-metrics", "detailed"] if "--speculative-config" in arguments else []
+        self._command = [*program, *arguments, "--host", HOST, "--port", str(self.port), *counting]
 
     def __enter__(self) -> "Server":
         with self.log.open("wb") as log:
@@ -87,10 +89,10 @@ class Server:
         began = time.monotonic()
         while True:
             if self._process.poll() is not None or time.monotonic() - began > START:
-                lines = self.log.read_text(errors="replace").split("\n")
-                last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+                lines = [line.strip() for line in self.log.read_text(errors="replace").split("\n")]
+                errors = [line for line in lines if re.search("[Ee]rror[:,] ", line)]
                 how = "does not answer" if self._process.poll() is None else "ended"
-                raise ValueError(f"the server {how} ({self.log}): {last}")
+                raise ValueError(f"the server {how}, see {self.log}" + "".join(f": {line}" for line in errors[-1:]))
             try:
                 return self._request("GET", "/health")
             except ConnectionError:

@@ -50,8 +50,8 @@ def test_a_server_answers_and_ends(tmp_path, answers):
         server.version()
 
 
-def test_a_server_that_does_not_start_is_told_of_by_its_last_words(tmp_path):
-    with pytest.raises(ValueError, match=r"the server ended \(.*log\): ValueError: no such model"):
+def test_a_server_that_does_not_start_is_told_of_by_its_last_error(tmp_path):
+    with pytest.raises(ValueError, match=r"the server ended, see .*log: ValueError: no such model$"):
         Server(["model"], tmp_path / "log", (*FAKE, str(tmp_path / "none"))).__enter__()
 
 

@@ -1,7 +1,7 @@
 """A stand-in for `vllm serve`: python fake_vllm.py ANSWERS [vLLM's arguments]. It knows its answers before.
 
 ANSWERS is JSON: of "plain" and of "draft" (where there is a --speculative-config) the response to each prompt. Without
-the file it ends at once, as vLLM does with a target that it cannot load.
+the file it ends at once, as vLLM does with a target that it cannot load; and where it shall count drafts without one.
 """
 
 import json
@@ -32,8 +32,9 @@ class Answers(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     file, *arguments = sys.argv[1:]
-    if not Path(file).exists():
-        print("loading\nValueError: no such model\n")
+    drafts, counts = ("--" + name in arguments for name in ("speculative-config", "per-request-spec-decode-metrics"))
+    if not Path(file).exists() or drafts != counts:
+        print("loading\nValueError: no such model\nFor further information visit https://errors.example\n")
         sys.exit(1)
-    Answers.known = json.loads(Path(file).read_text())["draft" if "--speculative-config" in arguments else "plain"]
+    Answers.known = json.loads(Path(file).read_text())["draft" if drafts else "plain"]
     ThreadingHTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Answers).serve_forever()
