@@ -4,13 +4,13 @@ vLLM's example connector finds the states in the cache and says where each file 
 and reports a text before its file is written. Here the copy and the file are made at once. Written against vLLM 0.32.
 """
 
+# pyright: reportMissingImports=false
 import os
 
 import torch
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
-    ExampleHiddenStatesConnectorMetadata,
     PendingSave,
     extract_from_kv_cache,
 )
@@ -21,12 +21,12 @@ class FeatureConnector(ExampleHiddenStatesConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Write the texts that the scheduler calls finished; their blocks may then be used again."""
-        metadata = self._get_connector_metadata() if self.has_connector_metadata() else None
-        if not self._is_tp_rank_zero or not isinstance(metadata, ExampleHiddenStatesConnectorMetadata):
+        if not self._is_tp_rank_zero or not self.has_connector_metadata():
             return None, None
-        for pending in metadata.pending_saves:
+        finished = self._get_connector_metadata().pending_saves
+        for pending in finished:
             self._write(pending)
-        return {pending.req_id for pending in metadata.pending_saves} or None, None
+        return {pending.req_id for pending in finished} or None, None
 
     def _write(self, pending: PendingSave) -> None:
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)

@@ -21,6 +21,7 @@ from poss_lightning.target.model import Target
 
 LOCK = ".lock"  # behind the name of a file: held by the worker until the file is complete
 PROBE = 24  # tokens, from all over the vocabulary, of the text by which engine and target are compared
+TESTED = "0.32"  # versions of vLLM
 Engine = Callable[[list[list[int]]], list[str]]  # reads texts; returns the file of each
 
 
@@ -148,13 +149,14 @@ class Vllm:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # files are written while this process waits for them
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token behind a text is drawn, and never read
         try:
-            from vllm import LLM, SamplingParams
+            import vllm  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(f"engine is 'vllm', which cannot be imported here ({error}): pip install vllm") from error
+        self._name = f"vLLM {vllm.__version__} (tested: {TESTED})"
         self._folder = tempfile.TemporaryDirectory(prefix="poss-states-")
-        self._one_token = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        self._one_token = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         try:
-            self._model = LLM(
+            self._model = vllm.LLM(
                 target.model.name_or_path,
                 skip_tokenizer_init=True,
                 load_format="safetensors",
@@ -176,10 +178,13 @@ class Vllm:
                     "kv_connector_extra_config": {"shared_storage_path": self._folder.name},
                 },
             )
-        except RuntimeError as error:
-            raise ValueError(f"vLLM does not start with target {target.spec.name!r}: {error}") from error
+        except (RuntimeError, ImportError) as error:  # of another version the connector may not find its parent
+            raise ValueError(f"{self._name} does not start with target {target.spec.name!r}: {error}") from error
 
     def __call__(self, texts: list[list[int]]) -> list[str]:
         prompts = [{"prompt_token_ids": text} for text in texts]
-        outputs = self._model.generate(prompts, self._one_token, use_tqdm=False)
+        try:
+            outputs = self._model.generate(prompts, self._one_token, use_tqdm=False)
+        except Exception as error:  # its processes died, for whatever reason
+            raise ValueError(f"{self._name} ended while it read texts; its log says why: {error}") from error
         return [output.kv_transfer_params["hidden_states_path"] for output in outputs]
