@@ -29,6 +29,7 @@ from poss_lightning.serving.client import VLLM, ServedAnswer, Server
 from poss_lightning.target.model import Target
 
 Program = tuple[str, ...]
+SLACK = 64  # vLLM drafts nothing that might stand behind the longest text
 METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # vLLM's names of our kinds
 
 
@@ -122,7 +123,7 @@ def serve(
     """Start a server for each method in turn; return its version, the methods' facts, and what was measured by load."""
     run: dict[str, Any] = source.run or {}
     limit, stops = run["config"]["max_new_tokens"], sorted(target.chat.stops)
-    longest = max(len(prompt.tokens) for prompt in prompts) + limit + 1
+    longest = max(len(prompt.tokens) for prompt in prompts) + limit + SLACK
     common = [target.model.name_or_path, "--dtype", run["config"]["dtype"], "--max-model-len", str(longest)]
     common += ["--no-enable-prefix-caching", "--generation-config", "vllm", *extra]
     methods: dict[str, dict[str, Any]] = {"vllm": {}}
