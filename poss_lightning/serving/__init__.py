@@ -1,0 +1,1 @@
+"""Drafts in serving engines: a plugin for vLLM (docs/serving.md)."""

@@ -25,9 +25,9 @@ LEVELS = {
     2: {"target"},
     3: {"corpus"},
     4: {"draft", "features"},
-    5: {"training", "decoding", "interop", "serving"},
-    6: {"evaluation", "extract"},
-    7: {"reports"},
+    5: {"training", "decoding", "interop"},
+    6: {"evaluation", "serving"},
+    7: {"reports", "extract"},
     8: {"demo", "sweep"},
     9: {"cli"},
 }

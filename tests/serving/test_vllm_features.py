@@ -26,8 +26,9 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def reader(target) -> Reader:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    with pytest.MonkeyPatch.context() as environment:  # the reader sets more, which other tests shall not see
+        for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "1")):
+            environment.setenv(name, value)
         return vllm_reader(target, LAYERS, max_length=SIZES["max_length"], tensor_parallel=1, device="cpu")
 
 
