@@ -129,6 +129,9 @@ bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft
 bench-gpu: setup  ## what a GPU takes, all in one; without one: POSS_DEVICE=cpu, every line at tiny sizes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
+bench-serve:  ## vLLM's server on the prompts of a benchmark, where vLLM is installed; ARGS='OURS OUT -- --enforce-eager'
+	.venv-vllm/bin/python -m benchmarks.serve $(ARGS)
+
 soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 

@@ -18,7 +18,7 @@ from poss_lightning.draft.specialists import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import Record, read_records
 from poss_lightning.evaluation.replay import replay
-from poss_lightning.features.extract import extract
+from poss_lightning.extract import extract
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.training.fit import fit_once
 

@@ -15,7 +15,7 @@ import torch
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.features.extract import extract
+from poss_lightning.extract import extract
 from poss_lightning.files import atomic
 from poss_lightning.machine import best_seconds, choose_device
 from poss_lightning.reports.compare import compare

@@ -16,11 +16,10 @@ import pytest
 import torch
 import yaml
 
-from poss_lightning import __version__, cli
+from poss_lightning import __version__, cli, extract
 from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.features import extract
 from poss_lightning.training.fit import FINISHED, fit_once
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 

@@ -25,7 +25,7 @@ from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import rounds
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import BASELINES, NAMES, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.records import NAMES, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic
@@ -34,6 +34,7 @@ from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
+HERE = ("autoregressive", "generate", "lookup")  # baselines that decode in this process
 logger = logging.getLogger(__name__)
 
 
@@ -137,7 +138,7 @@ def check(config: dict) -> Sampling:
         ValueError: an option is out of its range; the message names it.
     """
     baselines, max_new_tokens, repeats = config["baselines"], config["max_new_tokens"], config["repeats"]
-    if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(BASELINES)):
+    if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(HERE)):
         raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
     if max_new_tokens < 1 or repeats < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens} and repeats {repeats}; both must be at least 1")

@@ -22,7 +22,7 @@ from poss_lightning.evaluation.cells import packed_cells, packed_rows
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
 DRAFT_FACTS = ("weights", "depth", "nodes", "tree_width")  # of a method in run.json: what makes its rounds
-BASELINES = ("autoregressive", "generate", "lookup")  # methods without rounds: our own loop, and transformers'
+BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
 
 
 @dataclass(frozen=True)

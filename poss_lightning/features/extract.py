@@ -1,4 +1,4 @@
-"""Precompute the target's features of a corpus: `poss extract`.
+"""Write the feature store of a corpus.
 
 The work is planned first (order, batches, shards) from the corpus alone. So any number of processes may share the
 shards, a killed process is replaced by giving the command again, and the bytes are always the same.
@@ -7,14 +7,14 @@ shards, a killed process is replaced by giving the command again, and the bytes 
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
+from poss_lightning.corpus.readers import Conversation, CorpusError
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
     EMBED_HEAD,
@@ -23,12 +23,11 @@ from poss_lightning.features.manifest import (
     StoreError,
     check,
     is_finished,
-    verify_files,
 )
-from poss_lightning.features.remote import local_copy
+from poss_lightning.features.reading import Reader, TargetReader
 from poss_lightning.features.shards import TokenizedText, write_shard
 from poss_lightning.files import atomic
-from poss_lightning.ranks import Rank, device_of, order, this_rank
+from poss_lightning.ranks import Rank, order
 from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work, differences
@@ -36,70 +35,6 @@ from poss_lightning.work import Work, differences
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
 logger = logging.getLogger(__name__)
-
-
-def extract(
-    corpus: str,
-    out: str,
-    target: str = "embedded",
-    split: str = "train",
-    limit: int | None = None,
-    max_length: int = 2048,
-    batch_tokens: int = 4096,
-    shard_mb: int = 512,
-    dtype: str = "auto",
-    device: str = "auto",
-    stored: Literal["exact", "float8"] = "exact",
-    layers: list[int] | None = None,
-    verify: bool = False,
-) -> None:
-    """Write the feature store of a corpus.
-
-    A killed run goes on where it stopped when the command is given again, and ends with the same bytes. Started by
-    torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
-
-    Args:
-        corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
-        out: folder to write.
-        target: "embedded", a local folder or a hub id.
-        split: of a hub data set.
-        limit: read that many conversations only.
-        max_length: tokens a conversation is cut at; the target's context at most.
-        batch_tokens: tokens of a forward, padding included.
-        shard_mb: size of a shard, in MiB of features.
-        dtype: of the target and of the features when they are read back: auto (what this device multiplies fastest),
-            bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these; with several ranks on a machine, cuda is each
-            one's own GPU.
-        stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
-        layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
-            all, and all less 3.
-        verify: only read the finished store `out`, or the address of one, and check every byte of it.
-    """
-    if verify:
-        verify_files(local_copy(out))
-        return print(f"{out}: every file is as it was written")
-    if "://" in out:
-        raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
-    for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    rank = this_rank()
-    conversations = read_conversations(corpus, split, limit)
-    write_store(
-        Path(out),
-        Target.load(target, dtype, device_of(rank, device)),
-        conversations,
-        max_length=max_length,
-        batch_tokens=batch_tokens,
-        shard_bytes=shard_mb * 2**20,
-        stored=stored,
-        layers=tuple(layers or ()),
-        rank=rank,
-    )
-    if rank.rank == 0 and is_finished(Path(out)):
-        manifest = Manifest.load(Path(out))
-        print(f"{out}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
 
 
 def write_store(
@@ -113,8 +48,12 @@ def write_store(
     stored: str = "exact",
     layers: tuple[int, ...] = (),
     rank: Rank = Rank(),  # noqa: B008, it is a tuple
+    reader: Callable[[Target, tuple[int, ...]], Reader] = TargetReader,
 ) -> None:
-    """Write the store of conversations, or this rank's share of it; see `extract`.
+    """Write the store of conversations, or this rank's share of it; see `poss extract`.
+
+    Args:
+        reader: makes what reads the texts, of target and layers, when there is something to read.
 
     Raises:
         StoreError: `folder` holds something else, or another store.
@@ -133,7 +72,7 @@ def write_store(
         return work.clear()  # the process that finished it may have been killed before it did
     _check_place(folder, work)
     work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
-    _write_shards(folder, work, target, shards, stored, layers, rank)
+    _write_shards(folder, work, reader(target, layers), shards, stored, rank)
     entries = [entry for number in range(len(shards)) if (entry := _entry(folder, work, number))]
     if (missing := len(shards) - len(entries)) and not is_finished(folder):
         others = f"{missing} of {len(shards)} shards are with other processes, the last of which finishes it"
@@ -193,9 +132,7 @@ def _check_place(folder: Path, work: Work) -> None:
         raise StoreError(f"{folder} is not empty, and no beginning of a store: choose another folder")
 
 
-def _write_shards(
-    folder: Path, work: Work, target: Target, shards: list[Shard], stored: str, layers: tuple[int, ...], rank: Rank
-) -> None:
+def _write_shards(folder: Path, work: Work, reader: Reader, shards: list[Shard], stored: str, rank: Rank) -> None:
     """Write this rank's share of the shards, and those that no other process is at."""
     sizes = [sum(len(text.tokens) for batch in shard for text in batch) for shard in shards]
     with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0) as bar:
@@ -206,7 +143,7 @@ def _write_shards(
             path = shard_path(folder, number)
             with work.part(path.stem) as acquired:
                 if acquired and not _is_done(folder, work, number):
-                    entry = write_shard(path, target, shards[number], stored, layers, bar)
+                    entry = write_shard(path, reader, shards[number], stored, bar)
                     work.write_receipt(path.stem, asdict(entry))
                 else:
                     bar.update(sizes[number])

@@ -1,7 +1,8 @@
-"""Writing a shard: the target reads batch after batch, and a thread hashes and writes what it read."""
+"""Writing a shard: batch after batch is read, and a thread hashes and writes what was read."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,10 @@ from tqdm import tqdm
 
 from poss_lightning.features.encoding import encode
 from poss_lightning.features.manifest import FileEntry
+from poss_lightning.features.reading import Reader
 from poss_lightning.features.store import schema
 from poss_lightning.files import Hashed, atomic
-from poss_lightning.target.generation import pad_right
-from poss_lightning.target.model import Target
+from poss_lightning.target.spec import EmbedHead
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,13 @@ class TokenizedText:
     spans: list[tuple[int, int]]
 
 
-def write_shard(
-    path: Path, target: Target, batches: list[list[TokenizedText]], stored: str, layers: tuple[int, ...], bar: tqdm
-) -> FileEntry:
-    """Read batches of texts with the target and write their shard, complete or not at all."""
+def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm) -> FileEntry:
+    """Read batches of texts and write their shard, complete or not at all."""
     with atomic(path) as temporary, Hashed(temporary) as file:
-        with pa.ipc.new_stream(file, schema(layers)) as writer, ThreadPoolExecutor(1) as thread:
+        with pa.ipc.new_stream(file, schema(reader.layers)) as writer, ThreadPoolExecutor(1) as thread:
             writing: Future[None] | None = None
             for batch in batches:
-                rows = read_batch(target, batch, stored, layers)  # while the thread writes those before
+                rows = read_batch(reader, batch, stored)  # while the thread writes those before
                 if writing:
                     writing.result()
                 writing = thread.submit(writer.write_batch, rows)
@@ -46,32 +45,21 @@ def write_shard(
 
 
 @torch.inference_mode()
-def read_batch(target: Target, batch: list[TokenizedText], stored: str, layers: tuple[int, ...]) -> pa.RecordBatch:
+def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.RecordBatch:
     """Rows of the store. On a GPU everything but the bytes to keep stays there."""
-    tokens = pad_right([text.tokens for text in batch], target.device)
-    if layers:
-        features, outputs = target.text_layers(tokens, layers)
-        vectors = {"features": features, "layers": outputs}
-    else:
-        features = target.text_features(tokens)
-        vectors = {"features": features}
     lengths = [len(text.tokens) for text in batch]
-    columns = {name: _without_padding(padded, lengths, stored) for name, padded in vectors.items()}
-    greedy = _greedy(target, features, batch).cpu()  # (B, T); waits for all copies that were asked for before
+    read = reader.read([text.tokens for text in batch])
+    vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
+    columns = {name: encode(joined, stored).to("cpu", non_blocking=True) for name, joined in vectors.items()}
+    greedy = _greedy(reader.target.embed_head, read.features, batch).cpu()  # waits for the copies asked for before
     rows = {
         "id": [text.id for text in batch],
         "length": lengths,
         "tokens": [text.tokens for text in batch],
-        "greedy": [row[:length].tolist() for row, length in zip(greedy, lengths, strict=True)],
+        "greedy": [row.tolist() for row in greedy.split(lengths)],
         "spans": [[edge for span in text.spans for edge in span] for text in batch],
     } | {name: _binary(joined, lengths) for name, joined in columns.items()}
-    return pa.RecordBatch.from_pydict(rows, schema=schema(layers))
-
-
-def _without_padding(vectors: Tensor, lengths: list[int], stored: str) -> Tensor:
-    """(B, T, …, D) -> (tokens, …, vector_bytes) uint8 on the CPU; from a GPU the copy may still be under way."""
-    real = torch.cat([row[:length] for row, length in zip(vectors, lengths, strict=True)])
-    return encode(real, stored).to("cpu", non_blocking=True)
+    return pa.RecordBatch.from_pydict(rows, schema=schema(reader.layers))
 
 
 def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
@@ -81,11 +69,11 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _greedy(target: Target, features: Tensor, batch: list[TokenizedText]) -> Tensor:
-    """The target's likeliest next token after every slot that an assistant's token follows; -1 elsewhere."""
-    greedy = torch.full(features.shape[:2], -1, device=features.device)
-    for row, text in enumerate(batch):
+def _greedy(embed_head: EmbedHead, features: Tensor, batch: list[TokenizedText]) -> Tensor:
+    """(tokens,): the target's likeliest next token after every slot that an assistant's token follows; else -1."""
+    greedy = torch.full(features.shape[:1], -1, device=features.device)
+    for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
         for start, stop in text.spans:
-            slots = slice(start - 1, stop - 1)
-            greedy[row, slots] = target.embed_head.logits(features[row, slots]).max(-1).indices
+            slots = slice(first + max(start, 1) - 1, first + stop - 1)  # before a text's first token stands nothing
+            greedy[slots] = embed_head.logits(features[slots]).max(-1).indices
     return greedy

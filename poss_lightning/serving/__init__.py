@@ -1,1 +1,1 @@
-"""Drafts in serving engines: a plugin for vLLM (docs/serving.md)."""
+"""vLLM: a plugin that serves drafts, features that it reads, and its server measured (docs/serving.md)."""

@@ -6,8 +6,8 @@ import lightning
 import pytest
 import torch
 
+from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import extract
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3

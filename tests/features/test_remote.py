@@ -9,8 +9,9 @@ from threading import Barrier
 import fsspec
 import pytest
 
+from poss_lightning.extract import extract
 from poss_lightning.features import remote
-from poss_lightning.features.extract import extract, write_store
+from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
 from tests.support.stores import SIZES, make_conversations

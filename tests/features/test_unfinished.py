@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from poss_lightning.extract import extract
 from poss_lightning.features import extract as extraction
 from poss_lightning.features import manifest, shards
-from poss_lightning.features.extract import UNFINISHED, extract, plan_shards, tokenize, write_store
+from poss_lightning.features.extract import UNFINISHED, plan_shards, tokenize, write_store
 from poss_lightning.features.manifest import verify_files
+from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.shards import write_shard
 from poss_lightning.files import sha256
 from poss_lightning.ranks import Rank, order, this_rank
@@ -89,7 +91,7 @@ def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
 def test_nobody_begins_anew_in_a_store_that_another_has_just_finished(whole, target):
     before, work = contents(whole), Work(whole / UNFINISHED)
     planned = plan_shards(tokenize(target, make_conversations(), SIZES["max_length"]), 200, 60)
-    extraction._write_shards(whole, work, target, planned, "exact", (), Rank())
+    extraction._write_shards(whole, work, TargetReader(target, ()), planned, "exact", Rank())
     assert contents(whole) == before and not work.folder.exists()
 
 
@@ -168,7 +170,7 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     asked = []
     monkeypatch.setattr(Target, "load", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(extraction, "write_store", lambda *arguments, **options: None)
+    monkeypatch.setattr("poss_lightning.extract.write_store", lambda *arguments, **options: None)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"messages": make_conversations(1)[0].messages}) + "\n")
     extract(str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), device=device)
     assert asked == [("embedded", "auto", expected)]

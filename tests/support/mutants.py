@@ -88,6 +88,13 @@ MUTANTS = (
         "draft/test_unroll.py",
     ),
     Mutant(
+        "features: an engine's stand before the final norm",
+        "serving/features.py",
+        "self._norm(joined[:, -1])",
+        "joined[:, -1]",
+        "serving/test_features.py",
+    ),
+    Mutant(
         "decoding: two rows of features change places where the head is on the left",
         "target/spec.py",
         "(head @ features.flatten(0, -2).t())",

@@ -1,0 +1,105 @@
+"""Precompute the target's features of a corpus: `poss extract`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.manifest import Manifest, is_finished, verify_files
+from poss_lightning.features.reading import TargetReader
+from poss_lightning.features.remote import local_copy
+from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.ranks import Rank, device_of, this_rank
+from poss_lightning.serving.features import vllm_reader
+from poss_lightning.target.model import Target
+
+
+def extract(
+    corpus: str,
+    out: str,
+    target: str = "embedded",
+    split: str = "train",
+    limit: int | None = None,
+    max_length: int = 2048,
+    batch_tokens: int = 4096,
+    shard_mb: int = 512,
+    dtype: str = "auto",
+    device: str = "auto",
+    stored: Literal["exact", "float8"] = "exact",
+    layers: list[int] | None = None,
+    engine: Literal["transformers", "vllm"] = "transformers",
+    tensor_parallel: int = 1,
+    verify: bool = False,
+) -> None:
+    """Write the feature store of a corpus.
+
+    A killed run goes on where it stopped when the command is given again, and ends with the same bytes. Started by
+    torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
+
+    Args:
+        corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
+        out: folder to write.
+        target: "embedded", a local folder or a hub id.
+        split: of a hub data set.
+        limit: read that many conversations only.
+        max_length: tokens a conversation is cut at; the target's context at most.
+        batch_tokens: tokens of a forward, padding included.
+        shard_mb: size of a shard, in MiB of features.
+        dtype: of the target and of the features when they are read back: auto (what this device multiplies fastest),
+            bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these; with several ranks on a machine, cuda is each
+            one's own GPU.
+        stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
+        layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
+            all, and all less 3.
+        engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
+            does not fit on one GPU. The features are the same up to rounding.
+        tensor_parallel: GPUs that vLLM splits the target over.
+        verify: only read the finished store `out`, or the address of one, and check every byte of it.
+    """
+    if verify:
+        verify_files(local_copy(out))
+        return print(f"{out}: every file is as it was written")
+    if "://" in out:
+        raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
+    for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    rank = this_rank()
+    _check_engine(engine, tensor_parallel, rank)
+    conversations = read_conversations(corpus, split, limit)
+    if engine == "vllm":
+        where = choose_device(device)
+        model = Target.load(target, choose_dtype(dtype, where), "cpu")
+        reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
+    else:
+        model, reader = Target.load(target, dtype, device_of(rank, device)), TargetReader
+    write_store(
+        Path(out),
+        model,
+        conversations,
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        shard_bytes=shard_mb * 2**20,
+        stored=stored,
+        layers=tuple(layers or ()),
+        rank=rank,
+        reader=reader,
+    )
+    if rank.rank == 0 and is_finished(Path(out)):
+        manifest = Manifest.load(Path(out))
+        print(f"{out}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
+
+
+def _check_engine(engine: str, tensor_parallel: int, rank: Rank) -> None:
+    """Raise ValueError where engine and processes do not go together."""
+    if tensor_parallel < 1 or (tensor_parallel > 1 and engine != "vllm"):
+        raise ValueError(
+            f"tensor_parallel is {tensor_parallel}; it must be at least 1, and 1 without --engine vllm, which splits it"
+        )
+    if engine == "vllm" and rank.world > 1:
+        raise ValueError(
+            f"engine is 'vllm' in one of {rank.world} processes, and starts its own: give the command by itself, once "
+            "for each group of GPUs (CUDA_VISIBLE_DEVICES); they share the shards"
+        )

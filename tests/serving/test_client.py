@@ -1,0 +1,137 @@
+"""The client of vLLM's server, and `make bench-serve`, against a stand-in that knows its answers before."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import serve
+from poss_lightning.evaluation.benchmark import benchmark
+from poss_lightning.evaluation.records import read_records, read_runs
+from poss_lightning.reports.compare import compare
+from poss_lightning.serving.client import Server, count_accepted
+from tests.support.tiny import tiny_draft
+
+FAKE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_vllm.py"))
+TURNS = [["How many legs?", "And a horse?"], ["Say it, please."]]
+
+
+def response(tokens: list[int], text: str, accepted: list[int], stopped: bool) -> dict:
+    """What vLLM sends; without a draft it has no metrics."""
+    choice = {"token_ids": tokens, "text": text, "finish_reason": "stop" if stopped else "length"}
+    metrics = {"metrics": {"speculative_decoding": {"per_step_accepted": accepted}}} if accepted else {"metrics": None}
+    return {"choices": [choice], **metrics}
+
+
+@pytest.fixture
+def answers(tmp_path):
+    """Writes what a server knows; returns the program."""
+
+    def write(plain: dict, draft: dict | None = None) -> tuple[str, ...]:
+        (tmp_path / "answers.json").write_text(json.dumps({"plain": plain, "draft": draft or {}}))
+        return (*FAKE, str(tmp_path / "answers.json"))
+
+    return write
+
+
+def test_a_server_answers_and_ends(tmp_path, answers):
+    program = answers({"[5, 7]": response([3, 4, 1], "so", [2, 4], True)})
+    with Server(["model"], tmp_path / "log", program) as server:
+        assert server.version() == "0.fake"
+        answer = server.answer([5, 7], 8, [1])
+        process = server._process
+        with pytest.raises(ValueError, match=r"answers /v1/completions with 400 .*no such prompt"):
+            server.answer([5], 8, [1])
+    assert answer[:2] == ([3, 4, 1], "so") and answer.seconds > 0
+    assert process.poll() is not None
+    with pytest.raises(ConnectionError):
+        server.version()
+
+
+def test_a_server_that_does_not_start_is_told_of_by_its_last_error(tmp_path):
+    with pytest.raises(ValueError, match=r"the server ended, see .*log: ValueError: no such model$"):
+        Server(["model"], tmp_path / "log", (*FAKE, str(tmp_path / "none"))).__enter__()
+
+
+def test_a_server_ends_where_its_context_fails(tmp_path, answers):
+    with pytest.raises(KeyboardInterrupt), Server(["model"], tmp_path / "log", answers({})) as server:
+        raise KeyboardInterrupt
+    with pytest.raises(ProcessLookupError):
+        os.kill(server._process.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "new_tokens", "stopped", "expected"),
+    [
+        ([], 1, True, []),  # the prefill's token stops
+        ([], 9, False, []),  # without a draft
+        ([2, 3], 8, False, [2, 3]),
+        ([2, 3], 6, False, [2, 3]),  # the limit cuts the last round: what it accepted still counts
+        ([2, 3], 8, True, [2, 3]),  # the bonus stops
+        ([2, 3], 6, True, [2, 1]),  # of three accepted the second stops, and takes the place of the bonus
+        ([4], 2, True, [0]),
+    ],
+)
+def test_nothing_counts_behind_a_stop_token(accepted, new_tokens, stopped, expected):
+    assert count_accepted(accepted, new_tokens, stopped) == expected
+
+
+@pytest.fixture
+def ours(target, tiny_folder, tmp_path) -> Path:
+    """A benchmark of the tiny target with a chain."""
+    questions = [{"question_id": number, "turns": turns} for number, turns in enumerate(TURNS)]
+    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    tiny_draft(target, [3]).save_pretrained(tmp_path / "chain")
+    benchmark(
+        str(tmp_path / "ours"),
+        drafts={"chain": str(tmp_path / "chain")},
+        target=tiny_folder,
+        suites=[str(tmp_path / "suite.jsonl")],
+        max_new_tokens=12,
+        nodes=4,
+        tree_width=1,
+        baselines=["autoregressive"],
+        dtype="float32",
+        show=0,
+    )
+    return tmp_path / "ours"
+
+
+def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answers, capsys):
+    """A server that answers as our loop and our chain do is measured as they are."""
+    records, known = read_records(ours), {"autoregressive": {}, "chain": {}}
+    (source,) = serve.read_sources(ours)
+    prompts = serve.prompts_of(source, target)
+    assert [len(prompt.tokens) for prompt in prompts] == [prompt.plain.prompt_tokens for prompt in prompts]
+    for record in records:
+        (prompt,) = [p for p in prompts if (p.plain.id, p.plain.turn) == (record.id, record.turn)]
+        stopped = record.tokens[-1] in target.chat.stops
+        known[record.method][json.dumps(prompt.tokens)] = response(record.tokens, record.text, record.accepted, stopped)
+    program = answers(known["autoregressive"], known["chain"])
+    serve.main([str(ours), str(tmp_path / "out"), "--loads", "1", "3", "--", "--enforce-eager"], program)
+    assert capsys.readouterr().out.count("3 of 3 answers as our own loop's") == 4
+    for load in (1, 3):
+        folder = tmp_path / "out" / f"load-{load}"
+        for method, our_method in (("vllm", "autoregressive"), ("vllm-chain", "chain")):
+            served = [record for record in read_records(folder) if record.method == method]
+            mine = [record for record in records if record.method == our_method]
+            assert [(r.id, r.turn, r.tokens, r.accepted) for r in served] == [
+                (r.id, r.turn, r.tokens, r.accepted) for r in mine
+            ]
+        (run,) = read_runs(folder).values()
+        assert run["methods"]["vllm-chain"]["depth"] == 3 and run["config"]["load"] == load
+        assert run["served"]["vllm"]["tokens"] == sum(len(r.tokens) for r in records if r.method == "autoregressive")
+    capsys.readouterr()
+    compare([str(ours), str(tmp_path / "out" / "load-3")], resamples=20)
+    table = capsys.readouterr().out
+    assert "vllm-chain" in table and "100" in table
+
+
+def test_prompts_that_are_others_by_now_are_refused(ours, target, tmp_path):
+    suite = tmp_path / "suite.jsonl"
+    suite.write_text(suite.read_text().replace("How many legs?", "How many legs has it?"))
+    (source,) = serve.read_sources(ours)
+    with pytest.raises(ValueError, match="suite 0, turn 0: the prompt is another than in"):
+        serve.prompts_of(source, target)

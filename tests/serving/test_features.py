@@ -1,0 +1,193 @@
+"""Features from an engine: the store is that of `poss extract`. A stand-in writes what vLLM's workers write."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from poss_lightning import cli
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.manifest import StoreError
+from poss_lightning.features.reading import TargetReader
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.serving.features import EngineReader, final_norm
+from poss_lightning.target.model import Target
+from tests.support.engines import NaiveEngine
+from tests.support.families import FAMILIES, SIZE
+from tests.support.stores import SIZES, contents, make_conversations
+from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
+
+TEXTS = [[5, 7, 9], list(range(3, 40)), [8]]
+
+
+def engine_reader(target: Target, layers: tuple[int, ...], *, folder: Path, model: Target | None = None, **options):
+    """A reader over a stand-in that runs the target, or another `model`."""
+    return EngineReader(target, layers, lambda written: NaiveEngine(model or target, folder, written, **options))
+
+
+@pytest.fixture(scope="module")
+def deep() -> Target:
+    return tiny_target(num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_features_and_layers_are_those_of_the_target(tmp_path, name):
+    """Of every family: the final norm is found; layers come in the order asked for, one of them twice."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name.split(",")[0], **SIZE | FAMILIES[name])
+    target = Target(AutoModelForCausalLM.from_config(config), tiny_tokenizer(), name)
+    layers = (2, 1, 2)
+    theirs = engine_reader(target, layers, folder=tmp_path).read(TEXTS)
+    ours = TargetReader(target, layers).read(TEXTS)
+    assert theirs.layers.shape == (sum(map(len, TEXTS)), 3, 32)
+    for their, our in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(their, our, rtol=1e-4, atol=1e-4)
+    assert not list(tmp_path.iterdir())  # the files are gone
+
+
+@pytest.mark.parametrize("layers", [(), (3, 1)])
+@pytest.mark.parametrize("stored", ["exact", "float8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_store_is_that_of_the_target(tmp_path, dtype, stored, layers):
+    target = Target(tiny_model(num_hidden_layers=4).to(dtype), tiny_tokenizer(), "tiny")
+    options = SIZES | {"stored": stored, "layers": layers}
+    write_store(tmp_path / "ours", target, make_conversations(), **options)
+    reader = partial(engine_reader, folder=tmp_path)
+    write_store(tmp_path / "theirs", target, make_conversations(), **options, reader=reader)
+    ours, theirs = FeatureStore(tmp_path / "ours"), FeatureStore(tmp_path / "theirs")
+    assert contents(ours.folder).keys() == contents(theirs.folder).keys()
+    assert (theirs.ids, theirs.layers, theirs.target) == (ours.ids, layers, ours.target)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    tolerance = max(tolerance, 0.1 if stored == "float8" else 0)  # where rounding falls the other way: a step of e4m3
+    for our, their in zip((ours[i] for i in range(len(ours))), (theirs[i] for i in range(len(theirs))), strict=True):
+        assert their.tokens.equal(our.tokens) and their.spans == our.spans
+        assert dtype == torch.bfloat16 or their.greedy.equal(our.greedy)
+        for a, b in ((their.features, our.features), (their.layers, our.layers)):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(deep, tmp_path):
+    def dies(content, calls=[]):  # noqa: B006, it counts
+        calls.append(1)
+        if len(calls) > 12:
+            raise KeyboardInterrupt
+        return content
+
+    reader = partial(engine_reader, folder=tmp_path)
+    write_store(tmp_path / "whole", deep, make_conversations(), **SIZES, reader=reader)
+    with pytest.raises(KeyboardInterrupt):
+        write_store(tmp_path / "store", deep, make_conversations(), **SIZES, reader=partial(reader, change=dies))
+    with pytest.raises(StoreError, match="no finished feature store"):
+        FeatureStore(tmp_path / "store")
+    write_store(tmp_path / "store", deep, make_conversations(), **SIZES, reader=reader)
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_no_engine_starts_where_nothing_is_to_be_read(deep, tmp_path):
+    def none(*arguments):
+        raise AssertionError("an engine was started")
+
+    write_store(tmp_path / "store", deep, make_conversations(), **SIZES)
+    write_store(tmp_path / "store", deep, make_conversations(), **SIZES, reader=none)
+    with pytest.raises(StoreError, match="another kind"):
+        write_store(tmp_path / "store", deep, make_conversations(), **SIZES | {"stored": "float8"}, reader=none)
+
+
+def short(content):
+    return content | {"hidden_states": content["hidden_states"][:-1]}
+
+
+def few_layers(content):
+    return content | {"hidden_states": content["hidden_states"][:, 1:]}
+
+
+def rounded(content):
+    return content | {"hidden_states": content["hidden_states"].half()}
+
+
+def other_text(content):
+    return content | {"token_ids": content["token_ids"].flip(0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (short, r"gave states \(\d+, 2, 32\) of torch.float32; they must be \(\d+, 2, 32\) of torch.float32"),
+        (few_layers, r"gave states \(\d+, 1, 32\)"),
+        (rounded, r"of torch.float16; they must be .* of torch.float32"),
+        (other_text, "gave the states of another text"),
+        (lambda content: {"token_ids": content["token_ids"]}, "left no whole file of states at .*hidden_states"),
+        (lambda content: None, "left no whole file of states at .*its log says why"),
+    ],
+)
+def test_what_is_not_the_states_of_the_text_is_refused(deep, tmp_path, change, words):
+    """The short text that is compared is whole; then no store is finished."""
+
+    def later(content):
+        return content if len(content["token_ids"]) == 24 else change(content)
+
+    with pytest.raises(ValueError, match=words) as error:
+        reader = partial(engine_reader, folder=tmp_path, change=later)
+        write_store(tmp_path / "store", deep, make_conversations(), **SIZES, layers=(1,), reader=reader)
+    assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
+
+
+def test_a_torn_file_is_refused(deep, tmp_path):
+    (tmp_path / "torn").write_bytes(b"{")
+    (tmp_path / "torn.lock").touch()
+    reader = engine_reader(deep, (), folder=tmp_path)
+    reader._engine = lambda texts: [str(tmp_path / "torn")]
+    with pytest.raises(ValueError, match=r"left no whole file of states at .*torn"):
+        reader.read([[5, 7]])
+
+
+def test_a_file_is_waited_for_until_its_lock_is_free(deep, tmp_path):
+    reader = engine_reader(deep, (2,), folder=tmp_path, seconds=0.1)
+    torch.testing.assert_close(reader.read([[5, 7]]).features, TargetReader(deep, ()).read([[5, 7]]).features)
+
+
+def test_another_model_behind_the_engine_is_refused(deep, tmp_path):
+    other = tiny_target(seed=1, num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"vLLM's features of a short text are not the target's \(relative distance"):
+        engine_reader(deep, (), folder=tmp_path, model=other)
+
+
+def test_layers_counted_otherwise_are_refused(deep, tmp_path):
+    """As an engine would that counts from 0."""
+
+    def start(written):
+        return NaiveEngine(deep, tmp_path, (*(layer + 1 for layer in written[:-1]), written[-1]))
+
+    with pytest.raises(ValueError, match="vLLM's layers of a short text are not the target's"):
+        EngineReader(deep, (1, 2), start)
+
+
+def test_a_target_whose_features_no_module_gives_is_refused(monkeypatch):
+    target = tiny_target()
+    read = target.text_features
+    monkeypatch.setattr(target, "text_features", lambda tokens: 1 * read(tokens))
+    with pytest.raises(NotImplementedError, match="target 'tiny' has no final norm of its own"):
+        final_norm(target)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "words"),
+    [
+        (("--engine", "vllm"), {}, "engine is 'vllm', which cannot be imported here (.*): pip install vllm"),
+        (("--tensor_parallel", "2"), {}, "tensor_parallel is 2; it must be at least 1, and 1 without --engine vllm"),
+        (("--engine", "vllm", "--tensor_parallel", "0"), {}, "tensor_parallel is 0; it must be at least 1"),
+        (("--engine", "vllm"), {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "'vllm' in one of 2 processes"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(tiny_folder, tmp_path, monkeypatch, options, environment, words):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    talk = '{"messages": [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "So it is."}]}\n'
+    (tmp_path / "corpus.jsonl").write_text(talk)
+    with pytest.raises(ValueError, match=words):
+        given = [str(tmp_path / "corpus.jsonl"), str(tmp_path / "store"), "--target", tiny_folder, "--dtype", "float32"]
+        cli.run("extract", [*given, *options])
