@@ -162,8 +162,8 @@ def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing
     and passes have one form. Else dynamo compiled anew for one row, for one block, and for slots fewer than a block.
     """
     batch, _, count, _ = queries.shape
-    total = max(-(-batch * count // BLOCK), 2) * BLOCK  # N
-    positions = nn.functional.pad(packing.positions.expand(batch, -1).flatten(), (0, total - batch * count))  # (N,)
+    total = max(-(-batch * count // BLOCK), 2) * BLOCK  # S
+    positions = nn.functional.pad(packing.positions.expand(batch, -1).flatten(), (0, total - batch * count))  # (S,)
     first = torch.arange(total, device=queries.device) - positions  # of the slot's conversation; of padding, itself
     last = first + (positions - skip).clamp(min=0)
 
@@ -171,9 +171,9 @@ def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing
         return (first[t] <= s) & (s <= last[t])
 
     laid = [_lay_end_to_end(x, total) for x in (queries, keys, values)]
-    for x in laid:  # else a number of blocks that equals one of heads, or N that equals d, is taken for the same
+    for x in laid:  # else a number of blocks that equals one of heads, or S that equals d, is taken for the same
         torch._dynamo.mark_static(x, [1, 3])
-    with torch.no_grad():  # there is none; so training and validation share what is compiled
+    with torch.no_grad():  # it has none, and training and validation share what is compiled
         mask = _compiled(create_block_mask)(visible, None, None, total, total, device=queries.device, BLOCK_SIZE=BLOCK)
     out, found = _compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
@@ -181,9 +181,9 @@ def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing
 
 
 def _lay_end_to_end(x: Tensor, total: int) -> Tensor:
-    """(B, H, T, d) -> (1, H, total, d): row after row, then zeros."""
-    row = x.transpose(0, 1).flatten(1, 2)  # (H, B * T, d)
-    return nn.functional.pad(row, (0, 0, 0, total - row.shape[1]))[None]
+    """(B, H, T, d) -> (1, H, total, d): row after row, then zeros. It is no view; dynamo would guard its base, too."""
+    row = x.transpose(0, 1).flatten(1, 2)[None]  # (1, H, B * T, d)
+    return nn.functional.pad(row, (0, 0, 0, total - row.shape[2]))
 
 
 @cache
