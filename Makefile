@@ -20,7 +20,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(addprefix tests/,test_losses.py test_machine.py test_metrics.py test_sampling.py target/test_target.py draft features/test_encoding.py training/test_muon.py decoding)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
+.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan flex-ptx digests coverage docs figures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -116,6 +116,12 @@ bench-features: setup  ## size and speed of features, and how long training wait
 
 bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
 	$(BIN)/python -m benchmarks.plan
+
+flex-ptx:  ## attention's kernels for GPUs, compiled without one, in .venv-cuda (5 GB); wants uv
+	test -d .venv-cuda || uv venv -q -p $(PYTHON) .venv-cuda
+	uv pip install -q -p .venv-cuda 'torch===2.13.0' numpy  # === takes no CPU build
+	.venv-cuda/bin/python -m benchmarks.flex_ptx sm_90
+	.venv-cuda/bin/python -m benchmarks.flex_ptx sm_80
 
 digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.digests

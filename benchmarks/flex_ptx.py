@@ -1,8 +1,8 @@
 """The kernels that FlexAttention becomes on a GPU, compiled here without one: `python -m benchmarks.flex_ptx sm_90`.
 
-It needs torch built for CUDA, and Triton, but neither a device nor a driver: `make flex-ptx`. The unroll's block runs on
-the CPU with the sizes of a target. Every graph that dynamo makes of it is moved to `cuda` as a graph, and inductor and
-Triton compile that to PTX and to a cubin for the architecture. A device's properties are made up; nothing is timed.
+It needs torch built for CUDA, and Triton, but neither a device nor a driver: `make flex-ptx`. The block of the unroll
+runs on the CPU with the sizes of a target. Every graph that dynamo makes of it is moved to `cuda`, as a graph, and
+inductor and Triton compile that to PTX and to a cubin. The properties of the device are made up; nothing is timed.
 """
 
 import argparse
@@ -42,8 +42,12 @@ def main() -> None:
     for name, (heads, kv_heads, head_dim) in SHAPES.items():
         torch._dynamo.reset()
         frames, kernels = compile_block(arch, heads, kv_heads, head_dim)
-        print(f"\n{name}: H {heads}, kv heads {kv_heads}, d {head_dim}: {frames} frames, {len(kernels)} kernels compiled")
-        for kernel in {kernel.metadata.name: kernel for kernel in kernels}.values():  # of those to choose from, the last
+        print(
+            f"\n{name}: H {heads}, kv heads {kv_heads}, d {head_dim}: {frames} frames, {len(kernels)} kernels compiled"
+        )
+        for kernel in {
+            kernel.metadata.name: kernel for kernel in kernels
+        }.values():  # of those to choose from, the last
             print(f"  {describe(kernel)}")
 
 
@@ -97,7 +101,9 @@ def move_to_gpu(graph: GraphModule, inputs: list) -> tuple[GraphModule, list]:
     for part in graph.modules():  # the masks are graphs of their own
         if isinstance(part, GraphModule):
             for node in part.graph.nodes:
-                node.meta |= {key: tree_map(move, node.meta[key]) for key in ("val", "example_value") & node.meta.keys()}
+                node.meta |= {
+                    key: tree_map(move, node.meta[key]) for key in ("val", "example_value") & node.meta.keys()
+                }
                 node.args, node.kwargs = tree_map(move, node.args), tree_map(move, node.kwargs)
             part.recompile()
     return graph, [move(x) for x in inputs]

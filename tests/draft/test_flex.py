@@ -9,8 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from poss_lightning.draft import attention
-from poss_lightning.draft.attention import Packing
 from poss_lightning.features.schedule import Schedule
+from tests.support.tiny import packed
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 BLOCKS = (attention.causal_block, attention.flex_block)
@@ -35,12 +35,6 @@ def counter(monkeypatch):
     yield counter
     torch._dynamo.reset()
     attention._compiled.cache_clear()
-
-
-def packed(rows: list[list[int]], count: int) -> Packing:
-    """Conversations of these lengths in rows of `count` slots."""
-    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
-    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions]))
 
 
 def run(block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32) -> list[torch.Tensor]:
@@ -76,7 +70,7 @@ def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
     for skip in (0, 5):
         exact = run(attention.causal_block, rows, 128, skip)
         found = run(block, rows, 128, skip, torch.bfloat16)
-        for name, rounded, right in zip("output norm queries keys values".split(), found, exact, strict=True):
+        for name, rounded, right in zip(["output", "norm", "queries", "keys", "values"], found, exact, strict=True):
             error = (rounded - right).abs().max() / right.abs().max()
             assert error < 2**-6, f"{name}: {error:.4f}"
 
@@ -93,8 +87,7 @@ def plan_epoch(packed_rows: bool, training: bool) -> list[list[list[int]]]:
 def test_an_epoch_compiles_three_frames_at_any_depth(counter):
     """The mask, attention, and in validation attention without gradients. Six would be the bar.
 
-    More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps the scores of all
-    slots with all.
+    More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps all scores.
     """
     frames = []
     for depth, packed_rows, training in ((6, True, True), (12, False, True), (12, True, False)):

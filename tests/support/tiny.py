@@ -4,6 +4,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 
@@ -70,3 +71,9 @@ def tiny_draft(target: Target, allocation: list[int], seed: int = 0, **config) -
         elif draft.config.own_head:  # a norm's
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return draft
+
+
+def packed(rows: list[list[int]], count: int) -> Packing:
+    """Conversations of these lengths in rows of `count` slots."""
+    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
+    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions]))
