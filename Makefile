@@ -144,6 +144,12 @@ bench-features: setup  ## size and speed of features, and how long training wait
 bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
 	$(BIN)/python -m benchmarks.plan
 
+flex-ptx:  ## attention's kernels for GPUs, compiled without one, in .venv-cuda (5 GB); wants uv
+	test -d .venv-cuda || uv venv -q -p $(PYTHON) .venv-cuda
+	uv pip install -q -p .venv-cuda 'torch===2.13.0' numpy  # === takes no CPU build
+	.venv-cuda/bin/python -m benchmarks.flex_ptx sm_90
+	.venv-cuda/bin/python -m benchmarks.flex_ptx sm_80
+
 digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.digests
 

@@ -1,9 +1,17 @@
-"""What `auto` means on this machine: the device to compute on, and the number format that it multiplies fast."""
+"""What `auto` means on this machine: the device to compute on, and the number format that it multiplies fast.
+
+And what must be installed to compile for it.
+"""
 
 import logging
+import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -63,6 +71,26 @@ def choose_precision(accelerator: str) -> str:
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return "32-true"  # autocast elsewhere is not ours to trust; a GPU that is missing Lightning names itself
     return "bf16-mixed" if choose_dtype("auto", device) == "bfloat16" else "32-true"
+
+
+def check_kernel_tools() -> None:
+    """Raise ValueError unless kernels for a GPU of Nvidia can be compiled here, as torch.compile does at a first step.
+
+    Raises:
+        ValueError: Triton, a C compiler or Python's header is missing, all of which Triton needs.
+    """
+    header = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks
+    for missing, remedy in (
+        (find_spec("triton") is None, "the package triton; it comes with torch for CUDA: pip install torch"),
+        (
+            not any(map(shutil.which, compilers)),
+            f"a C compiler, here {' or '.join(compilers)}: apt-get install gcc, or set CC to yours",
+        ),
+        (not header.is_file(), f"Python's header {header}: apt-get install python3-dev"),
+    ):
+        if missing:
+            raise ValueError(f"on a GPU attention is compiled before the first step, which needs {remedy}")
 
 
 @cache

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from poss_lightning import machine
-from poss_lightning.machine import best_seconds, choose_device, choose_dtype, choose_precision, fast_dtype
+from poss_lightning.machine import (
+    best_seconds,
+    check_kernel_tools,
+    choose_device,
+    choose_dtype,
+    choose_precision,
+    fast_dtype,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +101,30 @@ def test_what_takes_long_is_timed_once_after_a_first(monkeypatch):
     clock, done = count(step=10), []
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
     assert best_seconds({"a": lambda: done.append("a")}, repeats=5, enough=15) == {"a": 10} and done == ["a", "a"]
+
+
+@pytest.fixture
+def complete(monkeypatch, tmp_path):
+    """A machine that has what kernels are compiled with."""
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(machine, "find_spec", lambda name: name)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in ("clang", "mycc") else None)
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    return tmp_path
+
+
+def test_what_a_gpu_s_kernels_are_compiled_with_is_named_where_it_is_missing(complete, monkeypatch):
+    check_kernel_tools()
+    monkeypatch.setenv("CC", "mycc")
+    check_kernel_tools()
+    monkeypatch.setenv("CC", "gcc-99")
+    with pytest.raises(ValueError, match=r"needs a C compiler, here gcc-99: apt-get install gcc, or set CC"):
+        check_kernel_tools()
+    monkeypatch.delenv("CC")
+    (complete / "Python.h").unlink()
+    with pytest.raises(ValueError, match=r"needs Python's header .*Python\.h: apt-get install python3-dev"):
+        check_kernel_tools()
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs the package triton; it comes with torch for CUDA: pip install torch"):
+        check_kernel_tools()

@@ -9,11 +9,12 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
 ROWS = 128  # queries whose scores exist at once: on a CPU they should stay in its cache
+BLOCK = 128  # slots of a side of FlexAttention's blocks
 
 
 class Packing(NamedTuple):
@@ -155,19 +156,37 @@ def _tiles(lengths: list[list[int]], count: int, skip: int) -> list[_Tile]:
 
 
 def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The same through FlexAttention; its mask is made block by block, never (T, T)."""
+    """The same through FlexAttention; its mask is made block by block, never (T, T).
+
+    Rows are laid end to end and filled up to whole blocks, two at least, and `skip` is within a tensor. So all batches
+    and passes have one form. Else dynamo compiled anew for one row, for one block, and for slots fewer than a block.
+    """
     batch, _, count, _ = queries.shape
-    positions = packing.positions.expand(batch, -1)
-    conversation = (positions == 0).cumsum(-1)  # (B, T)
+    total = max(-(-batch * count // BLOCK), 2) * BLOCK  # S
+    positions = nn.functional.pad(packing.positions.expand(batch, -1).flatten(), (0, total - batch * count))  # (S,)
+    first = torch.arange(total, device=queries.device) - positions  # of the slot's conversation; of padding, itself
+    last = first + (positions - skip).clamp(min=0)
 
     def visible(b, h, t, s):
-        return (conversation[b, t] == conversation[b, s]) & (positions[b, s] <= (positions[b, t] - skip).clamp(min=0))
+        return (first[t] <= s) & (s <= last[t])
 
-    compile_ = _compiled if queries.is_cuda else lambda function: function  # eager, for a test of the mask
-    mask = compile_(create_block_mask)(visible, batch, None, count, count, device=queries.device)
-    return compile_(flex_attention)(queries, keys, values, block_mask=mask, enable_gqa=True, return_lse=True)
+    laid = [_lay_end_to_end(x, total) for x in (queries, keys, values)]
+    for x in laid:  # else a number of blocks that equals one of heads, or S that equals d, is taken for the same
+        torch._dynamo.mark_static(x, [1, 3])
+    with torch.no_grad():  # it has none, and training and validation share what is compiled
+        mask = _compiled(create_block_mask)(visible, None, None, total, total, device=queries.device, BLOCK_SIZE=BLOCK)
+    out, found = _compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
+    return out.transpose(0, 1), norm.transpose(0, 1)
+
+
+def _lay_end_to_end(x: Tensor, total: int) -> Tensor:
+    """(B, H, T, d) -> (1, H, total, d): row after row, then zeros. It is no view; dynamo would guard its base, too."""
+    row = x.transpose(0, 1).flatten(1, 2)[None]  # (1, H, B * T, d)
+    return nn.functional.pad(row, (0, 0, 0, total - row.shape[2]))
 
 
 @cache
 def _compiled(function):
-    return torch.compile(function, dynamic=True)
+    # A whole graph or an error: eagerly, FlexAttention would keep the scores of all slots with all.
+    return torch.compile(function, dynamic=True, fullgraph=True)

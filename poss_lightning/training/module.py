@@ -16,6 +16,7 @@ from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
+from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
@@ -160,7 +161,13 @@ class SpecialistTraining(lightning.LightningModule):
     # --- before it starts ---
 
     def setup(self, stage: str) -> None:
-        """Cast embedding and head to the dtype of the computation, whichever the store has."""
+        """Cast embedding and head to the dtype of the computation, whichever the store has.
+
+        Raises:
+            ValueError: attention cannot be compiled for the GPU that this is to run on.
+        """
+        if self.trainer.strategy.root_device.type == "cuda":
+            check_kernel_tools()
         precision = self.trainer.precision
         if precision in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)

@@ -13,7 +13,7 @@ from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.draft.layer import rope_at
 from poss_lightning.draft.unroll import unroll
 from tests.support import naive
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.tiny import packed, tiny_draft, tiny_target
 
 KINDS = [
     *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
@@ -136,12 +136,6 @@ def test_a_slot_more_in_the_cache_or_one_less_would_be_seen(target):
     assert torch.allclose(third, right, atol=1e-4) and not torch.allclose(third, wrong, atol=1e-2)
 
 
-def packed(rows: list[list[int]], count: int) -> Packing:
-    """Conversations of these lengths in rows of `count` slots."""
-    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
-    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions]))
-
-
 @pytest.mark.parametrize("skip", [0, 1, 3])
 @pytest.mark.parametrize("rows", [3, 256])
 def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, monkeypatch):
@@ -181,20 +175,6 @@ def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, 
         *(torch.autograd.grad(loss(*found), (queries, keys, values)) for found in (ours, naively)), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("skip", [0, 1, 3])
-def test_flex_attention_sees_the_same(skip):
-    """On a CPU FlexAttention has no backward; its forward says whether the mask and the norm are right."""
-    packing = packed([[5, 8], [16]], 16)
-    queries, keys, values = (torch.randn(2, heads, 16, 16) for heads in (4, 2, 2))
-    for row, slots in ((0, 13), (1, 16)):
-        for ours, flex in zip(
-            attention.causal_block(queries, keys, values, skip, packing),
-            attention.flex_block(queries, keys, values, skip, packing),
-            strict=True,
-        ):
-            torch.testing.assert_close(ours[row, :, :slots], flex[row, :, :slots], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)

@@ -81,6 +81,20 @@ MUTANTS = (
         "draft/test_unroll.py",
     ),
     Mutant(
+        "training on a GPU: the first slot of a row sees the row before",
+        "draft/attention.py",
+        "(first[t] <= s) & (s <= last[t])",
+        "(first[t] - 1 <= s) & (s <= last[t])",
+        "draft/test_flex.py",
+    ),
+    Mutant(
+        "training on a GPU: attention is compiled anew for a row that is shorter than two blocks",
+        "draft/attention.py",
+        "max(-(-batch * count // BLOCK), 2) * BLOCK",
+        "-(-batch * count // BLOCK) * BLOCK",
+        "draft/test_flex.py",
+    ),
+    Mutant(
         "training: features are not moved to the right between passes",
         "draft/unroll.py",
         "torch.cat([features[:, :1], features[:, :-1]], dim=1)",

@@ -1,0 +1,109 @@
+"""FlexAttention is the causal block: its mask, gradients, rounding, and how often it is compiled. No GPU is needed."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
+
+from poss_lightning.draft import attention
+from poss_lightning.features.schedule import Schedule
+from tests.support.tiny import packed
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 32
+BLOCKS = (attention.causal_block, attention.flex_block)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """FlexAttention uncompiled, and with gradients, which it refuses on a CPU because its CPU kernel has none."""
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Compile in earnest, and count the frames; small blocks, so that short rows have many."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    torch._dynamo.reset()
+    attention._compiled.cache_clear()
+    yield counter
+    torch._dynamo.reset()
+    attention._compiled.cache_clear()
+
+
+def run(block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32) -> list[torch.Tensor]:
+    """Output and norm where a slot is real, and their gradients to queries, keys and values, in float32."""
+    generator = torch.Generator().manual_seed(count)
+    queries, keys, values, grad_out = (
+        torch.randn(len(rows), heads, count, WIDTH, generator=generator).to(dtype)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    )
+    grad_norm = torch.randn(len(rows), HEADS, count, generator=generator)
+    leaves = [x.requires_grad_(torch.is_grad_enabled()) for x in (queries, keys, values)]
+    out, norm = block(*leaves, skip, packed(rows, count))
+    real = torch.tensor([[t < sum(lengths) for t in range(count)] for lengths in rows])[:, None]  # (B, 1, T)
+    out, norm = out.masked_fill(~real[..., None], 0), norm.masked_fill(~real, 0)
+    if not torch.is_grad_enabled():
+        return [out.float(), norm]
+    loss = (out * grad_out).sum(dtype=torch.float32) + (norm * grad_norm).sum()
+    return [x.detach().float() for x in (out, norm, *torch.autograd.grad(loss, leaves))]
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3])
+def test_it_sees_the_same(skip, eager):
+    """Two conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over."""
+    rows = [[5, 8], [17], [16]]
+    for ours, flex in zip(*(run(block, rows, 16, skip) for block in BLOCKS), strict=True):
+        torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
+    """Rounding has 8 bits, so errors are some 2^-8 of the largest value; norms are sums in float32."""
+    rows = [[40, 70, 17], [128]]
+    for skip in (0, 5):
+        exact = run(attention.causal_block, rows, 128, skip)
+        found = run(block, rows, 128, skip, torch.bfloat16)
+        for name, rounded, right in zip(["output", "norm", "queries", "keys", "values"], found, exact, strict=True):
+            error = (rounded - right).abs().max() / right.abs().max()
+            assert error < 2**-6, f"{name}: {error:.4f}"
+
+
+def plan_epoch(packed_rows: bool, training: bool) -> list[list[list[int]]]:
+    """Rows of conversations of each batch of an epoch, as `Schedule` plans them."""
+    lengths = np.random.default_rng(0).integers(10, 80, 16)
+    lengths[:4] = 2, 17, 33, 129  # a single slot; exactly one block of slots, two and eight
+    spans = [np.array([[0, length]]) for length in lengths]
+    plan = Schedule(list(range(16)), lengths, spans, batch_tokens=96, seed=0, packed=packed_rows, training=training)
+    return [[[int(lengths[i]) for i in row] for row in batch.rows] for batch in plan]
+
+
+def test_an_epoch_compiles_three_frames_at_any_depth(counter):
+    """The mask, attention, and in validation attention without gradients. Six would be the bar.
+
+    More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps all scores.
+    """
+    frames = []
+    for depth, packed_rows, training in ((6, True, True), (12, False, True), (12, True, False)):
+        for rows in plan_epoch(packed_rows, training):
+            count = max(map(sum, rows)) - 1  # the last token of a row is in no slot
+            for skip in range(depth):
+                with torch.set_grad_enabled(training):
+                    for ours, flex in zip(*(run(block, rows, count, skip) for block in BLOCKS), strict=True):
+                        torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
+        frames.append(counter.frame_count)
+    assert frames == [2, 2, 3]
+
+
+def test_sizes_that_coincide_compile_nothing_more(counter):
+    """Two blocks, as many as heads of keys; and as many slots as a head is wide. Then other lengths."""
+    assert WIDTH == KV_HEADS * attention.BLOCK
+    for count in (WIDTH, 64, 200):
+        run(attention.flex_block, [[count]], count, skip=1)
+    assert counter.frame_count == 2
