@@ -47,3 +47,21 @@ def baked(decoder):
     """The decoder with its graphs replaced by the stand-in."""
     (decoder.loop if isinstance(decoder, Autoregressive) else decoder).graphs = Baked()
     return decoder
+
+
+def graphs_of(decoder) -> Graphs:
+    """Those of an engine or a plain loop."""
+    return decoder.loop.graphs if isinstance(decoder, Autoregressive) else decoder.graphs
+
+
+def captured(decoder):
+    """The decoder with steps as graphs: those of CUDA where it has them, else the stand-in's."""
+    return decoder if graphs_of(decoder).enabled else baked(decoder)
+
+
+def count_captures(decoder) -> list[None]:
+    """A list that grows by every capture of its graphs from now on."""
+    graphs, counted = graphs_of(decoder), []
+    capture = graphs._capture
+    graphs._capture = lambda *given: counted.append(None) or capture(*given)
+    return counted

@@ -87,7 +87,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         module.draft.load_state_dict(load_file(weights))
         trainer = lightning.Trainer(
             strategy=STRATEGIES[run["strategy"]](),
-            accelerator="cpu",
+            accelerator=run.get("accelerator", "cpu"),
             devices=run["world"],
             precision=run.get("precision", "32-true"),
             max_steps=STEPS,
