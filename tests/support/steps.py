@@ -25,7 +25,7 @@ def write_initial(path: Path, store: str, **changes) -> None:
     save_file(draft.state_dict(), path)
 
 
-def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
+def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **changes) -> Weights:
     module = SpecialistTraining(store, **MODEL | changes)
     draft, depth = module.draft, module.draft.config.depth
     draft.load_state_dict(load_file(initial))
@@ -45,7 +45,7 @@ def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
             slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
         optimizer.zero_grad()
         (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
-        clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP) > CLIP))
+        clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), clip) > clip))
         optimizer.param_groups[0]["lr"] = MODEL["learning_rate"] * min(1, (STEPS - step) / (STEPS - 1))
         optimizer.step()
     assert set(clipped) == {True, False} or changes

@@ -1,0 +1,56 @@
+"""Trainings on a device, each in processes of its own: the steps of a plain loop, however many GPUs share them."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.processes import forked, printed
+from tests.support.ranks import accelerator_of
+from tests.support.steps import difference, plain_steps, weights, write_initial
+
+pytestmark = pytest.mark.gpu
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed; see `make setup`")
+SHARDED = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+BATCHES, CLIP = 4, 20.0  # of a step; some gradients of this target are longer, some are not
+# Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU, where a
+# mean over other slots is 1e-1.
+NEAR = 1e-3
+
+
+@pytest.fixture(scope="module")
+def initial(store, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("initial") / "weights.safetensors"
+    write_initial(path, store)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one(store, initial, device, tmp_path_factory) -> Path:
+    """A training by one process."""
+    return train(tmp_path_factory.mktemp("one"), "one", 1, store, initial, device)
+
+
+def train(folder: Path, strategy: str, world: int, store: str, initial: Path, device: torch.device) -> Path:
+    run = {"strategy": strategy, "world": world, "accumulate": BATCHES // world, "folder": str(folder)}
+    run |= {"accelerator": accelerator_of(device), "clip": CLIP}
+    log = folder / "log"
+    assert forked(log, world, ranks.main, store, str(initial), [run]) == [0] * world, printed(log)
+    return folder
+
+
+def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, initial, one, report):
+    found = difference(weights(one), plain_steps(store, initial, BATCHES, CLIP), initial)
+    report("four steps against a plain loop on the CPU, relative to what changed", found)
+    assert found < NEAR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_two_devices_take_the_steps_of_one(store, initial, one, device, tmp_path, strategy):
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
+    two = train(tmp_path, strategy, 2, store, initial, device)
+    assert difference(weights(two), weights(one), initial) < NEAR
