@@ -20,7 +20,7 @@ AVX2   := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 MATHEMATICS := $(addprefix tests/,test_losses.py test_machine.py test_metrics.py test_sampling.py target/test_target.py draft features/test_encoding.py training/test_muon.py decoding)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-portable test-lowest test-slow mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
+.PHONY: help setup demo test test-portable test-lowest test-slow test-gpu mutants check wheel wheel-demo lab look-report notebooks bench bench-decode soak bench-train bench-features bench-plan digests coverage docs figures clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -62,6 +62,9 @@ test-lowest:  ## the tests at the lowest versions of pyproject.toml that resolve
 
 test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow
+
+test-gpu: setup  ## run the laws of decoding, features and training on CUDA; POSS_DEVICE=cpu tries the same lines without
+	POSS_DEVICE=$${POSS_DEVICE:-cuda} $(BIN)/python -m pytest -q -rs -m gpu tests/gpu
 
 mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
 	$(BIN)/python -m tests.support.mutants

@@ -12,8 +12,9 @@ from tests.support.ranks import accelerator_of
 from tests.support.steps import difference, plain_steps, weights, write_initial
 
 pytestmark = pytest.mark.gpu
-needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed; see `make setup`")
-SHARDED = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
+TORCH, ZERO = ["ddp", "fsdp2"], ["zero1", "zero2", "zero3"]
 BATCHES, CLIP = 4, 20.0  # of a step; some gradients of this target are longer, some are not
 # Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU, where a
 # mean over other slots is 1e-1.
@@ -29,16 +30,27 @@ def initial(store, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(store, initial, device, tmp_path_factory) -> Path:
-    """A training by one process."""
-    return train(tmp_path_factory.mktemp("one"), "one", 1, store, initial, device)
+    """The folder of a training by one process."""
+    return train(tmp_path_factory.mktemp("one"), ["one"], 1, store, initial, device) / "one"
 
 
-def train(folder: Path, strategy: str, world: int, store: str, initial: Path, device: torch.device) -> Path:
-    run = {"strategy": strategy, "world": world, "accumulate": BATCHES // world, "folder": str(folder)}
-    run |= {"accelerator": accelerator_of(device), "clip": CLIP}
-    log = folder / "log"
-    assert forked(log, world, ranks.main, store, str(initial), [run]) == [0] * world, printed(log)
-    return folder
+@pytest.fixture(scope="module")
+def two(store, initial, device, tmp_path_factory) -> Path:
+    """A folder a strategy, of trainings by two processes; each library has processes of its own."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
+    out = tmp_path_factory.mktemp("two")
+    for strategies in (TORCH, ZERO) if HAS_DEEPSPEED else (TORCH,):
+        train(out, strategies, 2, store, initial, device)
+    return out
+
+
+def train(out: Path, strategies: list[str], world: int, store: str, initial: Path, device: torch.device) -> Path:
+    common = {"world": world, "accumulate": BATCHES // world, "accelerator": accelerator_of(device), "clip": CLIP}
+    runs = [{"strategy": strategy, "folder": str(out / strategy), **common} for strategy in strategies]
+    log = out / f"{strategies[0]}.log"
+    assert forked(log, world, ranks.main, store, str(initial), runs) == [0] * world, printed(log)
+    return out
 
 
 def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, initial, one, report):
@@ -48,9 +60,6 @@ def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, initial, o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_two_devices_take_the_steps_of_one(store, initial, one, device, tmp_path, strategy):
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
-    two = train(tmp_path, strategy, 2, store, initial, device)
-    assert difference(weights(two), weights(one), initial) < NEAR
+@pytest.mark.parametrize("strategy", [*TORCH, *(pytest.param(name, marks=needs_deepspeed) for name in ZERO)])
+def test_two_processes_take_the_steps_of_one(initial, one, two, strategy):
+    assert difference(weights(two / strategy), weights(one), initial) < NEAR
