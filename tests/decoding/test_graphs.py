@@ -1,12 +1,10 @@
-"""Rounds as graphs, without a GPU: a stand-in bakes in the tensors of a capture, as CUDA does, and runs no Python."""
+"""Rounds as graphs, without a GPU: on a stand-in."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import Settled
@@ -14,53 +12,15 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.cache import CUDA_STEP
 from poss_lightning.target.graphs import Graphs
+from tests.support.graphs import baked
 from tests.support.tiny import tiny_draft, tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
 GREEDY, DRAWN, TIMID = Sampling(), Sampling(1.0, top_p=0.9), Sampling(0.5)
 
 
-class Baked(Graphs):
-    """What is captured reads and writes the very tensors of its first run; its results stay in place."""
-
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-        self.enabled, self.captures = True, 0
-
-    def _capture(self, work, state):
-        saved, form = [tensor.clone() for tensor in state], None
-
-        def flat():
-            nonlocal form
-            leaves, form = tree_flatten(work(lambda name: nullcontext()))
-            return leaves
-
-        def restore():
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
-
-        results = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat()]
-        restore()
-        graph = make_fx(flat)()
-        restore()
-
-        def replay():
-            for result, value in zip(results, graph(), strict=True):
-                if isinstance(result, torch.Tensor):
-                    result.copy_(value)
-
-        self.captures += 1
-        return [("whole", replay)], tree_unflatten(results, form)
-
-
 def speculative(target):
     return Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5)
-
-
-def baked(decoder):
-    """The decoder with its graphs replaced by the stand-in."""
-    (decoder.loop if isinstance(decoder, Autoregressive) else decoder).graphs = Baked()
-    return decoder
 
 
 def tokens_of(decoder, law, prompts=PROMPTS, limit=40, seed=3):

@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention
 
 from poss_lightning.draft import attention
 from poss_lightning.features.schedule import Schedule
-from tests.support.tiny import packed
+from tests.support.unrolling import packed
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 BLOCKS = (attention.causal_block, attention.flex_block)

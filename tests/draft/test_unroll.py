@@ -13,21 +13,8 @@ from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.draft.layer import rope_at
 from poss_lightning.draft.unroll import unroll
 from tests.support import naive
-from tests.support.tiny import packed, tiny_draft, tiny_target
-
-KINDS = [
-    *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
-    pytest.param([2, 2, 2], {"kv": "shared"}, id="one cache for all"),
-    pytest.param([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, id="in turn"),
-    pytest.param([1, 3, 2], {"order": (2, 1, 1, 0, 2, 1), "kv": "shared"}, id="out of order, one cache"),
-    pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
-    pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
-    pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
-    pytest.param([3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, id="EAGLE-3.1"),
-    pytest.param([1, 3, 2], {"kind": "eagle3", "norm_output": True}, id="specialists that read normed outputs"),
-]
-
-HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask
+from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.unrolling import KINDS, inputs, packed, packed_padded_alone, unroll_what_is_drafted
 
 DRAWINGS = {
     1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
@@ -64,15 +51,6 @@ def target():
     return tiny_target(num_hidden_layers=7)
 
 
-def inputs(target, count=12, batch=1, seed=1, draft=None):
-    """Tokens, their embeddings, and what a draft reads of the target."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator)
-    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.own_head else 1)
-    features = torch.randn(batch, count, width, generator=generator)
-    return tokens, target.embed_head.embed(tokens), features
-
-
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation, config):
     draft, depth = tiny_draft(target, allocation, **config), 8  # two past the allocation: the last specialist goes on
@@ -85,21 +63,9 @@ def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target
 
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
-    """Let the Drafter draft a chain, feed its tokens to the unroll, and find its own features there."""
-    draft, start, depth = tiny_draft(target, allocation, **config), 7, 6
-    tokens, _, features = inputs(target, start + 1, draft=draft)
-    drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
-    drafter.start(1, 64)
-    stepped, step = [], drafter.step
-    drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
-    drafter.append_context(tokens, features, torch.tensor([start + 1]))
-    drafter.slots.advance_host([start + 1])
-    chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
-    padded = torch.cat([features, torch.zeros(1, depth, features.shape[-1])], dim=1)
-    passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
-    for k in range(1, depth + 1):
-        torch.testing.assert_close(passes[k - 1][0, start + k - 1], stepped[k - 1][0][0, 0], rtol=1e-4, atol=1e-5)
-        assert draft.logits(passes[k - 1][0, start + k - 1], target.embed_head).argmax() == chain[0, k - 1]
+    unrolled, drafted, agree = unroll_what_is_drafted(target, tiny_draft(target, allocation, **config))
+    torch.testing.assert_close(unrolled, drafted, rtol=1e-4, atol=1e-5)
+    assert agree
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
@@ -180,33 +146,10 @@ def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, 
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_packed_is_padded_is_alone(target, allocation, config):
     """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
-    draft, lengths, depth = tiny_draft(target, allocation, **config), [7, 12, 9], 6
-    texts = [inputs(target, length, seed=length, draft=draft)[1:] for length in lengths]  # (1, T, D) and (1, T, R)
-
-    def run(embedded, features, packing, places):
-        draft.zero_grad()
-        passes = draft(embedded, features, depth, packing)
-        real = [torch.stack([p[row, slots][depth - 1 :] for p in passes]) for row, slots in places]
-        sum(part.square().sum() for part in real).backward()
-        return real, [p.grad.clone() for name, p in draft.named_parameters() if name not in HEAD]
-
-    def padded(x):
-        return torch.nn.functional.pad(x, (0, 0, 0, 12 - x.shape[1]))
-
-    edges = [slice(0, 7), slice(7, 19), slice(19, 28)]
-    together = run(*(torch.cat(x, 1) for x in zip(*texts, strict=True)), packed([lengths], 28), [(0, e) for e in edges])
-    rows = run(
-        *(torch.cat([padded(y) for y in x]) for x in zip(*texts, strict=True)),
-        packed([[n] for n in lengths], 12),
-        [(row, slice(0, n)) for row, n in enumerate(lengths)],
-    )
-    alone = [run(*text, None, [(0, slice(0, n))]) for text, n in zip(texts, lengths, strict=True)]
-    singles = [real for (real,), _ in alone]
-    for found, gradient in (together, rows):
-        for a, b in zip(found, singles, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        for i, whole in enumerate(gradient):
-            torch.testing.assert_close(whole, sum(g[i] for _, g in alone), rtol=1e-4, atol=1e-4)
+    together, rows, alone = packed_padded_alone(target, tiny_draft(target, allocation, **config))
+    for outputs, gradients in (together, rows):
+        torch.testing.assert_close(outputs, alone.outputs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients, alone.gradients, rtol=1e-4, atol=1e-4)
 
 
 def test_no_scores_of_all_slots_with_all_are_ever_made(target, monkeypatch):

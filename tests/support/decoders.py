@@ -1,5 +1,7 @@
 """Prompts, and a drafter that knows what the target will say."""
 
+import torch
+
 from poss_lightning.decoding.drafting import Drafter
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
@@ -8,6 +10,11 @@ STOPS = frozenset({1})
 
 def tokens_of(decoder, prompts=PROMPTS, limit=40, stops=STOPS):
     return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops)]
+
+
+def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS):
+    generator = torch.Generator().manual_seed(seed)
+    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator)]
 
 
 class Oracle(Drafter):

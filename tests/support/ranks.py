@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import lightning
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -43,6 +44,11 @@ STRATEGIES = {
     "zero3": lambda: deepspeed(3),
     "zero3-offload": lambda: deepspeed(3, offload_optimizer=True, offload_parameters=True),
 }
+
+
+def accelerator_of(device: torch.device) -> str:
+    """Lightning's name of it."""
+    return {"cuda": "gpu"}.get(device.type, device.type)
 
 
 class Reductions(lightning.Callback):
@@ -87,12 +93,12 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         module.draft.load_state_dict(load_file(weights))
         trainer = lightning.Trainer(
             strategy=STRATEGIES[run["strategy"]](),
-            accelerator="cpu",
+            accelerator=run.get("accelerator", "cpu"),
             devices=run["world"],
             precision=run.get("precision", "32-true"),
             max_steps=STEPS,
             accumulate_grad_batches=run["accumulate"],
-            gradient_clip_val=CLIP,
+            gradient_clip_val=run.get("clip", CLIP),
             num_sanity_val_steps=0,
             val_check_interval=steps,
             check_val_every_n_epoch=None,

@@ -1,6 +1,10 @@
 """Short talks, and the options of an EAGLE-3 draft."""
 
-from poss_lightning.corpus.readers import Conversation
+import json
+from pathlib import Path
+
+from poss_lightning.corpus.readers import Conversation, read_conversations
+from poss_lightning.demo import CORPUS
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
 EAGLE3 = {"kind": "eagle3", "loss": {"token": 1.0}, "gamma": 0.9, "detach": False}
@@ -17,3 +21,11 @@ def talks() -> list[Conversation]:
         )
         for i in range(40)
     ]
+
+
+def shortened(path: Path) -> Path:
+    """The shipped corpus with the beginnings of its texts: the tiny tokenizer makes a token of nearly every letter."""
+    talks = read_conversations(str(CORPUS), limit=60)
+    short = [[message | {"content": message["content"][:100]} for message in talk.messages] for talk in talks]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in short))
+    return path

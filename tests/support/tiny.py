@@ -5,7 +5,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 
@@ -76,9 +75,3 @@ def tiny_draft(
         elif draft.config.own_head:  # a norm's
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return draft
-
-
-def packed(rows: list[list[int]], count: int) -> Packing:
-    """Conversations of these lengths in rows of `count` slots."""
-    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
-    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions]))

@@ -1,76 +1,14 @@
 """A run that was killed and goes on ends with the weights of one that was not."""
 
 import json
-import os
-import shutil
 import signal
 from functools import partial
-from pathlib import Path
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
-from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.files import atomic
-from poss_lightning.training.module import SpecialistTraining
 from tests.support.processes import forked, printed
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(lightning.Callback):
-    """Raises, or ends the process, after so many batches of the run, before the checkpoint of the last."""
-
-    def __init__(self, after: int | None = None, signal: int | None = None):
-        self.after, self.signal = after, signal
-        self.seen: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
-        if len(self.seen) == self.after:
-            if self.signal:
-                os.kill(os.getpid(), self.signal)
-            with atomic(Path(trainer.default_root_dir, f"seen-{trainer.global_rank}.json")) as path:
-                path.write_text(json.dumps(self.seen))
-            raise Killed
-
-
-class Left(Kill):
-    """Keeps what a kill after batch n would leave as n.ckpt: training up to there again and again takes long."""
-
-    def on_train_batch_end(self, trainer, *rest):
-        super().on_train_batch_end(trainer, *rest)
-        if (last := Path(trainer.default_root_dir, "last.ckpt")).exists():
-            shutil.copy(last, last.with_name(f"{len(self.seen)}.ckpt"))
-
-
-def fit(store, folder, kill=None, goes_on=None, every=1, **options):
-    lightning.seed_everything(0)
-    module = SpecialistTraining(store, [1, 2], learning_rate=3e-3)
-    keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
-    kill = kill or Kill()
-    trainer = lightning.Trainer(
-        **{
-            "accelerator": "cpu",
-            "max_epochs": 3,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "gradient_clip_val": 0.5,
-            "default_root_dir": folder,
-            "use_distributed_sampler": False,
-            "callbacks": [kill, keep],
-            **options,
-        }
-    )
-    data = FeatureData(store, batch_tokens=256, validation=0.2)
-    trainer.fit(module, data, ckpt_path=goes_on and folder / goes_on)
-    return module, trainer, kill.seen
+from tests.support.resuming import Kill, Killed, Left, fit
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from poss_lightning.corpus.readers import Conversation
-from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.export import export
-from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import DeepSpeed
-from tests.support import naive, ranks
+from tests.support import ranks
 from tests.support.processes import forked, printed
-from tests.support.ranks import CLIP, DATA, EAGLE3, MODEL, STEPS
+from tests.support.ranks import DATA, EAGLE3, MODEL
+from tests.support.steps import Weights, difference, plain_steps, step_by_step, weights, write_initial
+from tests.support.talks import talks
 from tests.support.tiny import tiny_target
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -49,16 +48,6 @@ MODEL_DEPTH = sum(MODEL["allocation"])
 TABLE = [(strategy, batches) for strategy in ("one", "ddp", "fsdp2") for batches in (2, 4)]
 TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
 TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
-WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
-Weights = dict[str, torch.Tensor]
-
-
-def conversations() -> list[Conversation]:
-    talks = [(WORDS[i % 6], f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)) for i in range(32)]
-    return [
-        Conversation(str(i), [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}])
-        for i, (asked, answered) in enumerate(talks)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +56,7 @@ def store(tmp_path_factory, tiny_folder) -> str:
     write_store(
         folder,
         Target.load(tiny_folder, "float32"),
-        conversations(),
+        talks()[:32],
         max_length=128,
         batch_tokens=1024,
         shard_bytes=2**20,
@@ -82,7 +71,7 @@ def inner(tmp_path_factory) -> str:
     write_store(
         folder,
         tiny_target(num_hidden_layers=7),
-        conversations(),
+        talks()[:32],
         max_length=128,
         batch_tokens=1024,
         shard_bytes=2**20,
@@ -95,13 +84,8 @@ def inner(tmp_path_factory) -> str:
 def initial(store, inner, tmp_path_factory) -> Path:
     """Weights to start from, spread so that every specialist matters; those of the EAGLE-3 kind beside them."""
     folder = tmp_path_factory.mktemp("initial")
-    for name, source, model in (("weights", store, MODEL), ("eagle3", inner, MODEL | EAGLE3)):
-        torch.manual_seed(0)
-        draft = SpecialistTraining(source, **model).draft
-        for parameter in draft.parameters():
-            if parameter.ndim > 1:
-                torch.nn.init.normal_(parameter, std=0.15)
-        save_file(draft.state_dict(), folder / f"{name}.safetensors")
+    write_initial(folder / "weights.safetensors", store)
+    write_initial(folder / "eagle3.safetensors", inner, **EAGLE3)
     return folder / "weights.safetensors"
 
 
@@ -194,69 +178,6 @@ def rounding(store, initial, reference, tmp_path_factory) -> float:
         found.append(difference(plain_steps(store, nudged, 2), reference[2], initial))
     assert max(found) < 1e-4  # or the laws below would see no fault
     return max(found)
-
-
-def plain_steps(store: str, initial: Path, share: int, **changes) -> Weights:
-    module = SpecialistTraining(store, **MODEL | changes)
-    draft, depth = module.draft, module.draft.config.depth
-    draft.load_state_dict(load_file(initial))
-    optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
-    clipped = []
-    for step, conversations in enumerate(step_by_step(store, share, draft.config.layers)):
-        sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
-        for conversation in conversations:
-            batch = collate([[conversation]])
-            embedded, packing = (
-                module.embed_head.embed(batch.tokens[:, 1:]),
-                Packing(batch.lengths, batch.positions[:, :-1]),
-            )
-            predictions = draft(embedded, batch.draft_input[:, :-1], depth, packing)
-            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.embed_head.head)
-            sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
-            slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
-        optimizer.zero_grad()
-        (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
-        clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), CLIP) > CLIP))
-        optimizer.param_groups[0]["lr"] = MODEL["learning_rate"] * min(1, (STEPS - step) / (STEPS - 1))
-        optimizer.step()
-    assert set(clipped) == {True, False} or changes
-    return draft.state_dict()
-
-
-def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Tensor:
-    if not draft.config.own_head:
-        return naive.pass_losses(predictions, features, counts, head, 1.0, 0.1, 1.0)
-    read = [draft.norm(one) for one in predictions]
-    said = torch.isin(greedy, draft.vocabulary)
-    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, draft_head=draft.lm_head.weight)
-
-
-def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:
-    """The conversations of every optimizer step."""
-    data = FeatureData(store, **DATA)
-    data.source = data.source.select(layers)
-    schedule, steps = data.train_dataloader().sampler, []
-    for epoch in range(2):
-        schedule.set_epoch(epoch)
-        batches = schedule.batches()
-        for start in range(0, len(batches), share):
-            steps.append([data.source[i] for rows in batches[start : start + share] for row in rows for i in row])
-    return steps[:STEPS]
-
-
-def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
-    """Of what training changed, relative."""
-    start = load_file(initial)
-    names = [name for name, value in start.items() if value.is_floating_point()]
-    wrong, changed = (
-        torch.cat([(a[name].double() - b[name].double()).flatten() for name in names]).norm()
-        for a, b in ((weights, wanted), (wanted, start))
-    )
-    return float(wrong / changed)
-
-
-def weights(folder: Path) -> Weights:
-    return load_file(folder / "weights.safetensors")
 
 
 # --- one truth ---

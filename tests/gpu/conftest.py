@@ -1,0 +1,81 @@
+"""What the laws on a device share. `make test-gpu` runs them on CUDA; without POSS_DEVICE they run on the CPU."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from poss_lightning.features.extract import write_store
+from poss_lightning.machine import choose_device
+from poss_lightning.target.model import Target
+from tests.support.talks import talks
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+# Heads of 16 numbers, as Triton multiplies nothing narrower; inner layers for EAGLE-3; room for several graphs.
+SIZES = {"hidden_size": 64, "num_hidden_layers": 7, "max_position_embeddings": 4096}
+INNER = (2, 3, 4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device() -> torch.device:
+    """Where the laws are tried; where there is no such device, every test is skipped."""
+    name = os.environ.get("POSS_DEVICE", "cpu")
+    try:
+        return torch.device(choose_device(name))
+    except ValueError as error:
+        pytest.skip(f"POSS_DEVICE: {error}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_products() -> Iterator[None]:
+    """No TF32, which some containers switch on: laws in float32 are about float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_always() -> Iterator[None]:
+    """Laws meet more shapes than a training. Beyond its limit dynamo gives up, and would run FlexAttention eagerly."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A tiny target."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model(**SIZES).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(folder, device) -> Target:
+    """In float32, on the device."""
+    return Target.load(str(folder), "float32", str(device))
+
+
+@pytest.fixture(scope="session")
+def store(folder, tmp_path_factory) -> str:
+    """Features with inner layers, as the CPU computes them."""
+    store = tmp_path_factory.mktemp("store")
+    on_cpu = Target.load(str(folder), "float32", "cpu")
+    write_store(store, on_cpu, talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20, layers=INNER)
+    return str(store)
+
+
+@pytest.fixture
+def report(record_property, capsys):
+    """Say a figure that no bar holds: in the output and in the record of the test."""
+
+    def say(name: str, value: object) -> None:
+        record_property(name, value)
+        with capsys.disabled():
+            print(f"\n{name}: {value}")
+
+    return say

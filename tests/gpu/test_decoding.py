@@ -1,0 +1,139 @@
+"""Lossless on a device, with graphs and without: the tokens of our plain loop, and of transformers' `generate`."""
+
+import pytest
+import torch
+
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.budget import Settled
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.specialists import Specialists, shipped
+from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.sampling import Sampling
+from poss_lightning.target.cache import CUDA_STEP
+from poss_lightning.target.model import Target
+from tests.support.decoders import PROMPTS, drawn
+from tests.support.graphs import captured, count_captures, graphs_of
+from tests.support.tiny import tiny_draft
+
+pytestmark = pytest.mark.gpu
+GREEDY, DRAWN = Sampling(), Sampling(1.0, top_k=40, top_p=0.9)
+LAWS = [pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn")]
+LONGER = [[7] * 90, [8] * 3, [9] * 5]
+WAYS = [  # kind of draft, tree, whether a batch shares its nodes, law; the stand-in takes seconds for each capture
+    ("eagle3", "fixed", True, DRAWN),
+    pytest.param("eagle2", "fixed", False, GREEDY, marks=pytest.mark.slow),
+    pytest.param("eagle2", "auto", True, GREEDY, marks=pytest.mark.slow),
+    pytest.param("eagle3", "auto", False, DRAWN, marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(autouse=True)
+def as_on_cuda(monkeypatch):
+    """Views of the caches grow as on CUDA, and `tree: auto` settles, on the CPU too; and soon."""
+    monkeypatch.setattr("poss_lightning.decoding.budget.SETTLE", 4)
+    monkeypatch.setattr("poss_lightning.target.cache.STEP", CUDA_STEP)
+    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
+
+
+@pytest.fixture(scope="module")
+def limit(device):
+    """New tokens of a short text."""
+    return 10 if device.type == "cpu" else 80
+
+
+def texts(decoder, law, prompts, limit, seed=3):
+    return drawn(decoder, law, seed, prompts, limit, frozenset())
+
+
+@pytest.mark.parametrize("kind, tree, share, law", WAYS)
+def test_drafting_is_lossless_with_graphs_and_without(target, limit, kind, tree, share, law):
+    """In a batch, in others that find the graphs of the first, and alone."""
+    draft, plain = tiny_draft(target, [1, 1], kind=kind), Autoregressive(target, graphs=False)
+    cases = (PROMPTS, 3), (PROMPTS, 4), (LONGER, 3)
+    batch, *others = ([prompts, seed, texts(plain, law, prompts, limit, seed)] for prompts, seed in cases)
+    eager = Speculative(target, draft, 2, 8, 4, tree, share, graphs=False)
+    replayed = captured(Speculative(target, draft, 2, 8, 4, tree, share))
+    for engine in (eager, replayed):
+        assert texts(engine, law, PROMPTS, limit, 3) == batch[-1]
+        assert tree == "fixed" or engine.budgets[3].plan is not None
+        captures = count_captures(engine)
+        for prompts, seed, expected in others:
+            assert texts(engine, law, prompts, limit, seed) == expected
+        assert tree == "auto" or not captures
+        generator = torch.Generator().manual_seed(3)
+        alone = [engine.decode([prompt], limit, frozenset(), law, generator)[0].tokens for prompt in PROMPTS]
+        assert alone == batch[-1]
+    assert replayed.graphs.enabled and captures  # no capture has failed
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_plain_decoding_is_the_same_with_graphs_and_without(target, limit, law):
+    plain, replayed = Autoregressive(target, graphs=False), captured(Autoregressive(target))
+    expected = texts(plain, law, PROMPTS, limit)
+    assert texts(replayed, law, PROMPTS, limit) == expected
+    captures = count_captures(replayed)
+    for prompts, seed in ((PROMPTS, 4), (LONGER, 3)):
+        assert texts(replayed, law, prompts, limit, seed) == texts(plain, law, prompts, limit, seed)
+    assert graphs_of(replayed).enabled and not captures
+    assert law != GREEDY or texts(Generate(target), law, PROMPTS, limit) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafting", "plain"])
+def test_a_long_text_is_captured_once_in_512_slots_and_the_next_one_never(target, drafts, law):
+    decoder = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5) if drafts else Autoregressive(target)
+    captures, limit = count_captures(captured(decoder)), 1100
+    first = texts(decoder, law, PROMPTS[:1], limit)
+    assert 1 < len(captures) <= 1 + limit / 512
+    assert first == texts(Autoregressive(target, graphs=False), law, PROMPTS[:1], limit)
+    captures.clear()
+    assert len(texts(decoder, law, PROMPTS[:1], limit, seed=4)[0]) == limit
+    assert not captures and graphs_of(decoder).enabled
+
+
+def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
+    """Which is not the current device where there are several: graphs and streams are made on the target's own."""
+    device = target.device
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.device_count() - 1)
+    last = Target.load(str(folder), "float32", str(device))
+    engine, plain = captured(Speculative(last, tiny_draft(last, [1, 1]), 2, 8, 4)), Autoregressive(target, graphs=False)
+    assert texts(engine, GREEDY, PROMPTS, limit) == texts(plain, GREEDY, PROMPTS, limit)
+    assert engine.graphs.enabled
+
+
+# --- the embedded target, with the drafts that are shipped ---
+
+
+def embedded_answers(device: torch.device, dtype: str, law: Sampling) -> dict[str, list[list[int]]]:
+    """Answers to the project's own questions, by plain decoding with graphs and without, and by the shipped drafts."""
+    target = Target.load("embedded", dtype, str(device))
+    count, limit = (2, 24) if device.type == "cpu" else (12, 128)
+    asked = [question.turns[0] for question in read_suites(limit=2)[:count]]
+    prompts = [target.chat.prompt([{"role": "user", "content": text}]) for text in asked]
+    decoders = {"plain": Autoregressive(target, graphs=False), "graphs": Autoregressive(target)}
+    for name in shipped():
+        decoders[name] = Speculative(target, Specialists.from_pretrained(name), nodes=20, tree_width=5)
+    if law == GREEDY:
+        decoders["generate"] = Generate(target)
+    return {name: [texts(decoder, law, [prompt], limit)[0] for prompt in prompts] for name, decoder in decoders.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_shipped_drafts_on_the_embedded_target_are_lossless_in_float32(device, law):
+    answers = embedded_answers(device, "float32", law)
+    assert all(answer == answers["plain"] for answer in answers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_answers_in_bfloat16_that_equal_plain_decodings_are_counted(device, law, report):
+    """No bar: products of a tree have other shapes than those of a token, and round otherwise."""
+    answers = embedded_answers(device, "bfloat16", law)
+    plain = answers.pop("plain")
+    for name, answer in answers.items():
+        equal = sum(ours == theirs for ours, theirs in zip(answer, plain, strict=True))
+        report(f"bfloat16, temperature {law.temperature}, {name}", f"{equal} of {len(plain)} as plain decoding")
+        assert all(map(len, answer))

@@ -1,0 +1,23 @@
+"""`poss demo` on the embedded target, as small as it goes: extraction, training, benchmark and report in one."""
+
+import pytest
+
+from poss_lightning.demo import demo
+from poss_lightning.evaluation.records import read_records
+from poss_lightning.reports.summary import group
+from tests.support.talks import shortened
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+def test_the_demo_runs_and_is_exact_in_float32(device, tmp_path, monkeypatch):
+    """With graphs, `tree: auto` and the device's own dtype; on a GPU in bf16-mixed, through FlexAttention."""
+    monkeypatch.setattr("poss_lightning.demo.CORPUS", shortened(tmp_path / "short.jsonl"))
+    folder, limit = tmp_path / "demo", 4 if device.type == "cpu" else 64
+    demo(str(folder), conversations=60, steps=2, limit=1, max_new_tokens=limit, device=str(device))
+    assert (folder / "report.html").is_file()
+    methods = group(read_records(folder / "exact"))
+    plain = methods.pop("autoregressive")
+    assert {"single", "hass", "poss2", "trained"} <= methods.keys()
+    for answers in methods.values():
+        assert {key: answer.tokens for key, answer in answers.items()} == {key: plain[key].tokens for key in answers}

@@ -1,0 +1,44 @@
+"""Features that a device computes and encodes are those of the CPU, to rounding."""
+
+import pytest
+import torch
+
+from poss_lightning.features.encoding import STORED, decode, encode
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.store import FeatureStore
+from tests.support.talks import talks
+
+pytestmark = pytest.mark.gpu
+SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_store_of_the_device_is_the_cpu_s_to_rounding(target, store, tmp_path, stored):
+    """Exact: float32 sums in another order. In 8 bits: a few numbers are rounded the other way."""
+    exact = FeatureStore(store)
+    layers = exact.manifest.layers
+    write_store(tmp_path / "own", target, talks(), **SIZES, stored=stored, layers=layers)
+    own = FeatureStore(tmp_path / "own")
+    assert own.manifest.target == exact.manifest.target  # so that a draft of one is a draft of the other
+    for ours, theirs in ((own[i], exact[i]) for i in range(len(exact))):
+        assert (ours.id, ours.spans) == (theirs.id, theirs.spans)
+        assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.greedy, theirs.greedy)
+        for found, expected in ((ours.features, theirs.features), (ours.layers, theirs.layers)):
+            if stored == "exact":
+                assert (found - expected).norm() < 1e-5 * expected.norm()
+            else:
+                expected = decode(encode(expected, stored), stored, expected.dtype)
+                assert (found != expected).float().mean() < 1e-3
+                step = expected.abs() / 8 + expected.abs().amax(-1, keepdim=True) / 448 * 2**-8
+                assert ((found - expected).abs() <= step).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stored", STORED)
+def test_the_same_features_are_encoded_and_decoded_to_the_same_bits(store, device, stored, dtype):
+    sample = FeatureStore(store)[0]
+    features = torch.cat([sample.features[:, None], sample.layers], dim=1).to(dtype)  # (T, 1 + layers, D)
+    features[0, 0, 0] = 448  # with which the quotient by the largest number of 8 bits is a power of two
+    raw = encode(features, stored)
+    assert torch.equal(encode(features.to(device), stored).cpu(), raw)
+    assert torch.equal(decode(raw.to(device), stored, dtype).cpu(), decode(raw, stored, dtype))

@@ -1,0 +1,128 @@
+"""Training on a device: the same attention, losses and gradients as on the CPU, and what is resumed goes on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from poss_lightning.draft import attention
+from poss_lightning.draft.attention import causal_block, flex_block
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.training.module import SpecialistTraining
+from tests.support.ranks import accelerator_of
+from tests.support.resuming import Left, fit
+from tests.support.talks import EAGLE3
+from tests.support.tiny import tiny_draft
+from tests.support.unrolling import KINDS, packed, packed_padded_alone, unroll_what_is_drafted
+
+pytestmark = pytest.mark.gpu
+# Float32 sums in another order differ by some 1e-6, relative, and TF32 would by 1e-3.
+NEAR = 1e-4
+BFLOAT16 = 2e-2  # an entry is rounded by up to 4e-3, and weights are before they are summed
+SHAPES = [  # heads, of which so many have keys of their own, and their width
+    (6, 2, 64, torch.float32, NEAR),
+    (4, 1, 128, torch.float32, NEAR),
+    (4, 2, 128, torch.bfloat16, BFLOAT16),
+]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative, of the whole."""
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+# --- attention ---
+
+
+@pytest.mark.parametrize("heads, kv_heads, width, dtype, most", SHAPES)
+def test_flex_attention_is_causal_attention_with_its_norm_and_gradients(
+    device, monkeypatch, heads, kv_heads, width, dtype, most
+):
+    """Against our own block in float64 on the CPU. There FlexAttention runs eagerly, and offers no backward."""
+    if device.type == "cpu":
+        monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+        monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    count = 40 if device.type == "cpu" else 300
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, n, count, width, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    weights = torch.randn(2, heads, count, width + 1, generator=generator)
+    rows = [[count // 3, count // 2], [count + 1]]  # the first ends in padding; a last token is no slot
+    weights[0, :, sum(rows[0]) :] = 0
+
+    def run(block, place: torch.device, dtype: torch.dtype, skip: int) -> list[Tensor]:
+        leaves = [x.to(place, dtype).requires_grad_() for x in drawn]
+        out, norm = block(*leaves, skip, packed(rows, count, place))
+        seen = torch.cat([out, norm[..., None].to(dtype)], dim=-1) * weights.to(place, dtype)
+        return [seen, *torch.autograd.grad(seen.sum(), leaves)]
+
+    for skip in (0, 1, 3):
+        exact = run(causal_block, torch.device("cpu"), torch.float64, skip)
+        for found, expected in zip(run(flex_block, device, dtype, skip), exact, strict=True):
+            assert distance(found, expected) < most
+
+
+@pytest.mark.parametrize("allocation, config", KINDS)
+def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
+    unrolled, drafted, agree = unroll_what_is_drafted(target, draft_on(target, allocation, **config))
+    assert distance(unrolled, drafted) < NEAR and agree
+
+
+@pytest.mark.parametrize("allocation, config", [KINDS[4], KINDS[-1]])
+def test_packed_is_padded_is_alone(target, allocation, config):
+    together, rows, alone = packed_padded_alone(target, draft_on(target, allocation, **config))
+    for found in (together, rows):
+        for ours, theirs in zip(found, alone, strict=True):
+            assert all(distance(a, b) < NEAR for a, b in zip(ours, theirs, strict=True))
+
+
+def draft_on(target, allocation, **config):
+    return tiny_draft(target, allocation, **config).to(target.device)
+
+
+# --- a step, and a training that goes on ---
+
+
+@pytest.mark.parametrize("options", [{}, EAGLE3 | {"vocabulary_size": 200}], ids=["eagle2", "eagle3"])
+def test_a_step_s_losses_and_gradients_are_those_of_the_cpu(store, device, options):
+    found, expected = (losses_and_gradients(store, place, options) for place in (device, torch.device("cpu")))
+    assert all(distance(a, b) < NEAR for a, b in zip(found, expected, strict=True))
+
+
+def losses_and_gradients(store: str, device: torch.device, options: dict) -> list[Tensor]:
+    """Of one batch: the losses of the passes (K,), and the gradient of every parameter."""
+    torch.manual_seed(0)
+    module = SpecialistTraining(store, [1, 2], **options)
+    for parameter in module.draft.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    data = FeatureData(store, batch_tokens=256)
+    data.source = data.source.select(module.layers)
+    batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
+    losses, _ = module.to(device)._losses(batch, 3)
+    losses.total.backward()
+    return [losses.weighted, *(parameter.grad for parameter in module.draft.parameters())]
+
+
+def test_a_training_that_goes_on_ends_where_an_unbroken_one_does(store, device, tmp_path, report):
+    """On a CPU bitwise. On CUDA products may be summed in another order, and Adam divides by what is left of them."""
+    options = {"accelerator": accelerator_of(device), "devices": 1, "max_epochs": -1, "max_steps": 6}
+    whole, _, seen = fit(store, tmp_path, Left(), **options)
+    again, _, rest = fit(store, tmp_path, goes_on="3.ckpt", **options)
+    assert seen[-len(rest) :] == rest and len(rest) < len(seen)
+    found = since(tmp_path / "3.ckpt", again, whole)
+    report("resumed against unbroken, relative to what training changed since", found)
+    assert found <= (0 if device.type == "cpu" else 1e-3)
+
+
+def since(checkpoint: Path, module: SpecialistTraining, other: SpecialistTraining) -> float:
+    """How far two drafts are apart, relative to what training changed since a checkpoint."""
+    start = torch.load(checkpoint, weights_only=True)["state_dict"]
+
+    def changed(draft: Specialists) -> Tensor:
+        values = draft.named_parameters()
+        return torch.cat([(value.detach().cpu() - start[f"draft.{name}"]).flatten() for name, value in values])
+
+    return distance(changed(module.draft), changed(other.draft))

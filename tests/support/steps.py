@@ -1,0 +1,88 @@
+"""Four steps of training by a plain loop without Lightning, every conversation alone; and how far apart weights are."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from poss_lightning.draft.attention import Packing
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.stream import collate
+from poss_lightning.training.module import SpecialistTraining
+from tests.support import naive
+from tests.support.ranks import CLIP, DATA, MODEL, STEPS
+
+Weights = dict[str, torch.Tensor]
+
+
+def write_initial(path: Path, store: str, **changes) -> None:
+    """Weights to start from, spread so that every specialist matters."""
+    torch.manual_seed(0)
+    draft = SpecialistTraining(store, **MODEL | changes).draft
+    for parameter in draft.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    save_file(draft.state_dict(), path)
+
+
+def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **changes) -> Weights:
+    module = SpecialistTraining(store, **MODEL | changes)
+    draft, depth = module.draft, module.draft.config.depth
+    draft.load_state_dict(load_file(initial))
+    optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
+    clipped = []
+    for step, conversations in enumerate(step_by_step(store, share, draft.config.layers)):
+        sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
+        for conversation in conversations:
+            batch = collate([[conversation]])
+            embedded, packing = (
+                module.embed_head.embed(batch.tokens[:, 1:]),
+                Packing(batch.lengths, batch.positions[:, :-1]),
+            )
+            predictions = draft(embedded, batch.draft_input[:, :-1], depth, packing)
+            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.embed_head.head)
+            sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
+            slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
+        optimizer.zero_grad()
+        (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
+        clipped.append(bool(torch.nn.utils.clip_grad_norm_(draft.parameters(), clip) > clip))
+        optimizer.param_groups[0]["lr"] = MODEL["learning_rate"] * min(1, (STEPS - step) / (STEPS - 1))
+        optimizer.step()
+    assert set(clipped) == {True, False} or changes
+    return draft.state_dict()
+
+
+def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Tensor:
+    if not draft.config.own_head:
+        return naive.pass_losses(predictions, features, counts, head, 1.0, 0.1, 1.0)
+    read = [draft.norm(one) for one in predictions]
+    said = torch.isin(greedy, draft.vocabulary)
+    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, draft_head=draft.lm_head.weight)
+
+
+def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:
+    """The conversations of every optimizer step."""
+    data = FeatureData(store, **DATA)
+    data.source = data.source.select(layers)
+    schedule, steps = data.train_dataloader().sampler, []
+    for epoch in range(2):
+        schedule.set_epoch(epoch)
+        batches = schedule.batches()
+        for start in range(0, len(batches), share):
+            steps.append([data.source[i] for rows in batches[start : start + share] for row in rows for i in row])
+    return steps[:STEPS]
+
+
+def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
+    """Of what training changed, relative."""
+    start = load_file(initial)
+    names = [name for name, value in start.items() if value.is_floating_point()]
+    wrong, changed = (
+        torch.cat([(a[name].double() - b[name].double()).flatten() for name in names]).norm()
+        for a, b in ((weights, wanted), (wanted, start))
+    )
+    return float(wrong / changed)
+
+
+def weights(folder: Path) -> Weights:
+    return load_file(folder / "weights.safetensors")

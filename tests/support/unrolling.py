@@ -1,0 +1,101 @@
+"""The unroll beside what it must equal, on the target's device: drafting, and its conversations one by one."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.unroll import unroll
+from poss_lightning.target.model import Target
+
+KINDS = [
+    *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
+    pytest.param([2, 2, 2], {"kv": "shared"}, id="one cache for all"),
+    pytest.param([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, id="in turn"),
+    pytest.param([1, 3, 2], {"order": (2, 1, 1, 0, 2, 1), "kv": "shared"}, id="out of order, one cache"),
+    pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
+    pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
+    pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
+    pytest.param([3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, id="EAGLE-3.1"),
+    pytest.param([1, 3, 2], {"kind": "eagle3", "norm_output": True}, id="specialists that read normed outputs"),
+]
+
+HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask
+
+
+def inputs(target, count=12, batch=1, seed=1, draft=None):
+    """Tokens, their embeddings, and what a draft reads of the target."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator).to(target.device)
+    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.own_head else 1)
+    features = torch.randn(batch, count, width, generator=generator).to(target.device)
+    return tokens, target.embed_head.embed(tokens), features
+
+
+def packed(rows: list[list[int]], count: int, device: torch.device | str = "cpu") -> Packing:
+    """Conversations of these lengths in rows of `count` slots."""
+    positions = [[i for length in lengths for i in range(length)] for lengths in rows]
+    return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions], device=device))
+
+
+def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, Tensor, bool]:
+    """Let the Drafter draft a chain, and feed its tokens to the unroll.
+
+    Returns:
+        The unroll's features there and the Drafter's own (K, D), and whether the unroll would draft the same tokens.
+    """
+    start, depth, device = 7, 6, target.device
+    tokens, _, features = inputs(target, start + 1, draft=draft)
+    drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
+    drafter.start(1, 64)
+    stepped, step = [], drafter.step
+    drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
+    drafter.append_context(tokens, features, torch.tensor([start + 1], device=device))
+    drafter.slots.advance_host([start + 1])
+    chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
+    padded = torch.cat([features, features.new_zeros(1, depth, features.shape[-1])], dim=1)
+    passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
+    unrolled = torch.stack([output[0, start + k] for k, output in enumerate(passes)])  # (K, D)
+    drafted = torch.stack([features[0, 0] for features, _ in stepped])
+    return unrolled, drafted, torch.equal(draft.logits(unrolled, target.embed_head).argmax(-1), chain[0])
+
+
+class Learnt(NamedTuple):
+    """Of three conversations."""
+
+    outputs: list[Tensor]  # (K, slots that are real in every pass, D) each
+    gradients: list[Tensor]  # of every parameter but an own head's, summed
+
+
+def packed_padded_alone(target: Target, draft: Specialists) -> tuple[Learnt, Learnt, Learnt]:
+    """Three conversations in one row, one a row, and each by itself."""
+    lengths, depth = [7, 12, 9], 6
+    texts = [inputs(target, length, seed=length, draft=draft)[1:] for length in lengths]  # (1, T, D) and (1, T, R)
+
+    def run(embedded: Tensor, features: Tensor, packing: Packing | None, places: list[tuple[int, slice]]) -> Learnt:
+        draft.zero_grad()
+        passes = draft(embedded, features, depth, packing)
+        real = [torch.stack([p[row, slots][depth - 1 :] for p in passes]) for row, slots in places]
+        sum(part.square().sum() for part in real).backward()
+        return Learnt(real, [p.grad.clone() for name, p in draft.named_parameters() if name not in HEAD])
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, max(lengths) - x.shape[1]))
+
+    edges = [(0, slice(0, 7)), (0, slice(7, 19)), (0, slice(19, 28))]
+    in_one = packed([lengths], sum(lengths), target.device)
+    one_a_row = packed([[n] for n in lengths], max(lengths), target.device)
+    together = run(*(torch.cat(x, 1) for x in zip(*texts, strict=True)), in_one, edges)
+    rows = run(
+        *(torch.cat([padded(y) for y in x]) for x in zip(*texts, strict=True)),
+        one_a_row,
+        [(row, slice(0, n)) for row, n in enumerate(lengths)],
+    )
+    singles = [run(*text, None, [(0, slice(0, n))]) for text, n in zip(texts, lengths, strict=True)]
+    summed = [sum(parts) for parts in zip(*(single.gradients for single in singles), strict=True)]
+    return together, rows, Learnt([output for single in singles for output in single.outputs], summed)
