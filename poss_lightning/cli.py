@@ -77,9 +77,11 @@ def run(command: str, arguments: list[str]) -> None:
     tool = getattr(import_module(TOOLS[command][0]), command)
     arguments = _complete_switches(arguments, tool)
     try:
-        jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
+        options: dict = {"exit_on_error": False, "allow_abbrev": False}
+        jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
     except ArgumentError as error:
-        raise explain(error, config_files(arguments), signature(tool).parameters, arguments) from error
+        types = {name: parameter.annotation for name, parameter in signature(tool).parameters.items()}
+        raise explain(error, config_files(arguments), types, arguments) from error
 
 
 class Lines(logging.Handler):

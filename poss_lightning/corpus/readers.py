@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from poss_lightning.ranges import Count, check_numbers
+
 logger = logging.getLogger(__name__)
 
 _FILES = (".jsonl", ".jsonl.gz", ".json")
@@ -19,7 +21,7 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 _IDS = ("id", "conversation_id", "question_id")
-_SHOWN = 10  # faults spelled out in one error
+_SHOWN = 3  # faults spelled out in one error
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Malformed(ValueError):
     """What is wrong with one record."""
 
 
-def read_conversations(source: str, split: str = "train", limit: int | None = None) -> list[Conversation]:
+@check_numbers
+def read_conversations(source: str, split: str = "train", limit: Count | None = None) -> list[Conversation]:
     """Read conversations of the chat form (`messages`: role, content) or ShareGPT's (`conversations`: from, value).
 
     Conversations are made regular. Empty turns are dropped, and neighbours of one role are joined by a blank line.
@@ -52,11 +55,9 @@ def read_conversations(source: str, split: str = "train", limit: int | None = No
         limit: stop after this many conversations; later lines are not checked.
 
     Raises:
-        ValueError: limit below 1.
+        ValueError: limit is out of its range.
         CorpusError: no such source, malformed records (all in one error), or no conversation at all.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
     conversations: dict[str, Conversation] = {}
     unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "record"
     faults, skipped = [], 0

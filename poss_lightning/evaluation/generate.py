@@ -15,25 +15,37 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.ranges import (
+    Nodes,
+    Position,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    TreeWidth,
+    check_numbers,
+)
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
 
 
+@check_numbers
 def generate(
     prompt: str,
     *,
     draft: str | None = None,
     target: str = "embedded",
-    max_new_tokens: int = 256,
+    max_new_tokens: Tokens = 256,
     tree: Literal["auto", "fixed"] = "auto",
-    depth: int | None = None,
-    nodes: int = 60,
-    tree_width: int = 10,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    depth: Position | None = None,
+    nodes: Nodes = 60,
+    tree_width: TreeWidth = 10,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     dtype: str = "auto",
     device: str = "auto",
     compare: bool | None = None,
@@ -67,7 +79,7 @@ def generate(
         json: print one JSON object, and nothing else.
     """
     config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
-    _check_options(draft=draft, top_k=top_k, compare=compare, chat=chat, show=show, json=json)
+    _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
     if prompt == "-" and not chat:
         prompt = config["prompt"] = sys.stdin.read().strip()
@@ -75,6 +87,7 @@ def generate(
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device)
+    sampling.check_vocabulary(model.spec.vocab_size)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
     if loaded:
@@ -122,7 +135,7 @@ class Question:
 
 
 def _check_options(
-    *, draft: str | None, top_k: int, compare: bool | None, chat: bool, show: str | None, json: bool
+    *, draft: str | None, compare: bool | None, chat: bool, show: str | None, json: bool
 ) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
@@ -133,8 +146,6 @@ def _check_options(
         raise ValueError(f"show is {show}, but without --draft there is none")
     if compare and not draft:
         raise ValueError("compare is true, but without --draft decoding is plain already")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or a positive number of them")
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:

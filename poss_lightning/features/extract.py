@@ -18,6 +18,7 @@ from poss_lightning.corpus.readers import Conversation, CorpusError, read_conver
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
     EMBED_HEAD,
+    MANIFEST,
     FileEntry,
     Manifest,
     StoreError,
@@ -27,7 +28,8 @@ from poss_lightning.features.manifest import (
 )
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import TokenizedText, write_shard
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, check_folder
+from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import Rank, device_of, order, this_rank
 from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
@@ -35,22 +37,24 @@ from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
+OURS = (UNFINISHED, MANIFEST)  # one of them is in every store, begun or finished
 logger = logging.getLogger(__name__)
 
 
+@check_numbers
 def extract(
     corpus: str,
     out: str,
     target: str = "embedded",
     split: str = "train",
-    limit: int | None = None,
-    max_length: int = 2048,
-    batch_tokens: int = 4096,
-    shard_mb: int = 512,
+    limit: Count | None = None,
+    max_length: Tokens = 2048,
+    batch_tokens: BatchTokens = 4096,
+    shard_mb: Mebibytes = 512,
     dtype: str = "auto",
     device: str = "auto",
     stored: Literal["exact", "float8"] = "exact",
-    layers: list[int] | None = None,
+    layers: list[Layer] | None = None,
     verify: bool = False,
 ) -> None:
     """Write the feature store of a corpus.
@@ -81,9 +85,7 @@ def extract(
         return print(f"{out}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
-    for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    check_folder(out, *OURS)
     rank = this_rank()
     conversations = read_conversations(corpus, split, limit)
     write_store(
@@ -117,7 +119,8 @@ def write_store(
     """Write the store of conversations, or this rank's share of it; see `extract`.
 
     Raises:
-        StoreError: `folder` holds something else, or another store.
+        FileExistsError: `folder` holds something else.
+        StoreError: it holds another store.
         CorpusError: no conversation has an assistant's turn within max_length tokens.
         ValueError: an unknown way to store, a layer that the target does not have, or a store begun otherwise.
     """
@@ -131,7 +134,7 @@ def write_store(
     if is_finished(folder):
         _check_same(folder, key)
         return work.clear()  # the process that finished it may have been killed before it did
-    _check_place(folder, work)
+    check_folder(folder, *OURS)
     work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
     _write_shards(folder, work, target, shards, stored, layers, rank)
     entries = [entry for number in range(len(shards)) if (entry := _entry(folder, work, number))]
@@ -184,13 +187,6 @@ def _check_same(folder: Path, key: dict) -> None:
         raise StoreError(
             f"{folder} holds a store of another kind ({'; '.join(changed)}): choose another folder or remove it"
         )
-
-
-def _check_place(folder: Path, work: Work) -> None:
-    """Raise StoreError where `folder` has files that are no beginning of a store."""
-    has_files = folder.is_dir() and any(folder.iterdir())
-    if has_files and not work.folder.is_dir() and not is_finished(folder):  # in this order: others may write there
-        raise StoreError(f"{folder} is not empty, and no beginning of a store: choose another folder")
 
 
 def _write_shards(

@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from poss_lightning.evaluation.cells import packed_cells
+from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
 DRIFT = "val_drift_l2"
 
 
-def allocate(run: str, depth: int | None = None) -> None:
+@check_numbers
+def allocate(run: str, depth: Position | None = None) -> None:
     """Propose an allocation for every number of specialists, from the drift that a single layer's training logged.
 
     Args:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from poss_lightning.ranges import Draws, Seed, check_numbers
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.tables import Cell, Table
 
@@ -17,13 +18,14 @@ LEGEND = (
 )
 
 
+@check_numbers
 def compare(
     records: list[str] | str,
     *,
     baseline: str = "autoregressive",
     reference: str | None = None,
-    resamples: int = 2000,
-    seed: int = 0,
+    resamples: Draws = 2000,
+    seed: Seed = 0,
 ) -> None:
     """Compare the methods of benchmark records: acceptance, speed and positions, each with its 95 % interval.
 

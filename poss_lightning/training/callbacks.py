@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
+from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.costs import step_flops
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import gather_draft
@@ -71,7 +72,8 @@ class LastCheckpoint(ModelCheckpoint):
         every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many.
     """
 
-    def __init__(self, every_n_train_steps: int = 200):
+    @check_numbers
+    def __init__(self, every_n_train_steps: Count = 200):
         super().__init__(
             every_n_train_steps=every_n_train_steps,
             save_top_k=0,

@@ -8,6 +8,17 @@ import torch
 
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
+from poss_lightning.ranges import (
+    Amount,
+    BatchTokens,
+    Count,
+    Position,
+    Processes,
+    Share,
+    Size,
+    Tokens,
+    check_numbers,
+)
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
 from poss_lightning.training.memory import memory, most_tokens
@@ -32,30 +43,31 @@ TARGETS = {
 TIED = {"smollm2-135m"}
 
 
+@check_numbers
 def plan(
     target: str | None = None,
-    allocation: list[int] | None = None,
-    depth: int | None = None,
-    tokens: int = 4096,
+    allocation: list[Position] | None = None,
+    depth: Position | None = None,
+    tokens: BatchTokens = 4096,
     strategy: Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "one",
-    processes: int = 1,
-    gpu: float = 80.0,
+    processes: Processes = 1,
+    gpu: Amount = 80.0,
     device: Literal["cuda", "cpu"] = "cuda",
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed",
     offload: bool = False,
     detach: bool = True,
-    intermediate_size: int | None = None,
-    vocabulary_size: int | None = None,
+    intermediate_size: Size | None = None,
+    vocabulary_size: Size | None = None,
     kv: Literal["separate", "shared"] = "separate",
     kind: Literal["eagle2", "eagle3"] = "eagle2",
     optimizer: Literal["adamw", "muon"] = "adamw",
-    chunk: int = 128,
-    answers: float = 1.0,
-    conversation: int = 2048,
+    chunk: Count = 128,
+    answers: Share = 1.0,
+    conversation: Tokens = 2048,
     stored: Literal["exact", "float8"] = "exact",
-    corpus_tokens: float = 1e8,
-    rate: float = 200.0,
-    accumulate: int = 1,
+    corpus_tokens: Amount = 1e8,
+    rate: Amount = 200.0,
+    accumulate: Count = 1,
 ) -> None:
     """Print what a training would need, without a target, a store or a GPU.
 
@@ -91,9 +103,6 @@ def plan(
     Raises:
         ValueError: an unknown target, or a value out of its range; the message names it.
     """
-    for name, value in (("gpu", gpu), ("corpus_tokens", corpus_tokens), ("rate", rate)):
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")
     options: dict[str, Any] = {
         "detach": detach,
         "intermediate_size": intermediate_size,
