@@ -102,7 +102,9 @@ def _complete_switches(arguments: list[str], tool: Callable) -> list[str]:
 
 
 def _line(error: Exception) -> str:
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()).replace(":; ", ": ")
+    """The message in one line, in which a name's control characters are spelt out: they might steer a terminal."""
+    line = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()).replace(":; ", ": ")
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
 def _help() -> str:

@@ -64,7 +64,9 @@ def check_file(path: str | Path, *endings: str) -> None:
     if not any(name.endswith(ending) and name != ending for ending in endings):
         raise ValueError(f"out is {path}; its name must end in {' or '.join(endings)}")
     if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a folder: name a file in it, for example {Path(path) / ('my' + endings[0])}")
+        raise IsADirectoryError(
+            f"{path} is a folder: name a file in it, for example {Path(path) / ('my' + endings[0])}"
+        )
 
 
 def check_folder(path: str | Path, *ours: str) -> None:

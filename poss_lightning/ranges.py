@@ -1,9 +1,9 @@
 """The range of each number that people give, in one place; a number outside is refused before anything is loaded.
 
-    @check_numbers
-    def generate(prompt: str, *, depth: Position | None = None, seed: Seed = 0) -> None: ...
+@check_numbers
+def generate(prompt: str, *, depth: Position | None = None, seed: Seed = 0) -> None: ...
 
-    depth is 65; it must lie between 1 and 64
+depth is 65; it must lie between 1 and 64
 """
 
 import reprlib
@@ -14,7 +14,8 @@ from inspect import signature
 from numbers import Real
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
 
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

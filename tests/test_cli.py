@@ -63,6 +63,7 @@ BAD = [
     (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
     (("extract", "{inputs}/malformed.jsonl", "out", *FLOAT), "malformed.jsonl: 2 malformed; line 2: not JSON"),
     (("extract", "nowhere.jsonl", "out", *FLOAT), "nowhere.jsonl is missing"),
+    (("extract", "", "out", *FLOAT), "corpus is ''; it must be a file, a folder or a hub id"),
     ((*EXTRACT, "out", *FLOAT, "--max_length", "2"), "none of the 40 conversations has an answer within 2 tokens"),
     ((*EXTRACT, "out", *FLOAT, "--max_length", "0"), "max_length is 0"),
     # the store
@@ -129,7 +130,10 @@ BAD = [
     (("replay", "{inputs}/store", "out", "--drafts.lookup", "x"), "a draft is named 'lookup', like a baseline"),
     ((*VOCABULARY, "{inputs}/store"), "store is there already"),
     ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and 16,777,216"),
-    ((*VOCABULARY, "out", "--size", "321"), "size is 321; it must lie between 1 and the target's 320, or be null for all"),
+    (
+        (*VOCABULARY, "out", "--size", "321"),
+        "size is 321; it must lie between 1 and the target's 320, or be null for all",
+    ),
     ((*VOCABULARY, "out", "--limit", "0"), "limit is 0"),
     ((*VOCABULARY[:2], "{inputs}/empty.jsonl", "out"), "empty.jsonl is empty: no conversation with an answer"),
     (("vocabulary", "{inputs}/no-weights", *VOCABULARY[2:], "out"), "is not a draft: it has no model.safetensors"),
@@ -160,12 +164,18 @@ BAD = [
     # numbers out of their range, before anything is loaded
     ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),
     (("synthesize", "out.jsonl", "--answer_temperature", "1e-320"), "answer_temperature is 1e-320; it must be 0"),
-    ((*GENERATE, "--max_new_tokens", "1000000000"), "max_new_tokens is 1000000000; it must lie between 1 and 1,048,576"),
+    (
+        (*GENERATE, "--max_new_tokens", "1000000000"),
+        "max_new_tokens is 1000000000; it must lie between 1 and 1,048,576",
+    ),
     ((*GENERATE, "--nodes", "1000000000"), "nodes is 1000000000; it must lie between 1 and 1,024 (to verify more"),
     ((*GENERATE, "--top_k", "100000"), "top_k is 100000; the target has 320 tokens, and 0 takes all of them"),
     ((*BENCHMARK, "{inputs}/draft", "--top_k", "321"), "top_k is 321; the target has 320 tokens"),
     (("answer", "o.jsonl", "--batch_size", "100000000000"), "batch_size is 100000000000; it must lie between 1 and 4"),
-    (("synthesize", "o.jsonl", "--seed", "99999999999999999999"), "seed is 99999999999999999999; it must lie between 0"),
+    (
+        ("synthesize", "o.jsonl", "--seed", "99999999999999999999"),
+        "seed is 99999999999999999999; it must lie between 0",
+    ),
     (("synthesize", "o.jsonl", "--seed", "-1"), "seed is -1; it must lie between 0 and 4,294,967,295"),
     ((*BENCHMARK, "x", "--seed", "-1"), "seed is -1; it must lie between 0 and 4,294,967,295"),
     ((*FIT, "[2]", "--seed_everything", "-1"), "seed_everything is -1; it must lie between 0 and 4,294,967,295"),
@@ -174,7 +184,10 @@ BAD = [
     ((*FIT, "[60,60]"), "allocation is [60, 60]; it must be a list of positive integers, e.g. [2, 2, 2], of 64 pos"),
     (("plan", "--allocation", "[1000000000]"), "allocation is [1000000000]; 1000000000 must lie between 1 and 64"),
     ((*EXTRACT, "out", *FLOAT, "--layers", "[1,1]"), "layers has 1 twice; name each layer once"),
-    (("answer", "o.jsonl", *FLOAT, "--max_new_tokens", "600"), "no prompt leaves room for it: {inputs}/target reads 512"),
+    (
+        ("answer", "o.jsonl", *FLOAT, "--max_new_tokens", "600"),
+        "no prompt leaves room for it: {inputs}/target reads 512",
+    ),
 ]
 
 

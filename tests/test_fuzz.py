@@ -56,7 +56,8 @@ def run(place: Path, inputs: Path, line: Command) -> tuple[Result, list[str], li
     for path in inputs.iterdir():
         (shown / path.name).symlink_to(path)
     (shown / "mine").mkdir()
-    (shown / "mine" / "corpus.jsonl").write_bytes(line.corpus)
+    for name, content in line.files.items():
+        (shown / "mine" / name).write_bytes(content)
     (place / "mine").mkdir()
     (place / "mine" / "notes.txt").write_text("mine")
     arguments = [text.replace("{inputs}", "inputs") for text in line.arguments]

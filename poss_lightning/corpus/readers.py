@@ -104,6 +104,8 @@ def _with_unique_id(conversation: Conversation, others: dict[str, Conversation])
 
 def _records(source: str, split: str) -> Iterator[tuple[int, object]]:
     """Number, from 1, and content of every record: bytes still to be parsed, or the parsed object."""
+    if not source.strip():
+        raise CorpusError(f"corpus is {source!r}; it must be a file, a folder or a hub id")
     path = Path(source)
     if path.is_file() and path.name.endswith(_FILES):
         return _array(path) if path.suffix == ".json" else json_lines(path)
@@ -142,7 +144,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[int, object]]:
 
     try:
         rows = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, DatasetsError) as error:
         fault = "a folder datasets cannot load" if Path(source).is_dir() else "no path here and no reachable hub id"
         raise CorpusError(f"{source} is {fault} (split {split!r}): {error.__cause__ or error}") from error
     return enumerate(rows, 1)

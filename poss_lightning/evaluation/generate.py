@@ -134,9 +134,7 @@ class Question:
         return question.answer(Autoregressive(target))
 
 
-def _check_options(
-    *, draft: str | None, compare: bool | None, chat: bool, show: str | None, json: bool
-) -> None:
+def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show: str | None, json: bool) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
         raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")

@@ -244,7 +244,7 @@ def _types(parser: LightningArgumentParser) -> dict[str, Any]:
     return {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
 
 
-def _check_numbers(options: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+def _check_numbers(options: Mapping[str, Any], parts: Any) -> None:
     """Raise ValueError for a number of the model, of the data or of `FitOptions` that is out of its range."""
     refuse_numbers(FitOptions, options)
     for name, part in (("model", SpecialistTraining), ("data", FeatureData)):

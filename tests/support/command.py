@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -26,12 +26,12 @@ def run_in(folder: Path, *arguments: object, stdin: str = "") -> Result:
     """Run a command line in this process, in a folder."""
     out, err, code = io.StringIO(), io.StringIO(), None
     argv = ["poss", *map(str, arguments)]
-    with chdir(folder), redirect_stdout(out), redirect_stderr(err), patch("sys.stdin", io.StringIO(stdin)):
-        with patch.object(sys, "argv", argv):
-            try:
-                cli.main()
-            except SystemExit as stop:
-                code = stop.code
+    streams = patch.multiple(sys, argv=argv, stdin=io.StringIO(stdin), stdout=out, stderr=err)
+    with chdir(folder), streams:
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code
     return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -15,21 +15,78 @@ from hypothesis import strategies as st
 from poss_lightning import cli
 
 SMALL = [1, 2, 3, 5]
-ODD = [0, -1, 10**9 + 1, 10**30, -(10**30), "1e23", "nan", "inf", "-inf", "1e-40", "1e-320", 0.5, "five", "", "null", "[", "true"]
-TEXTS = ["", " ", "nowhere", "a" * 300, "[2,2", "{a: b", "<|im_end|>", "\x1b[31m", "..", "null", "é\udcff", "a\nb", "-", "%s", "${x}"]
+ODD = [
+    0,
+    -1,
+    10**9 + 1,
+    10**30,
+    -(10**30),
+    "1e23",
+    "nan",
+    "inf",
+    "-inf",
+    "1e-40",
+    "1e-320",
+    0.5,
+    "five",
+    "",
+    "null",
+    "[",
+    "true",
+]
+TEXTS = [
+    "",
+    " ",
+    "nowhere",
+    "a" * 300,
+    "[2,2",
+    "{a: b",
+    "<|im_end|>",
+    "\x1b[31m",
+    "..",
+    "null",
+    "é\udcff",
+    "a\nb",
+    "-",
+    "%s",
+    "${x}",
+]
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
 PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "mine"]
-OUTS = ["out", "out.jsonl", "out.jsonl.gz", "out.html", "deep/er/out", "", " ", "mine", "mine/notes.txt", "mine/notes.txt/x", "."]
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "\x00", "\ud800", "\u2028", "<script>", "\x1b[2J", " ", "a" * 3000]
+OUTS = [
+    "out",
+    "out.jsonl",
+    "out.jsonl.gz",
+    "out.html",
+    "deep/er/out",
+    "",
+    " ",
+    "mine",
+    "mine/notes.txt",
+    "mine/notes.txt/x",
+    ".",
+]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "\x00",
+    "\ud800",
+    "\u2028",
+    "<script>",
+    "\x1b[2J",
+    " ",
+    "a" * 3000,
+]
 
 
 class Command(NamedTuple):
-    """A command line, and what is read from its standard input."""
+    """A command line, and what it may read."""
 
     arguments: list[str]
-    stdin: str
-    corpus: bytes  # of mine/corpus.jsonl
+    files: dict[str, bytes]  # below {inputs}/mine
+    stdin: str = ""
 
 
 # --- numbers, texts, places ---
@@ -69,7 +126,9 @@ def record() -> st.SearchStrategy[Any]:
     """A conversation or a question, or what only looks like one."""
     content = st.sampled_from(SPECIAL) | st.text(max_size=20) | st.none() | st.integers()
     role = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", 3])
-    turn = st.fixed_dictionaries({"role": role, "content": content}) | st.fixed_dictionaries({"from": role, "value": content})
+    turn = st.fixed_dictionaries({"role": role, "content": content}) | st.fixed_dictionaries(
+        {"from": role, "value": content}
+    )
     turns = st.lists(turn, max_size=4)
     names = {"id": st.none() | st.integers() | st.text(max_size=5), "question_id": st.integers(0, 3)}
     forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3), "prompt": content}
@@ -126,9 +185,10 @@ FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--t
 @st.composite
 def command_lines(draw: Callable, name: str) -> Command:
     """A command line of a command."""
-    stdin, lines = draw(st.text(max_size=20)), draw(corpus())
+    files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
-        return Command([name, *FIT, *draw(_training())], stdin, lines)
+        names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
+        return Command(*_with_config([name, *FIT, *draw(_training())], files, draw(_config(names))))
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
     ending = ".jsonl" * (name in ("synthesize", "answer"))
@@ -137,7 +197,22 @@ def command_lines(draw: Callable, name: str) -> Command:
     optional = {each.name: each.annotation for each in parameters.values() if each not in needed}
     for option in draw(st.lists(st.sampled_from([*optional, "wrong"]), max_size=draw(st.integers(0, 3)), unique=True)):
         given[option] = draw(value(optional[option])) if option in optional else "1"
-    return Command([*arguments, *(f"--{option}={text}" for option, text in given.items())], stdin, lines)
+    arguments += [f"--{option}={text}" for option, text in given.items()]
+    return Command(*_with_config(arguments, files, draw(_config([*parameters, "wrong"]))), draw(st.text(max_size=20)))
+
+
+def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:
+    """What a user may take for a config: of these options, or of none; or None, mostly."""
+    leaf = st.none() | st.booleans() | st.sampled_from([*SMALL, *ODD]) | st.sampled_from(TEXTS)
+    option = st.recursive(leaf, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("a"), inner))
+    good = st.dictionaries(st.sampled_from(names), option, max_size=2).map(lambda options: json.dumps(options).encode())
+    return st.sampled_from([None, None, None, good, st.binary(max_size=9)]).flatmap(lambda drawn: drawn or st.none())
+
+
+def _with_config(arguments: list[str], files: dict[str, bytes], config: bytes | None) -> tuple:
+    if config is None:
+        return arguments, files
+    return [*arguments, "--config={inputs}/mine/options.yaml"], files | {"options.yaml": config}
 
 
 def _argument(parameter: Parameter) -> st.SearchStrategy[str]:
@@ -179,4 +254,4 @@ def command_lines_over_corpora(draw: Callable) -> Command:
         given |= {"suites": "[{inputs}/mine/corpus.jsonl]"}
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     options = [f"--{option}={text}" for option, text in given.items() if option.partition(".")[0] in parameters]
-    return Command([name, *reading[name], *options], "", draw(corpus()))
+    return Command([name, *reading[name], *options], {"corpus.jsonl": draw(corpus())})
