@@ -4,6 +4,7 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 """
 
 import logging
+import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable
@@ -40,6 +41,14 @@ TOOLS = {
 
 def main() -> None:
     """Run one command; an error that a user can mend is one line, and exit code 1."""
+    try:
+        _run_line()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+
+
+def _run_line() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         return print(_help())
@@ -54,6 +63,8 @@ def main() -> None:
         run(command, sys.argv[2:])
     except ArgumentError as error:
         sys.exit(f"poss {command}: {_line(error)} (poss {command} --help tells its options)")
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, NotImplementedError) as error:  # the last is of a target that is not supported
         sys.exit(f"poss {command}: {_line(error)}")
     except KeyboardInterrupt:

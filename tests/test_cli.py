@@ -341,6 +341,21 @@ def test_help_and_version_are_there_at_once():
         assert heavy == "False" and int(modules) < 200 and done.stderr == ""
 
 
+def test_a_reader_who_has_seen_enough_is_no_error():
+    """`poss --help | head -1`"""
+    command = [sys.executable, "-m", "poss_lightning.cli", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_control_characters_of_names_are_spelt_out(poss):
+    result = poss("compare", "a\x1b[2Jb\x07")
+    assert r"a\x1b[2Jb\x07: no such file" in result.code and "\x1b" not in result.code
+
+
 def test_the_version_names_the_stack(poss):
     said = dict(line.split() for line in poss("--version").out.splitlines())
     assert said["poss-lightning"] == __version__ and said["python"] == platform.python_version()

@@ -156,7 +156,10 @@ def _messages(prompt: str, chat: bool) -> Iterator[str]:
 
 def _read_line() -> str:
     try:
-        return input("> ").strip()
+        line = input("> ").strip()
+        if not sys.stdin.isatty():
+            print(line)  # as a terminal shows what is typed
+        return line
     except EOFError:
         print()  # where the terminal's own line ended
         return ""

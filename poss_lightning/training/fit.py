@@ -376,6 +376,7 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")  # metrics sum by themselves
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
     for module in modules:

@@ -49,7 +49,7 @@ def plan(
     allocation: list[Position] | None = None,
     depth: Position | None = None,
     tokens: BatchTokens = 4096,
-    strategy: Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "one",
+    strategy: Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"] | None = None,
     processes: Processes = 1,
     gpu: Amount = 80.0,
     device: Literal["cuda", "cpu"] = "cuda",
@@ -80,7 +80,7 @@ def plan(
         allocation: positions served by each specialist, e.g. [2, 2, 2]; PosS-1, PosS-2 and PosS-3 by default.
         depth: passes of the unroll in training; None for the sum of the allocation.
         tokens: T, of a batch of one process, padding included.
-        strategy: how processes share the work; "one" is a process alone.
+        strategy: how processes share the work; by default "one", a process alone, or for several "ddp".
         processes: how many.
         gpu: GiB a process may fill.
         device: cuda or cpu.
@@ -103,6 +103,7 @@ def plan(
     Raises:
         ValueError: an unknown target, or a value out of its range; the message names it.
     """
+    strategy = strategy or ("one" if processes == 1 else "ddp")
     options: dict[str, Any] = {
         "detach": detach,
         "intermediate_size": intermediate_size,

@@ -167,6 +167,7 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
     answer = asked[1][1]
     assert answer["role"] == "assistant" and f"{answer['content']}\n\n20 tokens" in out
     assert out.count("20 tokens, ") == 2 and "plain decoding" not in out
+    assert "> Two?\n" in out  # as a terminal shows what is typed
     assert out.count("> ") - answer["content"].count("> ") >= (2 if first == "-" else 1)
 
 

@@ -142,7 +142,7 @@ def test_sections_without_matter_are_left_out(tmp_path):
 
 
 def test_a_page_is_named_like_one(run, tmp_path):
-    with pytest.raises(ValueError, match=r"out is .*README.md; the page's name must end in .html"):
+    with pytest.raises(ValueError, match=r"out is .*README.md; its name must end in .html"):
         report(str(run[0]), out=str(tmp_path / "README.md"))
 
 

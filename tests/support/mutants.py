@@ -272,9 +272,9 @@ MUTANTS = (
     ),
     Mutant(
         "report: the fastest of many is called faster without Holm's correction",
-        "reports/findings.py",
-        "significant = gain.holm < LEVEL",
-        "significant = gain.p < LEVEL",
+        "reports/statistics.py",
+        "not self.holm < LEVEL",
+        "not self.p < LEVEL",
         "reports/test_report.py",
     ),
     Mutant(
