@@ -249,7 +249,7 @@ HOPELESS = [
     ({"replay": {"store": "STORE", "device": "tpu"}}, "device is 'tpu'"),
     ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is no .jsonl file"),
     ({"replay": None, "benchmark": {"tree": "large"}}, '"tree"'),
-    ({"replay": {"store": "STORE", "nodes": 0}}, "one, seed 0: nodes is 0, which cannot hold a path of depth 2"),
+    ({"replay": {"store": "STORE", "nodes": 0}}, "one, seed 0: nodes is 0; it must lie between 1 and 1,024"),
     ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
     ({"replay": {"store": "STORE", "tree_width": 0}}, "tree_width is 0; it must lie between 1 and 64"),
     ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold autoregressive"),

@@ -17,7 +17,6 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 
-_MARK = "\u241f user message \u241f"
 _PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 
 
@@ -156,9 +155,7 @@ class _Writer:
         """Tokens of the template up to the place where `role` continues the opening."""
         if role == "assistant":
             return self.target.chat.prompt(messages)
-        template = self.target.tokenizer.apply_chat_template
-        text = str(template([*messages, {"role": "user", "content": _MARK}], tokenize=False))
-        return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
+        return self.target.chat.user_prompt(messages, opening)
 
     def _text(self, tokens: list[int]) -> str | None:
         """The text of tokens up to their stop token; None where it has special tokens."""
