@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 
+from poss_lightning.terminal import printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -99,7 +100,7 @@ class Lines(logging.Handler):
     """Shows what the package tells as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(record.getMessage(), file=sys.stderr, flush=True)
+        print(printable(record.getMessage()), file=sys.stderr, flush=True)
 
 
 def _complete_switches(arguments: list[str], tool: Callable) -> list[str]:
@@ -113,9 +114,8 @@ def _complete_switches(arguments: list[str], tool: Callable) -> list[str]:
 
 
 def _line(error: Exception) -> str:
-    """The message in one line, in which a name's control characters are spelt out: they might steer a terminal."""
-    line = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()).replace(":; ", ": ")
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return printable("; ".join(lines).replace(":; ", ": "))
 
 
 def _help() -> str:

@@ -101,6 +101,19 @@ class Sampling:
 GREEDY = Sampling()
 
 
+def penalize_repetition(penalty: float) -> Processor:
+    """A processor that divides the logits of tokens that the text has, where they are above 0, and else multiplies them.
+
+    CTRL's (arXiv 1909.05858), as transformers' `repetition_penalty`.
+    """
+
+    def process(tokens: Tensor, logits: Tensor) -> Tensor:
+        there = logits.gather(1, tokens)
+        return logits.scatter(1, tokens, torch.where(there < 0, there * penalty, there / penalty))
+
+    return process
+
+
 def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The first token at which the CDF exceeds `uniform` (...,) in [0, 1): (..., V) -> (...,)."""
     cdf = probabilities.double().cumsum(-1)

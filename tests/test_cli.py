@@ -236,6 +236,7 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN]
     first = subprocess.run(command, capture_output=True, text=True, check=True)  # where warnings and logs are printed
     assert "no validation ran, so there is no draft-best" in first.stderr
+    assert "draft written to run/draft-last; next: poss generate" in first.stderr
     assert not any(noise in first.stderr + first.stdout for noise in ("weights_only", "HINT", "monitored"))
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])

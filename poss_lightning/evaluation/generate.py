@@ -29,6 +29,7 @@ from poss_lightning.ranges import (
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import printable
 
 
 @check_numbers
@@ -172,7 +173,7 @@ def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Dec
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def print_tokens(step: Progress) -> None:
-        print(pieces.add(step.tokens[0]), end="", flush=True)
+        print(printable(pieces.add(step.tokens[0])), end="", flush=True)
 
     def draw_round(step: Progress) -> None:
         if step.tree is not None:
@@ -182,7 +183,7 @@ def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Dec
             print(draw(guesses, lambda token: str(decoder.target.tokenizer.decode([token])), colour), end="\n\n")
 
     answer = question.answer(decoder, draw_round if show else print_tokens)
-    print(chat.text(answer.tokens) if show else pieces.rest())
+    print(printable(chat.text(answer.tokens) if show else pieces.rest()))
     return answer
 
 

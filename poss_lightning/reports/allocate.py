@@ -35,8 +35,8 @@ def allocate(run: str, depth: Position | None = None) -> None:
     drift = read_drift(run, depth)
     if drift[0] >= UNTRAINED or drift[-1] < drift[0]:
         logger.warning(
-            "%s: the layer looks untrained, so do not trust these allocations. The drift of a trained one is below that "
-            "of zeros, which is 1, and grows with depth",
+            "%s: the layer looks untrained, so do not trust these allocations. The drift of a trained one is below 1, "
+            "which is that of zeros, and grows with depth",
             run,
         )
     table = Table(

@@ -40,6 +40,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed, refuse_numbers
+from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
 
@@ -276,6 +277,7 @@ class _Cli(LightningCLI):
                 save_config_callback=_SaveConfig,
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,
+                trainer_defaults={"callbacks": [StepLines()]},
                 auto_configure_optimizers=False,  # the module makes its own, and their schedule
             )
         except MisconfigurationException as error:

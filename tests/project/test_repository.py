@@ -20,7 +20,7 @@ PACKAGE = "poss_lightning"
 
 # The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
 LEVELS = {
-    0: {"files", "machine", "ranges", "versions"},
+    0: {"files", "machine", "ranges", "terminal", "versions"},
     1: {"configs", "ranks", "work", "sampling", "losses", "metrics"},
     2: {"target"},
     3: {"corpus"},
