@@ -102,9 +102,9 @@ GREEDY = Sampling()
 
 
 def penalize_repetition(penalty: float) -> Processor:
-    """A processor that divides the logits of tokens that the text has, where they are above 0, and else multiplies them.
+    """A processor as CTRL's (arXiv 1909.05858), transformers' `repetition_penalty`.
 
-    CTRL's (arXiv 1909.05858), as transformers' `repetition_penalty`.
+    The logits of tokens that the text has are divided by the penalty where they are above 0, and else multiplied.
     """
 
     def process(tokens: Tensor, logits: Tensor) -> Tensor:
