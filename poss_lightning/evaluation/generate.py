@@ -39,7 +39,7 @@ def generate(
     draft: str | None = None,
     target: str = "embedded",
     max_new_tokens: Tokens = 256,
-    tree: Literal["auto", "fixed"] = "auto",
+    tree: Literal["auto", "fixed"] | None = None,
     depth: Position | None = None,
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
@@ -61,7 +61,8 @@ def generate(
         draft: draft folder, hub id or shipped draft; without one the target decodes alone.
         target: "embedded", a local folder or a hub id.
         max_new_tokens: most tokens of an answer.
-        tree: "auto" chooses trees for the most tokens a second on this machine, "fixed" always takes depth and nodes.
+        tree: "auto" chooses trees for the most tokens a second on this machine, "fixed" always takes depth and nodes;
+            by default auto, and fixed where the rounds are drawn, as auto may draft nothing.
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
@@ -82,6 +83,7 @@ def generate(
     config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
     _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
+    config["tree"] = tree = tree or ("fixed" if show else "auto")
     if prompt == "-" and not chat:
         prompt = config["prompt"] = sys.stdin.read().strip()
     if not prompt.strip():
