@@ -271,6 +271,27 @@ MUTANTS = (
         "reports/test_statistics.py",
     ),
     Mutant(
+        "chat: a special token that a user spells out closes the turn",
+        "target/chat.py",
+        "found[0][:1] + GUARD + found[0][1:]",
+        "found[0]",
+        "target/test_chat.py",
+    ),
+    Mutant(
+        "files: a command writes among the files of others",
+        "files.py",
+        "if any(Path(path).iterdir()) and",
+        "if False and",
+        "test_refusals.py",
+    ),
+    Mutant(
+        "ranges: 0 is taken where it means nothing",
+        "ranges.py",
+        "(bool(self.zero) and number == 0)",
+        "number == 0",
+        "test_ranges.py",
+    ),
+    Mutant(
         "report: the fastest of many is called faster without Holm's correction",
         "reports/statistics.py",
         "not self.holm < LEVEL",
