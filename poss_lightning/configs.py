@@ -1,15 +1,18 @@
 """Options in YAML files and nested mappings: found, read, merged, checked; and which file an error is about."""
 
 import re
+import reprlib
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 
 from poss_lightning.files import find_config
+from poss_lightning.ranges import refuse_numbers
 
 FLAGS = ("--config", "-c")
 
@@ -82,33 +85,84 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
 
     Raises:
         ArgumentError: an option that it does not have, or a value that it does not take.
+        ValueError: a number out of its range.
     """
     from jsonargparse import ArgumentParser  # `poss --help` need not wait for it
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_function_arguments(function)
-    return parser.parse_object(dict(options)).as_dict()
+    parsed = parser.parse_object(dict(options)).as_dict()
+    refuse_numbers(function, parsed)
+    return parsed
 
 
 def explain(
-    error: ArgumentError, files: Iterable[str], known: Iterable[str], arguments: Iterable[str] = ()
+    error: ArgumentError, files: Iterable[str], known: Mapping[str, Any], arguments: Iterable[str] = ()
 ) -> ArgumentError:
-    """The error with the files whose option it is about, and the nearest of the `known` options.
+    """The error in one line: the value and what would be right, the files it stands in, the nearest option.
 
-    Unchanged where the option stands among the `arguments` of the terminal.
+    Args:
+        error: as the parser words it.
+        files: that were given as `--config`.
+        known: options and their types.
+        arguments: of the terminal; an option that stands there is not looked for in the files.
     """
-    match = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", str(error))
-    if not match or any(argument.startswith(f"--{match[1]}") for argument in arguments):
+    text = str(error)
+    if unknown := re.search(r"unrecognized arguments: --([\w.]+)", text):
+        near = _nearest(unknown[1], known)
+        return ArgumentError(None, f"{text}; did you mean --{' or --'.join(near)}?") if near else error
+    match = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", text)
+    if not match:
         return error
-    option, known = match[1], list(known)
+    option = match[1]
+    value = re.search(r".*(?:Got|Given) value: (.*)", text, re.DOTALL)
+    if value and (words := describe_type(known.get(option))):
+        text = f"{option} is {reprlib.repr(value[1])}; it must be {words}"
+    if any(argument.startswith(f"--{option}") for argument in arguments):
+        return ArgumentError(None, text)
     places = [file for file in files if _has(read_config(file), option)]
     if not places:
-        return error
-    below = [name for name in known if name.endswith(f".{option}")]
-    near = [] if option in known else below or get_close_matches(option, known, 1)
-    deeper = f", below `{below[0].removesuffix(option)[:-1]}:`" if near and near == below else ""
+        return ArgumentError(None, text)
+    near = [] if option in known else _nearest(option, known)
+    below = [name for name in near if name.endswith(f".{option}")]
+    deeper = f", below `{below[0].removesuffix(option)[:-1]}:`" if below else ""
     hint = f"; did you mean {' or '.join(near)}{deeper}?" if near else ""
-    return ArgumentError(None, f"{error}; it stands in {' and '.join(places)}{hint}")
+    return ArgumentError(None, f"{text}; it stands in {' and '.join(places)}{hint}")
+
+
+def describe_type(hint: Any) -> str:
+    """What a value of that type is, in words; empty for a type that has none."""
+    inner, kind = get_args(hint), get_origin(hint)
+    if kind is Annotated:
+        return describe_type(inner[0])
+    if kind is Literal:
+        return _or([str(value) for value in inner])
+    if kind in (Union, UnionType):
+        words = [describe_type(each) for each in inner]
+        return _or(words) if all(words) else ""
+    if kind in (list, tuple):
+        return f"a list [A, B], each {each}" if (each := describe_type(inner[0])) else ""
+    return _WORDS.get(kind or hint, "")
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "names with values {A: B}",
+    type(None): "null",
+}
+
+
+def _or(words: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _nearest(option: str, known: Iterable[str]) -> list[str]:
+    """The options of that name in some group, or else the one spelt most like it."""
+    known = list(known)
+    return [name for name in known if name.endswith(f".{option}")] or get_close_matches(option, known, 1)
 
 
 def _has(options: object, option: str) -> bool:

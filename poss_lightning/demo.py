@@ -16,8 +16,9 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.extract import extract
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, check_folder
 from poss_lightning.machine import best_seconds, choose_device
+from poss_lightning.ranges import Amount, Count, Size, Tokens, check_numbers
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.report import report
 from poss_lightning.reports.summary import group
@@ -88,17 +89,18 @@ class Speed:
         return MINUTES["gpu" if self.device != "cpu" else "bfloat16" if self.dtype == "bfloat16" else "float32"]
 
 
+@check_numbers
 def demo(
     out: str = "runs/demo",
     target: str = "embedded",
     start_from: str = "embedded-hass",
     trained: str | None = "embedded-poss2",
-    minutes: float | None = None,
-    conversations: int | None = None,
-    steps: int | None = None,
-    limit: int | None = None,
-    max_new_tokens: int | None = None,
-    vocabulary_size: int = 32768,
+    minutes: Amount | None = None,
+    conversations: Count | None = None,
+    steps: Count | None = None,
+    limit: Count | None = None,
+    max_new_tokens: Tokens | None = None,
+    vocabulary_size: Size = 32768,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -122,6 +124,7 @@ def demo(
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
     """
+    check_folder(out, NOTE)
     folder, began, device = Path(out), time.perf_counter(), choose_device(device)
     asked = {"conversations": conversations, "steps": steps, "limit": limit, "max_new_tokens": max_new_tokens}
     sizes, dtype = plan(folder, target, start_from, minutes, asked, dtype, device)

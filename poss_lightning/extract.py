@@ -5,31 +5,34 @@ from pathlib import Path
 from typing import Literal
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.extract import OURS, write_store
 from poss_lightning.features.manifest import Manifest, is_finished, verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.remote import local_copy
+from poss_lightning.files import check_folder
 from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import Rank, device_of, this_rank
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 
 
+@check_numbers
 def extract(
     corpus: str,
     out: str,
     target: str = "embedded",
     split: str = "train",
-    limit: int | None = None,
-    max_length: int = 2048,
-    batch_tokens: int = 4096,
-    shard_mb: int = 512,
+    limit: Count | None = None,
+    max_length: Tokens = 2048,
+    batch_tokens: BatchTokens = 4096,
+    shard_mb: Mebibytes = 512,
     dtype: str = "auto",
     device: str = "auto",
     stored: Literal["exact", "float8"] = "exact",
-    layers: list[int] | None = None,
+    layers: list[Layer] | None = None,
     engine: Literal["transformers", "vllm"] = "transformers",
-    tensor_parallel: int = 1,
+    tensor_parallel: Count = 1,
     verify: bool = False,
 ) -> None:
     """Write the feature store of a corpus.
@@ -63,9 +66,7 @@ def extract(
         return print(f"{out}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
-    for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    check_folder(out, *OURS)
     rank = this_rank()
     _check_engine(engine, tensor_parallel, rank)
     conversations = read_conversations(corpus, split, limit)

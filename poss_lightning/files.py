@@ -47,9 +47,65 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def check_new(path: str | Path) -> None:
-    """Raise FileExistsError where there is something at `path`."""
-    if os.path.lexists(path):
+    """Raise FileExistsError where there is something at `path`; other errors as of `check_name`."""
+    if check_name(path):
         raise FileExistsError(f"{path} is there already: choose another name or remove it")
+
+
+def check_file(path: str | Path, *endings: str) -> None:
+    """Whether a file may be written at `path`, over another one or not.
+
+    Raises:
+        IsADirectoryError: a folder is there.
+        OSError, ValueError: as of `check_name`; or the name has none of the endings.
+    """
+    check_name(path)
+    name = Path(path).name
+    if not any(name.endswith(ending) and name != ending for ending in endings):
+        raise ValueError(f"out is {path}; its name must end in {' or '.join(endings)}")
+    if Path(path).is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder: name a file in it, for example {Path(path) / ('my' + endings[0])}"
+        )
+
+
+def check_folder(path: str | Path, *ours: str) -> None:
+    """Whether a folder may be written at `path`: a new one, an empty one, or one to go on with.
+
+    Args:
+        path: of the folder.
+        ours: names, one of which is in every folder that the same command has begun.
+
+    Raises:
+        FileExistsError: a file is there, or a folder with files of others.
+        OSError, ValueError: as of `check_name`.
+    """
+    if not check_name(path):
+        return
+    if not Path(path).is_dir():
+        raise FileExistsError(f"{path} is a file: name a folder")
+    # In this order: another process may finish it meanwhile.
+    if any(Path(path).iterdir()) and not any((Path(path) / name).exists() for name in ours):
+        raise FileExistsError(f"{path} is not empty, and nothing to go on with: choose another folder")
+
+
+def check_name(path: str | Path) -> bool:
+    """Whether there is something at `path`, a name under which something may be written.
+
+    Raises:
+        ValueError: the name is empty.
+        OSError: there can be nothing of that name: it is too long, or below a file; or it may not be written.
+    """
+    if not str(path).strip():
+        raise ValueError(f"out is {str(path)!r}; it must be the name of what to write")
+    try:
+        os.lstat(path)
+        return True
+    except FileNotFoundError:
+        nearest = next(parent for parent in Path(path).absolute().parents if parent.exists())
+        if not os.access(nearest, os.W_OK):
+            raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write") from None
+        return False
 
 
 def sha256(path: str | Path) -> str:

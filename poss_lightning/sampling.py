@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.machine import float64_device
+from poss_lightning.ranges import Temperature, TopK, TopP, refuse_numbers
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # token ids (1, T) and logits (1, V) -> logits, as in transformers
 
@@ -55,19 +56,14 @@ class Sampling:
         ValueError: a number outside its range, or a processor that keeps state.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
     processors: tuple[Processor, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "processors", tuple(self.processors))
-        if not 0 <= self.temperature < torch.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or a number above")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}; it must be 0 (off) or a positive number of tokens")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        refuse_numbers(Sampling, vars(self))
         for processor in self.processors:
             kind = type(processor)
             if kind.__module__.startswith("transformers.") and kind.__name__ not in PURE:
@@ -75,6 +71,11 @@ class Sampling:
                     f"{kind.__name__} cannot be honoured: it keeps state from call to call, or needs more than the "
                     "text, and a tree asks about tokens that are never emitted"
                 )
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ValueError where top_k is more than the tokens there are."""
+        if self.top_k > size:
+            raise ValueError(f"top_k is {self.top_k}; the target has {size} tokens, and 0 takes all of them")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Temperature, then top-k, then top-p (the order of transformers): (..., V) -> (..., V) float32, sums 1.
@@ -98,6 +99,19 @@ class Sampling:
 
 
 GREEDY = Sampling()
+
+
+def penalize_repetition(penalty: float) -> Processor:
+    """A processor as CTRL's (arXiv 1909.05858), transformers' `repetition_penalty`.
+
+    The logits of tokens that the text has are divided by the penalty where they are above 0, and else multiplied.
+    """
+
+    def process(tokens: Tensor, logits: Tensor) -> Tensor:
+        there = logits.gather(1, tokens)
+        return logits.scatter(1, tokens, torch.where(there < 0, there * penalty, there / penalty))
+
+    return process
 
 
 def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:

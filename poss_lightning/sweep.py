@@ -31,7 +31,7 @@ from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
-from poss_lightning.evaluation.cells import CELLS, FOLDERS, PackedCell, pack, packed_cells
+from poss_lightning.evaluation.cells import CELLS, FOLDERS, NOTE, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records, read_records, read_runs
 from poss_lightning.evaluation.suites import load_suites
@@ -46,7 +46,7 @@ from poss_lightning.training.fit import BASE, FINISHED, FitOptions, dry_run, fit
 from poss_lightning.training.fit import OPTIONS as FIT
 from poss_lightning.work import Work, flat
 
-SETTINGS, NOTE = "sweep.yaml", "cell.json"
+SETTINGS = "sweep.yaml"
 MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
 MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
 

@@ -2,8 +2,6 @@
 
 import os
 
-from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
-
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
 
 from pathlib import Path
@@ -13,6 +11,8 @@ import torch
 
 from poss_lightning import cli
 from poss_lightning.target.model import Target
+from tests.support.inputs import write_inputs
+from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 torch.set_num_threads(1)  # tiny matrices: threads only cost
 
@@ -29,6 +29,14 @@ def tiny_folder(tmp_path_factory) -> str:
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def inputs(target, tiny_folder, tmp_path_factory) -> Path:
+    """What commands read, whole and broken; no test changes it."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder, target, tiny_folder)
+    return folder
 
 
 @pytest.fixture

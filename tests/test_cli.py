@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,22 +19,9 @@ from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.training.fit import FINISHED, fit_once
-from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.command import Poss, Result, left, says
 
 CONF = Path(__file__).parents[1] / "conf"
-TALK = {
-    "messages": [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four."}]
-}
-
-
-@dataclass
-class Result:
-    code: int | str | None  # what a SystemExit carries: a text is printed, and makes the exit code 1
-    out: str
-    err: str
-
-
-Poss = Callable[..., Result]
 
 
 @pytest.fixture
@@ -54,67 +39,6 @@ def poss(monkeypatch, capsys, tmp_path) -> Poss:
         return Result(code, *capsys.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="module")
-def inputs(target, tiny_folder, tmp_path_factory) -> Path:
-    """A corpus, its store, a suite, a draft, and each of them broken in some way."""
-    folder = tmp_path_factory.mktemp("inputs")
-    Path(folder, "target").symlink_to(tiny_folder)
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(TALK | {"id": i}) + "\n" for i in range(40)))
-    (folder / "malformed.jsonl").write_text(json.dumps(TALK) + "\n{oops\n" + json.dumps(TALK) + "\n[]\n")
-    (folder / "empty.jsonl").write_text("\n")
-    (folder / "suite.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["How many legs?"]}) + "\n")
-    (folder / "long.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["word " * 600]}) + "\n")
-    extract.extract(str(folder / "corpus.jsonl"), str(folder / "store"), tiny_folder, dtype="float32")
-    tiny_draft(target, [1, 1]).save_pretrained(folder / "draft")
-    break_things(folder)
-    return folder
-
-
-def break_things(folder: Path) -> None:
-    other = tiny_target(1)
-    tiny_draft(other, [1, 1]).save_pretrained(folder / "draft-of-another")
-    tiny_model(1).save_pretrained(folder / "another")
-    tiny_tokenizer().save_pretrained(folder / "another")
-    shutil.copytree(folder / "target", folder / "no-template")
-    (folder / "no-template" / "chat_template.jinja").unlink()
-    shutil.copytree(folder / "store", folder / "truncated")
-    shard = folder / "truncated" / "shard-00000.arrow"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    shutil.copytree(folder / "store", folder / "flipped")
-    shard = folder / "flipped" / "shard-00000.arrow"
-    shard.write_bytes(shard.read_bytes()[:-9] + b"flip" + shard.read_bytes()[-5:])
-    shutil.copytree(folder / "draft", folder / "contradicting")
-    config = folder / "contradicting" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
-    (folder / "no-weights").mkdir()
-    shutil.copy(folder / "draft" / "config.json", folder / "no-weights")
-    texts = {
-        "misspelt": "model: {allocaton: [2]}",
-        "group": "modle.depth: 2",
-        "flat": "# a note\nallocation: [2]",
-        "value": "model: {allocation: two}",
-        "tab": "model:\n\tallocation: [2]",
-        "open": "model: [2",
-        "empty": "# nothing",
-        "list": "- model",
-    }
-    for name, text in texts.items():
-        (folder / f"{name}.yaml").write_text(text + "\n")
-    (folder / "latin.yaml").write_bytes("# größer".encode("latin-1"))
-
-
-def says(result: Result, command: str, words: str) -> None:
-    """One clear line, and no other talk of failure."""
-    assert isinstance(result.code, str), f"exit code {result.code}, {result.err}"
-    assert result.code.startswith(f"poss {command}: ") and "\n" not in result.code
-    assert words in result.code
-    assert not any(noise in result.err for noise in ("Traceback", "usage:", "rror")), result.err
-
-
-def left(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 FLOAT = ("--target", "{inputs}/target", "--dtype", "float32")
@@ -138,6 +62,7 @@ BAD = [
     (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
     (("extract", "{inputs}/malformed.jsonl", "out", *FLOAT), "malformed.jsonl: 2 malformed; line 2: not JSON"),
     (("extract", "nowhere.jsonl", "out", *FLOAT), "nowhere.jsonl is missing"),
+    (("extract", "", "out", *FLOAT), "corpus is ''; it must be a file, a folder or a hub id"),
     ((*EXTRACT, "out", *FLOAT, "--max_length", "2"), "none of the 40 conversations has an answer within 2 tokens"),
     ((*EXTRACT, "out", *FLOAT, "--max_length", "0"), "max_length is 0"),
     # the store
@@ -155,9 +80,9 @@ BAD = [
     ((*FIT, "[2]", "--data.limit", "0"), "limit is 0"),
     ((*FIT, "[2]", "--data.validation", "0.001"), "--data.validation 0.001 of 40 conversations leaves a side empty: "),
     # the draft
-    ((*FIT, "[0, 2]"), "allocation is [0, 2]; it must be a list of positive integers"),
+    ((*FIT, "[0, 2]"), "model.allocation is [0, 2]; 0 must lie between 1 and 64"),
     ((*FIT, "[]"), "allocation is []"),
-    ((*FIT, "two"), 'Parser key "model.allocation"'),
+    ((*FIT, "two"), "model.allocation is 'two'; it must be a list [A, B], each a whole number"),
     ((*FIT[:-1],), "required: fit.model.allocation"),
     ((*BENCHMARK, "nowhere/draft"), "draft 'nowhere/draft' is neither a local folder nor a hub id"),
     ((*BENCHMARK, "{inputs}/no-weights"), "is not a draft: it has no model.safetensors"),
@@ -167,14 +92,14 @@ BAD = [
     # trees and prompts
     ((*BENCHMARK, "{inputs}/draft", "--depth", "6", "--nodes", "6"), "nodes is 6, which cannot hold a path of depth 6"),
     ((*GENERATE, "--draft", "{inputs}/draft", "--depth", "3", "--nodes", "2"), "nodes is 2"),
-    ((*GENERATE, "--max_new_tokens", "0"), "must be at least 1"),
+    ((*GENERATE, "--max_new_tokens", "0"), "max_new_tokens is 0; it must lie between 1 and 1,048,576 (no target reads"),
     ((*GENERATE, "--temperature", "-1"), "temperature is -1.0"),
-    ((*GENERATE, "--top_k", "-1"), "top_k is -1; it must be 0 (all tokens)"),
+    ((*GENERATE, "--top_k", "-1"), "top_k is -1; it must be 0 (all tokens) or lie between"),
     ((*GENERATE, "--chat", "true", "--json", "True"), "chat and json are both true"),
     ((*GENERATE, "--show", "tree"), "show is tree, but without --draft there is none"),
     ((*GENERATE, "--show", "tree", "--json", "true"), "show is tree and json true"),
     ((*GENERATE, "--compare", "true"), "compare is true, but without --draft"),
-    ((*GENERATE, "--tree", "tall"), 'Parser key "tree"'),
+    ((*GENERATE, "--tree", "tall"), "tree is 'tall'; it must be auto or fixed"),
     (("generate", " ", *FLOAT), "the prompt is empty"),
     (("generate", "word " * 600, *FLOAT), "tokens; {inputs}/target reads 512, the answer included"),
     ((*BENCHMARK[:4], *FLOAT, "--suites", "[{inputs}/long.jsonl]"), "question 1 of long, turn 0: a prompt has"),
@@ -183,11 +108,11 @@ BAD = [
     # the line itself
     (
         (*EXTRACT, "out", "--tarrget", "x"),
-        "unrecognized arguments: --tarrget x (poss extract --help tells its options)",
+        "unrecognized arguments: --tarrget x; did you mean --target? (poss extract --help tells its options)",
     ),
-    ((*EXTRACT, "out", "--max_length", "five"), 'Parser key "max_length": Expected a'),
+    ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; it must be a whole number (poss extract --help"),
     ((*EXTRACT, "out", *FLOAT, "--layers", "[5]"), "layers has 5"),
-    ((*EXTRACT, "out", *FLOAT, "--stored", "int8"), 'Parser key "stored"'),
+    ((*EXTRACT, "out", *FLOAT, "--stored", "int8"), "stored is 'int8'; it must be exact or float8"),
     ((*EXTRACT, "s3://x/y"), "it must be a local folder"),
     (("export", "nowhere.ckpt", "out"), "nowhere.ckpt: no such file"),
     (("export", "{inputs}/corpus.jsonl", "out"), "corpus.jsonl is no whole checkpoint of plain tensors"),
@@ -200,11 +125,14 @@ BAD = [
         ("test", *FIT[1:], "[2]", "--ckpt_path", "{inputs}/draft"),
         "draft is a draft's folder; give a training's checkpoints/last.ckpt, or `poss replay` the draft",
     ),
-    (("replay", "out", "{inputs}/store", "--device", "abacus"), "device is 'abacus'"),
-    (("replay", "out", "{inputs}/store", "--drafts.lookup", "x"), "a draft is named 'lookup', like a baseline"),
+    (("replay", "{inputs}/store", "out", "--device", "abacus"), "device is 'abacus'"),
+    (("replay", "{inputs}/store", "out", "--drafts.lookup", "x"), "a draft is named 'lookup', like a baseline"),
     ((*VOCABULARY, "{inputs}/store"), "store is there already"),
-    ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and the target's 320, or be null for all"),
-    ((*VOCABULARY, "out", "--size", "321"), "size is 321"),
+    ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and 16,777,216"),
+    (
+        (*VOCABULARY, "out", "--size", "321"),
+        "size is 321; it must lie between 1 and the target's 320, or be null for all",
+    ),
     ((*VOCABULARY, "out", "--limit", "0"), "limit is 0"),
     ((*VOCABULARY[:2], "{inputs}/empty.jsonl", "out"), "empty.jsonl is empty: no conversation with an answer"),
     (("vocabulary", "{inputs}/no-weights", *VOCABULARY[2:], "out"), "is not a draft: it has no model.safetensors"),
@@ -217,7 +145,7 @@ BAD = [
     ((*THREE, "--config", "{inputs}/misspelt.yaml"), "in {inputs}/misspelt.yaml; did you mean model.allocation?"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it stands in {inputs}/group.yaml; did you mean model."),
     ((*THREE, "--config", "{inputs}/flat.yaml"), "flat.yaml; did you mean model.allocation, below `model:`? (poss fit"),
-    (("fit", "--config", "{inputs}/value.yaml"), "Got value: two; it stands in {inputs}/value.yaml (poss fit --help"),
+    (("fit", "--config", "{inputs}/value.yaml"), "each a whole number; it stands in {inputs}/value.yaml (poss"),
     ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is no YAML, line 2: found character '\\t'"),
     ((*EXTRACT, "out", "--config", "{inputs}/open.yaml"), "{inputs}/open.yaml is no YAML, line 2: expected ','"),
     ((*THREE, "--config", "{inputs}/empty.yaml"), "{inputs}/empty.yaml is empty; it must have options, `name: value`"),
@@ -226,7 +154,39 @@ BAD = [
     ((*EXTRACT, "out", "--config", "{inputs}/flat.yaml"), "'allocation' is not accepted; it stands in {inputs}/flat"),
     ((*FIT, "[2]", "--trainer.max_stepss", "3"), "unrecognized arguments: --trainer.max_stepss 3"),
     ((*FIT, "[2]", "--trainer.accelerator", "abacus"), "accelerator"),
+    ((*EXTRACT, "out", "--max_len", "5"), "unrecognized arguments: --max_len 5; did you mean --max_length?"),
+    ((*BENCHMARK, "{inputs}/draft", "--dept", "4"), "unrecognized arguments: --dept 4; did you mean --depth?"),
+    (("fit", "--data.stor", "{inputs}/store"), "unrecognized arguments: --data.stor"),
+    ((*FIT, "[2]", "--optimizer", "torch.optim.SGD"), "--optimizer torch.optim.SGD; did you mean --model.optimizer?"),
+    ((*EXTRACT, "out", *FLOAT, "--layers", "[2,2"), "layers is '[2,2'; it must be a list [A, B], each a whole number"),
     (("compare", "nowhere"), "nowhere: no such file"),
+    # numbers out of their range, before anything is loaded
+    ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),
+    (("synthesize", "out.jsonl", "--answer_temperature", "1e-320"), "answer_temperature is 1e-320; it must be 0"),
+    (
+        (*GENERATE, "--max_new_tokens", "1000000000"),
+        "max_new_tokens is 1000000000; it must lie between 1 and 1,048,576",
+    ),
+    ((*GENERATE, "--nodes", "1000000000"), "nodes is 1000000000; it must lie between 1 and 1,024 (to verify more"),
+    ((*GENERATE, "--top_k", "100000"), "top_k is 100000; the target has 320 tokens, and 0 takes all of them"),
+    ((*BENCHMARK, "{inputs}/draft", "--top_k", "321"), "top_k is 321; the target has 320 tokens"),
+    (("answer", "o.jsonl", "--batch_size", "100000000000"), "batch_size is 100000000000; it must lie between 1 and 4"),
+    (
+        ("synthesize", "o.jsonl", "--seed", "99999999999999999999"),
+        "seed is 99999999999999999999; it must lie between 0",
+    ),
+    (("synthesize", "o.jsonl", "--seed", "-1"), "seed is -1; it must lie between 0 and 4,294,967,295"),
+    ((*BENCHMARK, "x", "--seed", "-1"), "seed is -1; it must lie between 0 and 4,294,967,295"),
+    ((*FIT, "[2]", "--seed_everything", "-1"), "seed_everything is -1; it must lie between 0 and 4,294,967,295"),
+    ((*BENCHMARK, "x", "--limit", "10000000000"), "limit is 10000000000; it must lie between 1 and 1,000,000,000"),
+    ((*FIT, "[2]", "--model.betas", "[0.9,2]"), "model.betas is (0.9, 2.0); 2.0 must lie between 0 and 0.999999999"),
+    ((*FIT, "[60,60]"), "allocation is [60, 60]; it must be a list of positive integers, e.g. [2, 2, 2], of 64 pos"),
+    (("plan", "--allocation", "[1000000000]"), "allocation is [1000000000]; 1000000000 must lie between 1 and 64"),
+    ((*EXTRACT, "out", *FLOAT, "--layers", "[1,1]"), "layers has 1 twice; name each layer once"),
+    (
+        ("answer", "o.jsonl", *FLOAT, "--max_new_tokens", "600"),
+        "no prompt leaves room for it: {inputs}/target reads 512",
+    ),
 ]
 
 
@@ -275,6 +235,7 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN]
     first = subprocess.run(command, capture_output=True, text=True, check=True)  # where warnings and logs are printed
     assert "no validation ran, so there is no draft-best" in first.stderr
+    assert "draft written to run/draft-last; next: poss generate" in first.stderr
     assert not any(noise in first.stderr + first.stdout for noise in ("weights_only", "HINT", "monitored"))
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
@@ -378,6 +339,21 @@ def test_help_and_version_are_there_at_once():
         done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
         heavy, modules = done.stdout.split()[-2:]
         assert heavy == "False" and int(modules) < 200 and done.stderr == ""
+
+
+def test_a_reader_who_has_seen_enough_is_no_error():
+    """`poss --help | head -1`"""
+    command = [sys.executable, "-m", "poss_lightning.cli", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_control_characters_of_names_are_spelt_out(poss):
+    result = poss("compare", "a\x1b[2Jb\x07")
+    assert r"a\x1b[2Jb\x07: no such file" in result.code and "\x1b" not in result.code
 
 
 def test_the_version_names_the_stack(poss):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from poss_lightning.ranges import Count, check_numbers
+
 logger = logging.getLogger(__name__)
 
 _FILES = (".jsonl", ".jsonl.gz", ".json")
@@ -19,7 +21,7 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 _IDS = ("id", "conversation_id", "question_id")
-_SHOWN = 10  # faults spelled out in one error
+_SHOWN = 3  # faults spelled out in one error
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Malformed(ValueError):
     """What is wrong with one record."""
 
 
-def read_conversations(source: str, split: str = "train", limit: int | None = None) -> list[Conversation]:
+@check_numbers
+def read_conversations(source: str, split: str = "train", limit: Count | None = None) -> list[Conversation]:
     """Read conversations of the chat form (`messages`: role, content) or ShareGPT's (`conversations`: from, value).
 
     Conversations are made regular. Empty turns are dropped, and neighbours of one role are joined by a blank line.
@@ -52,11 +55,9 @@ def read_conversations(source: str, split: str = "train", limit: int | None = No
         limit: stop after this many conversations; later lines are not checked.
 
     Raises:
-        ValueError: limit below 1.
+        ValueError: limit is out of its range.
         CorpusError: no such source, malformed records (all in one error), or no conversation at all.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
     conversations: dict[str, Conversation] = {}
     unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "record"
     faults, skipped = [], 0
@@ -103,6 +104,8 @@ def _with_unique_id(conversation: Conversation, others: dict[str, Conversation])
 
 def _records(source: str, split: str) -> Iterator[tuple[int, object]]:
     """Number, from 1, and content of every record: bytes still to be parsed, or the parsed object."""
+    if not source.strip():
+        raise CorpusError(f"corpus is {source!r}; it must be a file, a folder or a hub id")
     path = Path(source)
     if path.is_file() and path.name.endswith(_FILES):
         return _array(path) if path.suffix == ".json" else json_lines(path)
@@ -141,7 +144,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[int, object]]:
 
     try:
         rows = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, DatasetsError) as error:
         fault = "a folder datasets cannot load" if Path(source).is_dir() else "no path here and no reachable hub id"
         raise CorpusError(f"{source} is {fault} (split {split!r}): {error.__cause__ or error}") from error
     return enumerate(rows, 1)

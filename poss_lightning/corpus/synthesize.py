@@ -12,28 +12,29 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.writer import CorpusWriter, Messages
+from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 
-_MARK = "\u241f user message \u241f"
 _PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 
 
+@check_numbers
 def synthesize(
     out: str,
     *,
     target: str = "embedded",
-    conversations: int = 2000,
-    turns: int = 1,
-    temperature: float = 1.0,
-    top_p: float = 0.95,
-    answer_temperature: float = 0.0,
-    user_tokens: int = 96,
-    answer_tokens: int = 256,
-    batch_size: int = 128,
+    conversations: Count = 2000,
+    turns: Count = 1,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 0.95,
+    answer_temperature: Temperature = 0.0,
+    user_tokens: Tokens = 96,
+    answer_tokens: Tokens = 256,
+    batch_size: Rows = 128,
     openings: str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -61,10 +62,7 @@ def synthesize(
         device: auto (cuda, else mps, else cpu), or one of these.
     """
     options = dict(locals())
-    for name in ("conversations", "turns", "user_tokens", "answer_tokens", "batch_size"):
-        if options[name] < 1:
-            raise ValueError(f"{name} is {options[name]}; it must be at least 1")
-    if temperature <= 0:
+    if not temperature:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), _read_openings(openings)
@@ -89,9 +87,10 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
                 known.add(messages[0]["content"])
         without_new = 0 if len(known) > before else without_new + 1
         if without_new == _PATIENCE:
+            corpus.work.clear()
             raise ValueError(
                 f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: "
-                "ask for fewer"
+                + ("ask for fewer" if known else "give it more tokens, or openings")
             )
 
 
@@ -156,9 +155,7 @@ class _Writer:
         """Tokens of the template up to the place where `role` continues the opening."""
         if role == "assistant":
             return self.target.chat.prompt(messages)
-        template = self.target.tokenizer.apply_chat_template
-        text = str(template([*messages, {"role": "user", "content": _MARK}], tokenize=False))
-        return self.target.tokenizer(text.split(_MARK)[0] + opening, add_special_tokens=False).input_ids
+        return self.target.chat.user_prompt(messages, opening)
 
     def _text(self, tokens: list[int]) -> str | None:
         """The text of tokens up to their stop token; None where it has special tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.files import atomic, check_new
+from poss_lightning.files import atomic, check_file, check_new
 from poss_lightning.work import Work
 
 Messages = list[dict[str, str]]
@@ -20,12 +20,11 @@ class CorpusWriter:
 
     Raises:
         ValueError: its name does not end in .jsonl or .jsonl.gz.
-        FileExistsError: it is there already.
+        OSError: it is there already, or cannot be written.
     """
 
     def __init__(self, out: str):
-        if not out.endswith((".jsonl", ".jsonl.gz")):
-            raise ValueError(f"out is {out}; its name must end in .jsonl or .jsonl.gz, as `poss extract` reads it")
+        check_file(out, ".jsonl", ".jsonl.gz")
         self.out, self.work = Path(out), Work(f"{out}.parts")
         if not self.work.folder.exists():  # with both, an earlier run was killed at its very end
             check_new(out)

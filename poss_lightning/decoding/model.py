@@ -8,20 +8,20 @@ It is no assistant model for transformers' own assisted generation: that one ask
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.decoder import Decoder, Progress
+from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Processor, Sampling
+from poss_lightning.sampling import Processor, Sampling, penalize_repetition
 from poss_lightning.target.model import Target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 NEW_TOKENS = 20  # transformers' default
 
@@ -83,28 +83,47 @@ class Model:
 
     Args:
         decoder: `Speculative`, or one of the baselines.
+
+    Attributes:
+        decoded: of the last `generate`: tokens, accepted tokens round by round, and seconds of each text.
     """
 
     def __init__(self, decoder: Decoder):
         self.decoder, self.target = decoder, decoder.target
         self.tokenizer = decoder.target.tokenizer
+        self.decoded: list[Decoded] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target computes."""
+        return self.target.device
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens a round over the texts of the last `generate`; None without rounds."""
+        accepted = [count for text in self.decoded for count in text.accepted]
+        return sum(accepted) / len(accepted) + 1 if accepted else None
 
     def generate(
         self,
         input_ids: Tensor,
+        generation_config: "GenerationConfig | None" = None,
         *,
         attention_mask: Tensor | None = None,
         max_new_tokens: int | None = None,
         max_length: int | None = None,
-        do_sample: bool = False,
+        do_sample: bool | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
+        repetition_penalty: float | None = None,
+        num_return_sequences: int | None = None,
         logits_processor: Iterable[Processor] | None = None,
         streamer: Streamer | None = None,
         generator: torch.Generator | None = None,
+        seed: int | None = None,
     ) -> Tensor:
         """The prompts with their padding, and what follows: (B, T) -> (B, T + new).
 
@@ -113,30 +132,53 @@ class Model:
 
         Args:
             input_ids: (B, T)
+            generation_config: gives those of the other arguments that are None; one that sets others is refused.
             attention_mask: (B, T) 0 where there is padding, on either side; None takes pad tokens for padding, unless
                 they are stop tokens too.
             max_new_tokens: at most so many; 20 by default.
             max_length: the same with T counted in; where both are given, `max_new_tokens` holds.
-            do_sample: draw tokens; else take the likeliest.
+            do_sample: draw tokens; else, as by default, take the likeliest.
             temperature: of drawing, 1.0 by default. The model's own generation_config is not asked.
             top_k: of drawing, 50 by default; 0 for all tokens.
             top_p: of drawing, 1.0 by default.
             eos_token_id: stop tokens; the target's by default, [] for none.
             pad_token_id: what finished texts are filled with; by default the tokenizer's, or else a stop token.
+            repetition_penalty: what logits of tokens that the text has are divided by; 1 changes nothing.
+            num_return_sequences: how many answers to draw of each prompt, which stand below each other.
             logits_processor: a LogitsProcessorList; those that keep state are refused.
             streamer: of one prompt, given its tokens as they are accepted.
             generator: of the CPU, for what is drawn.
+            seed: of what is drawn, in place of a generator.
 
         Raises:
+            TypeError: input_ids is no tensor.
             ValueError: input_ids that are none, a number outside its range, or a mask with holes.
         """
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(
+                f"input_ids is a {type(input_ids).__name__}; give token ids, model.tokenizer(text, "
+                'return_tensors="pt").input_ids, or ask model.chat(text)'
+            )
+        if generation_config is not None:
+            given = {name: value for name, value in locals().items() if name in _CONFIGURED and value is not None}
+            given |= {"logits_processor": logits_processor, "streamer": streamer, "generator": generator, "seed": seed}
+            options = _read_config(generation_config) | given
+            return self.generate(input_ids, attention_mask=attention_mask, **options)
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
             kind = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
             raise ValueError(f"input_ids is {kind}; it must be (B, T) token ids, at least one of each")
+        if seed is not None:
+            generator = _seeded(seed, generator)
+        if (copies := 1 if num_return_sequences is None else num_return_sequences) != 1:
+            if copies < 1 or not do_sample:
+                raise ValueError(f"num_return_sequences is {copies}; it must be 1, or more with do_sample=True")
+            input_ids = input_ids.repeat_interleave(copies, 0)
+            attention_mask = None if attention_mask is None else attention_mask.repeat_interleave(copies, 0)
         stops = self._stops(eos_token_id)
         pad = self._pad(pad_token_id, eos_token_id)
         batch, length = input_ids.shape
-        sampling = _sampling(do_sample, temperature, top_k, top_p, logits_processor or ())
+        processors = _processors(repetition_penalty, logits_processor)
+        sampling = _sampling(bool(do_sample), temperature, top_k, top_p, processors)
         if streamer is not None and batch > 1:
             raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
         prompts = _unpadded(input_ids, attention_mask, pad if pad not in stops else None)
@@ -151,7 +193,8 @@ class Model:
                 put(torch.tensor(step.tokens[0]))
 
             watch = stream
-        texts = [one.tokens for one in self.decoder.decode(prompts, limit, stops, sampling, generator, watch)]
+        self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
+        texts = [one.tokens for one in self.decoded]
         if streamer is not None:
             streamer.end()
         longest = max(map(len, texts))
@@ -174,6 +217,36 @@ class Model:
     def _pad(self, pad_token_id: int | None, stops: int | list[int] | None) -> int:
         known = [pad_token_id, self.tokenizer.pad_token_id, *([stops] if isinstance(stops, int) else stops or [])]
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
+
+
+# What a generation config may say; another field is refused, as what it asks for would not be done.
+_CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
+_CONFIGURED += ("pad_token_id", "repetition_penalty", "num_return_sequences")
+_MEANINGLESS = ("transformers_version", "bos_token_id", "_from_model_config", "use_cache")  # here
+
+
+def _read_config(config: "GenerationConfig") -> dict[str, Any]:
+    """The arguments that a generation config sets; those of drawing only where it draws, as transformers has it."""
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in _MEANINGLESS}
+    if unknown := [name for name in fields if name not in _CONFIGURED]:
+        raise ValueError(f"generation_config sets {unknown[0]}; this reads {', '.join(_CONFIGURED)}")
+    drawing = ("temperature", "top_k", "top_p")
+    return {name: value for name, value in fields.items() if name not in drawing or fields.get("do_sample")}
+
+
+def _seeded(seed: int, generator: torch.Generator | None) -> torch.Generator:
+    if generator is not None:
+        raise ValueError("seed and generator are both given: choose one")
+    return torch.Generator().manual_seed(seed)
+
+
+def _processors(repetition_penalty: float | None, others: Iterable[Processor] | None) -> list[Processor]:
+    """The penalty first, as in transformers."""
+    if repetition_penalty is None or repetition_penalty == 1:
+        return [*(others or ())]
+    if not repetition_penalty > 0:
+        raise ValueError(f"repetition_penalty is {repetition_penalty}; it must be above 0")
+    return [penalize_repetition(repetition_penalty), *(others or ())]
 
 
 def _limit(new: int | None, total: int | None, length: int) -> int:

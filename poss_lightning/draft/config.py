@@ -3,7 +3,9 @@
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
+from poss_lightning.ranges import POSITIONS, Position, Range, Size, refuse_numbers
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
@@ -35,27 +37,27 @@ class DraftConfig:
 
     target: TargetSpec
     allocation: tuple[int, ...]
-    depth: int
+    depth: Position
     detach: bool = True
-    intermediate_size: int | None = None
+    intermediate_size: Size | None = None
     vocabulary_size: int | None = None
     order: tuple[int, ...] | None = None
     kv: str = "separate"
     kind: str = "eagle2"
     fc_norm: bool = False
     norm_output: bool = False
-    rope_theta: float | None = None
+    rope_theta: Annotated[float, Range(1, 1e18)] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "allocation", tuple(self.allocation))
         object.__setattr__(self, "order", None if self.order is None else tuple(self.order))
-        if not self.allocation or any(not isinstance(run, int) or run < 1 for run in self.allocation):
+        positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
+        if not self.allocation or not positive or sum(self.allocation) > POSITIONS.most:
             raise ValueError(
-                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2]"
+                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
+                f"{POSITIONS.most} positions at most"
             )
-        for name in ("depth", "intermediate_size", "rope_theta"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        refuse_numbers(DraftConfig, vars(self))
         if self.kv not in ("separate", "shared"):
             raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
         if self.kind not in ("eagle2", "eagle3"):

@@ -16,18 +16,20 @@ from poss_lightning.corpus.readers import Conversation, CorpusError, read_conver
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import atomic_folder, check_new
+from poss_lightning.ranges import Count, Size, check_numbers
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.model import Target
 
 
+@check_numbers
 def vocabulary(
     draft: str,
     corpus: str,
     out: str,
-    size: int | None = 8192,
+    size: Size | None = 8192,
     target: str = "embedded",
     split: str = "train",
-    limit: int | None = None,
+    limit: Count | None = None,
 ) -> None:
     """Write a copy of a draft that proposes only the most frequent tokens of a corpus' answers.
 

@@ -12,18 +12,20 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.ranges import Count, Rows, Tokens, check_numbers
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 
 
+@check_numbers
 def answer(
     out: str,
     *,
     suites: list[str] | None = None,
     target: str = "embedded",
-    limit: int | None = None,
-    max_new_tokens: int = 256,
-    batch_size: int = 32,
+    limit: Count | None = None,
+    max_new_tokens: Tokens = 256,
+    batch_size: Rows = 32,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -41,13 +43,11 @@ def answer(
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
     """
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
     corpus, questions = CorpusWriter(out), read_suites(suites, limit)
     model = Target.load(target, dtype, device)
     names = [f"{question.suite}/{question.id}" for question in questions]
     turns = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
+    _check_room(model, questions, max_new_tokens)
     settings = {"target": target, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "questions": names}
     corpus.claim(settings | {"turns": turns, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint})
     conversations, loop = [], PlainLoop(model)
@@ -57,10 +57,24 @@ def answer(
             conversations += corpus.batch(number, partial(_answer_questions, loop, batch, max_new_tokens))
             bar.update(len(batch))
     kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
+    if not kept:
+        corpus.work.clear()
+        raise ValueError(f"every answer to the {len(names)} questions is empty")
     corpus.finish({"id": name, "messages": messages} for name, messages in kept)
     if left_out := len(names) - len(kept):
         why = "the answer is empty, or the context has no room for it"
         print(f"{out}: {left_out} of {len(names)} questions are left out: {why}")
+
+
+def _check_room(target: Target, questions: list[Question], max_new_tokens: int) -> None:
+    """Raise ValueError where no question leaves the context room for an answer."""
+    lengths = (len(target.chat.prompt([{"role": "user", "content": question.turns[0]}])) for question in questions)
+    if (least := min(lengths)) + max_new_tokens >= (context := target.spec.context):
+        most = f"at most {context - least - 1}" if least < context - 1 else "shorter prompts"
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens}, and no prompt leaves room for it: {target.spec.name} reads {context} "
+            f"tokens, and the shortest prompt has {least}; give {most}"
+        )
 
 
 @torch.inference_mode()

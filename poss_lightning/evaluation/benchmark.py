@@ -25,10 +25,23 @@ from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import rounds
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import NAMES, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, check_folder
+from poss_lightning.ranges import (
+    Count,
+    CountOrNone,
+    Nodes,
+    Position,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    TreeWidth,
+    check_numbers,
+)
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -38,25 +51,26 @@ HERE = ("autoregressive", "generate", "lookup")  # baselines that decode in this
 logger = logging.getLogger(__name__)
 
 
+@check_numbers
 def benchmark(
     out: str,
     *,
     drafts: dict[str, str] | None = None,
     target: str = "embedded",
     suites: list[str] | None = None,
-    limit: int | None = None,
-    max_new_tokens: int = 128,
-    depth: int | None = None,
-    nodes: int = 60,
-    tree_width: int = 10,
+    limit: Count | None = None,
+    max_new_tokens: Tokens = 128,
+    depth: Position | None = None,
+    nodes: Nodes = 60,
+    tree_width: TreeWidth = 10,
     tree: Literal["fixed", "auto"] = "fixed",
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     baselines: list[str] | None = None,
-    repeats: int = 1,
-    show: int = 1,
+    repeats: Count = 1,
+    show: CountOrNone = 1,
     graphs: bool | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -97,6 +111,7 @@ def benchmark(
     """
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in locals().items() if name != "out"}
+    check_folder(out, *OURS)
     drafts = drafts or {}
     check_names(drafts)
     sampling = check(config)
@@ -104,6 +119,7 @@ def benchmark(
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device)
+    sampling.check_vocabulary(model.spec.vocab_size)
     graphs = Graphs(model.device, graphs).enabled
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
@@ -137,13 +153,9 @@ def check(config: dict) -> Sampling:
     Raises:
         ValueError: an option is out of its range; the message names it.
     """
-    baselines, max_new_tokens, repeats = config["baselines"], config["max_new_tokens"], config["repeats"]
+    baselines = config["baselines"]
     if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(HERE)):
         raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
-    if max_new_tokens < 1 or repeats < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens} and repeats {repeats}; both must be at least 1")
-    if (show := config["show"]) < 0:
-        raise ValueError(f"show is {show}; it must be 0 (no rounds are written) or a number of questions a suite")
     return Sampling(config["temperature"], config["top_k"], config["top_p"])
 
 

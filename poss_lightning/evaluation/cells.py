@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from poss_lightning.files import atomic
 
 CELLS, ROWS, FOLDERS = "cells.jsonl", "records.parquet", "cells"
+NOTE = "cell.json"  # in the folder of a cell that is trained or measured
 KEY = ("choice", "training_seed")
 SCHEMA = pa.schema(
     {

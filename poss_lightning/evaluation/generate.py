@@ -15,25 +15,38 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.ranges import (
+    Nodes,
+    Position,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    TreeWidth,
+    check_numbers,
+)
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import printable
 
 
+@check_numbers
 def generate(
     prompt: str,
     *,
     draft: str | None = None,
     target: str = "embedded",
-    max_new_tokens: int = 256,
-    tree: Literal["auto", "fixed"] = "auto",
-    depth: int | None = None,
-    nodes: int = 60,
-    tree_width: int = 10,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    max_new_tokens: Tokens = 256,
+    tree: Literal["auto", "fixed"] | None = None,
+    depth: Position | None = None,
+    nodes: Nodes = 60,
+    tree_width: TreeWidth = 10,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     dtype: str = "auto",
     device: str = "auto",
     compare: bool | None = None,
@@ -48,7 +61,8 @@ def generate(
         draft: draft folder, hub id or shipped draft; without one the target decodes alone.
         target: "embedded", a local folder or a hub id.
         max_new_tokens: most tokens of an answer.
-        tree: "auto" chooses trees for the most tokens a second on this machine, "fixed" always takes depth and nodes.
+        tree: "auto" chooses trees for the most tokens a second on this machine, "fixed" always takes depth and nodes;
+            by default auto, and fixed where the rounds are drawn, as auto may draft nothing.
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
@@ -67,14 +81,16 @@ def generate(
         json: print one JSON object, and nothing else.
     """
     config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
-    _check_options(draft=draft, top_k=top_k, compare=compare, chat=chat, show=show, json=json)
+    _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
+    config["tree"] = tree = tree or ("fixed" if show else "auto")
     if prompt == "-" and not chat:
         prompt = config["prompt"] = sys.stdin.read().strip()
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device)
+    sampling.check_vocabulary(model.spec.vocab_size)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
     if loaded:
@@ -121,9 +137,7 @@ class Question:
         return question.answer(Autoregressive(target))
 
 
-def _check_options(
-    *, draft: str | None, top_k: int, compare: bool | None, chat: bool, show: str | None, json: bool
-) -> None:
+def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show: str | None, json: bool) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
         raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")
@@ -133,8 +147,6 @@ def _check_options(
         raise ValueError(f"show is {show}, but without --draft there is none")
     if compare and not draft:
         raise ValueError("compare is true, but without --draft decoding is plain already")
-    if top_k < 0:
-        raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or a positive number of them")
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:
@@ -147,7 +159,10 @@ def _messages(prompt: str, chat: bool) -> Iterator[str]:
 
 def _read_line() -> str:
     try:
-        return input("> ").strip()
+        line = input("> ").strip()
+        if not sys.stdin.isatty():
+            print(line)  # as a terminal shows what is typed
+        return line
     except EOFError:
         print()  # where the terminal's own line ended
         return ""
@@ -160,7 +175,7 @@ def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Dec
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def print_tokens(step: Progress) -> None:
-        print(pieces.add(step.tokens[0]), end="", flush=True)
+        print(printable(pieces.add(step.tokens[0])), end="", flush=True)
 
     def draw_round(step: Progress) -> None:
         if step.tree is not None:
@@ -170,7 +185,7 @@ def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Dec
             print(draw(guesses, lambda token: str(decoder.target.tokenizer.decode([token])), colour), end="\n\n")
 
     answer = question.answer(decoder, draw_round if show else print_tokens)
-    print(chat.text(answer.tokens) if show else pieces.rest())
+    print(printable(chat.text(answer.tokens) if show else pieces.rest()))
     return answer
 
 

@@ -10,6 +10,7 @@ from poss_lightning.evaluation.suites import OWN, read_suites
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.metrics import AcceptanceLength, PositionAcceptance
+from poss_lightning.ranges import Count, Nodes, Tokens, TreeWidth, check_numbers
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import gather_draft
@@ -27,9 +28,8 @@ class Replay(lightning.Callback):
         tree_width: children tried a node.
     """
 
-    def __init__(self, answers: int = 16, nodes: int = 60, tree_width: int = 10):
-        if answers < 1:
-            raise ValueError(f"answers is {answers}; it must be at least 1")
+    @check_numbers
+    def __init__(self, answers: Count = 16, nodes: Nodes = 60, tree_width: TreeWidth = 10):
         self.answers, self.nodes, self.tree_width = answers, nodes, tree_width
         self.samples: list[Sample] = []
 
@@ -68,17 +68,16 @@ class Probe(lightning.Callback):
         tree_width: children tried a node.
     """
 
+    @check_numbers
     def __init__(
         self,
         target: str | None = None,
         suites: list[str] | None = None,
-        prompts: int = 6,
-        max_new_tokens: int = 48,
-        nodes: int = 60,
-        tree_width: int = 10,
+        prompts: Count = 6,
+        max_new_tokens: Tokens = 48,
+        nodes: Nodes = 60,
+        tree_width: TreeWidth = 10,
     ):
-        if prompts < 1:
-            raise ValueError(f"prompts is {prompts}; it must be at least 1")
         questions = read_suites([str(OWN / "probe")] if suites is None else suites)
         self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
         self.name, self.max_new_tokens, self.nodes, self.tree_width = target, max_new_tokens, nodes, tree_width

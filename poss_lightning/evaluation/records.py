@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from poss_lightning.evaluation.cells import packed_cells, packed_rows
+from poss_lightning.evaluation.cells import NOTE, packed_cells, packed_rows
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
+OURS = (UNFINISHED, "run.json", *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
 DRAFT_FACTS = ("weights", "depth", "nodes", "tree_width")  # of a method in run.json: what makes its rounds
 BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
 

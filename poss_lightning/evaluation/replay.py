@@ -27,10 +27,11 @@ from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import NAMES, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, check_folder
 from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
@@ -51,14 +52,15 @@ class Answer(NamedTuple):
     complete: bool  # the target ended it; else it was cut, and the token behind it is not known
 
 
+@check_numbers
 def replay(
     store: str,
     out: str,
     *,
     drafts: dict[str, str] | None = None,
-    depth: int | None = None,
-    nodes: int = 60,
-    tree_width: int = 10,
+    depth: Position | None = None,
+    nodes: Nodes = 60,
+    tree_width: TreeWidth = 10,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -80,6 +82,7 @@ def replay(
         device: auto (cuda, else mps, else cpu), or one of these.
     """
     config = dict(locals())
+    check_folder(out, *OURS)
     config["device"] = device = choose_device(device)
     config["dtype"] = dtype = choose_dtype(dtype, device)
     if not drafts:
@@ -94,6 +97,7 @@ def replay(
         if difference := draft.config.target.difference(features.target):
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         depth_of = sum(draft.config.allocation) if depth is None else depth
+        Fixed(depth_of, nodes)  # raises where the tree cannot be, before anything is written
         methods[name] = {"depth": depth_of, "nodes": nodes, "tree_width": tree_width, **describe(draft)}
     check_settings(folder, {"store": store, "dtype": dtype}, methods)
     work = Work(folder / UNFINISHED)

@@ -9,6 +9,7 @@ from pathlib import Path
 from poss_lightning.corpus import readers
 from poss_lightning.evaluation import forms
 from poss_lightning.evaluation.hub import SIX, HubSuite, stream
+from poss_lightning.ranges import Count, check_numbers
 
 OWN = Path(__file__).parent / "prompts"
 HUB = "hub:"
@@ -44,7 +45,8 @@ def read_suites(sources: list[str] | None = None, limit: int | None = None) -> l
     return [question for suite in load_suites(sources, limit) for question in suite.questions]
 
 
-def load_suites(sources: list[str] | None = None, limit: int | None = None) -> list[Suite]:
+@check_numbers
+def load_suites(sources: list[str] | None = None, limit: Count | None = None) -> list[Suite]:
     """Suites in order, each named by its file or data set without the path.
 
     Args:
@@ -64,8 +66,6 @@ def load_suites(sources: list[str] | None = None, limit: int | None = None) -> l
         ValueError: a malformed record (the message names file, line and field), an unknown option, an empty suite,
             two suites of one name, or two questions of one id.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be at least 1")
     suites = [suite for source in sources or own_suites() for suite in _load(source, limit)]
     for name in Counter(suite.name for suite in suites):
         sources = [suite.source for suite in suites if suite.name == name]

@@ -7,6 +7,7 @@ from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
+from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
 
 
 class FeatureData(lightning.LightningDataModule):
@@ -32,29 +33,24 @@ class FeatureData(lightning.LightningDataModule):
         workers: processes that load; 0 loads in the trainer's own (the store is memory-mapped).
     """
 
+    @check_numbers
     def __init__(
         self,
         store: str | None = None,
         corpus: str | None = None,
         target: str = "embedded",
-        max_length: int = 2048,
+        max_length: Tokens = 2048,
         dtype: str = "auto",
-        batch_tokens: int = 4096,
+        batch_tokens: BatchTokens = 4096,
         packed: bool = True,
-        noise: float = 0.2,
-        validation: float = 0.05,
-        seed: int = 0,
-        split_seed: int = 0,
-        limit: int | None = None,
-        workers: int = 0,
+        noise: Weight = 0.2,
+        validation: Fraction = 0.05,
+        seed: Seed = 0,
+        split_seed: Seed = 0,
+        limit: Count | None = None,
+        workers: Workers = 0,
     ):
         super().__init__()
-        if batch_tokens < 1:
-            raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
-        if noise < 0:
-            raise ValueError(f"noise is {noise}; it must be at least 0")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit is {limit}; it must be at least 1")
         if store is not None and corpus is None:
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:

@@ -18,6 +18,7 @@ from poss_lightning.corpus.readers import Conversation, CorpusError
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
     EMBED_HEAD,
+    MANIFEST,
     FileEntry,
     Manifest,
     StoreError,
@@ -26,7 +27,7 @@ from poss_lightning.features.manifest import (
 )
 from poss_lightning.features.reading import Reader, TargetReader
 from poss_lightning.features.shards import TokenizedText, write_shard
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, check_folder
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
@@ -34,6 +35,7 @@ from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
+OURS = (UNFINISHED, MANIFEST)  # one of them is in every store, begun or finished
 logger = logging.getLogger(__name__)
 
 
@@ -56,7 +58,8 @@ def write_store(
         reader: makes what reads the texts, of target and layers, when there is something to read.
 
     Raises:
-        StoreError: `folder` holds something else, or another store.
+        FileExistsError: `folder` holds something else.
+        StoreError: it holds another store.
         CorpusError: no conversation has an assistant's turn within max_length tokens.
         ValueError: an unknown way to store, a layer that the target does not have, or a store begun otherwise.
     """
@@ -70,7 +73,7 @@ def write_store(
     if is_finished(folder):
         _check_same(folder, key)
         return work.clear()  # the process that finished it may have been killed before it did
-    _check_place(folder, work)
+    check_folder(folder, *OURS)
     work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
     _write_shards(folder, work, reader(target, layers), shards, stored, rank)
     entries = [entry for number in range(len(shards)) if (entry := _entry(folder, work, number))]
@@ -123,13 +126,6 @@ def _check_same(folder: Path, key: dict) -> None:
         raise StoreError(
             f"{folder} holds a store of another kind ({'; '.join(changed)}): choose another folder or remove it"
         )
-
-
-def _check_place(folder: Path, work: Work) -> None:
-    """Raise StoreError where `folder` has files that are no beginning of a store."""
-    has_files = folder.is_dir() and any(folder.iterdir())
-    if has_files and not work.folder.is_dir() and not is_finished(folder):  # in this order: others may write there
-        raise StoreError(f"{folder} is not empty, and no beginning of a store: choose another folder")
 
 
 def _write_shards(folder: Path, work: Work, reader: Reader, shards: list[Shard], stored: str, rank: Rank) -> None:

@@ -15,16 +15,18 @@ from poss_lightning.files import check_new, fetch
 from poss_lightning.interop import checkpoints, settings
 from poss_lightning.interop.layouts import LAYOUTS, SPEED_ONLY, Layout, check_expressible, find_layout
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, find_vocabulary, to_ours, to_theirs
+from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import EmbedHead
 
 
+@check_numbers
 def convert(
     source: str,
     out: str,
     input_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed"] = "ours",
     output_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "vllm", "sglang"] = "ours",
-    allocation: list[int] | None = None,
+    allocation: list[Position] | None = None,
     target: str = "embedded",
     file: Literal["safetensors", "bin"] = "safetensors",
 ) -> None:

@@ -5,6 +5,7 @@ the one is proposed within whose runs the drift varies least: least squares abou
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -15,12 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 from poss_lightning.evaluation.cells import packed_cells
+from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
 DRIFT = "val_drift_l2"
+UNTRAINED = 0.95  # drift at the first position, relative to the feature, from which nothing has been learnt
+logger = logging.getLogger(__name__)
 
 
-def allocate(run: str, depth: int | None = None) -> None:
+@check_numbers
+def allocate(run: str, depth: Position | None = None) -> None:
     """Propose an allocation for every number of specialists, from the drift that a single layer's training logged.
 
     Args:
@@ -28,6 +33,12 @@ def allocate(run: str, depth: int | None = None) -> None:
         depth: positions to share out; all that were logged by default.
     """
     drift = read_drift(run, depth)
+    if drift[0] >= UNTRAINED or drift[-1] < drift[0]:
+        logger.warning(
+            "%s: the layer looks untrained, so do not trust these allocations. The drift of a trained one is below 1, "
+            "which is that of zeros, and grows with depth",
+            run,
+        )
     table = Table(
         title=f"Drift by depth: {', '.join(f'{value:.3f}' for value in drift)}", title_justify="left", box=SIMPLE_HEAD
     )

@@ -7,8 +7,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from poss_lightning.ranges import Draws, Seed, check_numbers
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.tables import Cell, Table
+from poss_lightning.terminal import printable
 
 WIDTH = 100  # of tables, at least: narrower ones would break numbers
 LEGEND = (
@@ -17,13 +19,14 @@ LEGEND = (
 )
 
 
+@check_numbers
 def compare(
     records: list[str] | str,
     *,
     baseline: str = "autoregressive",
     reference: str | None = None,
-    resamples: int = 2000,
-    seed: int = 0,
+    resamples: Draws = 2000,
+    seed: Seed = 0,
 ) -> None:
     """Compare the methods of benchmark records: acceptance, speed and positions, each with its 95 % interval.
 
@@ -54,20 +57,25 @@ def print_tables(
     """Print how to read the tables, and then the tables."""
     console = console or Console()
     console.width = max(console.width, WIDTH)
-    console.print(f"\n{note} {LEGEND}\n")
+    console.print(f"\n{note} {LEGEND}\n", markup=False)
     for table in tables:
         console.print(_grid(table))
 
 
 def _grid(table: Table) -> Grid:
-    grid = Grid(title=table.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    grid = Grid(title=_plain(table.title), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for name in table.names:
-        grid.add_column(name, no_wrap=True)
+        grid.add_column(_plain(name), no_wrap=True)
     for lines in table.columns:
-        grid.add_column(Text("\n".join(lines)), justify="right", overflow="fold")
+        grid.add_column(_plain("\n".join(lines)), justify="right", overflow="fold")
     for names, cells in table.rows:
-        grid.add_row(*map(Text, names), *map(_text, cells))
+        grid.add_row(*map(_plain, names), *map(_text, cells))
     return grid
+
+
+def _plain(text: str) -> Text:
+    """No markup of rich's: a name may have brackets."""
+    return Text(printable(text))
 
 
 def _text(cell: Cell) -> Text:

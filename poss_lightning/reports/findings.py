@@ -17,7 +17,7 @@ from poss_lightning.evaluation.records import (
 )
 from poss_lightning.reports.costs import cost_table, read_costs
 from poss_lightning.reports.seeds import Cells, summarise_seeds
-from poss_lightning.reports.statistics import LEVEL, Estimate
+from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary, summarise
 from poss_lightning.reports.tables import (
     Measured,
@@ -130,26 +130,29 @@ def write_headline(overall: list[MethodSummary], baseline: str | None) -> str:
         return f"No method here drafts; tokens per second: {speeds}."
     best = max(drafting, key=lambda row: row.speed_up[baseline].value)
     gain = best.speed_up[baseline]
-    significant = gain.holm < LEVEL  # corrected, as the best of several was chosen
-    verdict = "no difference shown" if not significant else "faster" if gain.value > 1 else "slower"
+    verdict = {"larger": "faster", "smaller": "slower", "": "no difference shown"}[gain.direction]
+    tied = [row.method for row in drafting if row.speed_up[baseline].text() == gain.text()]
+    first = _names(tied, "decodes", "decode")
     return (
-        f"{best.method} decodes at {gain.text()} times the speed of {baseline}{_within(gain)}: {verdict}. "
-        f"It emits {best.tau_micro.text()} tokens a round{_within(best.tau_micro)}, "
+        f"{first} at {gain.text()} times the speed of {baseline}{_within(gain)}: {verdict}. "
+        f"{best.method} emits {best.tau_micro.text()} tokens a round{_within(best.tau_micro)}, "
         f"and {best.identical.text('.0%')} of its {best.prompts} prompts have exactly {baseline}'s tokens."
     )
 
 
 def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
     """Say which choice has the largest τ, its speed, and how it compares with the reference."""
-    best, measured = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
+    _, measured = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
     tau = measured["tau_macro"]
-    words = f"{best} has the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
+    tied = [name for name, other in overall.items() if other["tau_macro"].mean.text() == tau.mean.text()]
+    first = _names(tied, "has", "have")
+    words = f"{first} the largest τ by prompt, {tau.mean.text()} over {len(tau.values)} seeds{_within(tau.mean)}"
     if "speed_up" in measured:
         speed = measured["speed_up"].mean
         words += f", at {speed.text()} times the speed of {baseline}{_within(speed)}"
-    if tau.gain is None or not tau.gain.significance():
+    if len(tied) > 1 or tau.gain is None or not tau.gain.significance():
         return f"{words}."
-    verdict = "no difference shown" if tau.gain.holm >= LEVEL else "larger" if tau.gain.value > 0 else "smaller"
+    verdict = tau.gain.direction or "no difference shown"
     return (
         f"{words}. Against {reference} it is {tau.gain.text('+.2f')}{_within(tau.gain, '+.2f')}, "
         f"{tau.gain.significance()} after Holm's correction: {verdict}."
@@ -173,6 +176,11 @@ def select_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:
         for record in cells[cell]
         if record.method == cell[0] or (place == 0 and record.method in BASELINES)
     ]
+
+
+def _names(names: list[str], one: str, several: str) -> str:
+    """Those who are first, with the verb; two that are written alike are both first."""
+    return f"{names[0]} {one}" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} {several}"
 
 
 def _within(value: Estimate, form: str = ".2f") -> str:

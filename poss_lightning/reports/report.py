@@ -10,7 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from poss_lightning import __version__
 from poss_lightning.evaluation.records import has_seconds, read_runs
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.files import atomic
+from poss_lightning.files import atomic, check_file
+from poss_lightning.ranges import CountOrNone, Draws, Seed, check_numbers
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.figures import assign_colours, position_figure, seconds_figure, training_figures
@@ -19,6 +20,7 @@ from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import group
 
 
+@check_numbers
 def report(
     records: list[str] | str,
     runs: list[str] | str | None = None,
@@ -26,9 +28,9 @@ def report(
     out: str = "report.html",
     baseline: str = "autoregressive",
     reference: str | None = None,
-    prompts: int = 6,
-    resamples: int = 2000,
-    seed: int = 0,
+    prompts: CountOrNone = 6,
+    resamples: Draws = 2000,
+    seed: Seed = 0,
 ) -> None:
     """Write one self-contained HTML page: tables, curves, rounds and decoded text of benchmarks and training runs.
 
@@ -45,8 +47,7 @@ def report(
         resamples: draws of the bootstrap over prompts, where each method was trained once.
         seed: of the bootstrap.
     """
-    if Path(out).suffix != ".html":
-        raise ValueError(f"out is {out}; the page's name must end in .html")
+    check_file(out, ".html")
     facts = read_runs(records)
     findings = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
     if findings.cells:

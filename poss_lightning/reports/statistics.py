@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,18 @@ class Comparison(Estimate):
     error: float
     freedom: float
 
+    no_effect: ClassVar[float] = 0.0
+
+    @property
+    def identical(self) -> bool:
+        """Whether there is no effect in any prompt or seed, so that nothing varies."""
+        return self.error == 0 and self.value == self.no_effect
+
+    @property
+    def direction(self) -> str:
+        """`larger` or `smaller` where the corrected p is below 0.05, else nothing."""
+        return "" if not self.holm < LEVEL else "larger" if self.value > self.no_effect else "smaller"
+
     def significance(self) -> str:
         """The corrected p, or nothing."""
         return "" if math.isnan(self.holm) else "p < 0.001" if self.holm < 0.001 else f"p {self.holm:.3f}"
@@ -97,6 +109,8 @@ class Comparison(Estimate):
 
 class Ratio(Comparison):
     """A comparison whose `detectable` is of the ratio, and whose `error` of its logarithm."""
+
+    no_effect: ClassVar[float] = 1.0
 
     def correct(self, tests: int, holm: float) -> Self:
         corrected = super().correct(tests, holm)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from poss_lightning.evaluation.records import BASELINES
 from poss_lightning.reports.seeds import SeedSummary
-from poss_lightning.reports.statistics import LEVEL, Comparison, Estimate
+from poss_lightning.reports.statistics import Comparison, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary
 
 Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
@@ -13,11 +13,11 @@ Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with the small lines below it; `significant` where it is a comparison with a corrected p below 0.05."""
+    """A value with the small lines below it; a comparison's `direction` is `larger` or `smaller` where it shows one."""
 
     text: str
     notes: tuple[str, ...] = ()
-    significant: bool = False
+    direction: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ def make_cell(value: Estimate | None, form: str = ".2f") -> Cell:
     """The value and its interval; of a comparison also the corrected p and the minimum detectable effect."""
     if value is None:
         return Cell("")
-    notes = [value.interval(form)]
-    if isinstance(value, Comparison):
-        notes += [value.significance(), value.detectable_text(form.replace("+", ""))]
-    return Cell(value.text(form), tuple(filter(None, notes)), isinstance(value, Comparison) and value.holm < LEVEL)
+    if not isinstance(value, Comparison):
+        return Cell(value.text(form), tuple(filter(None, [value.interval(form)])))
+    if value.identical:
+        return Cell("identical")
+    notes = [value.interval(form), value.significance(), value.detectable_text(form.replace("+", ""))]
+    return Cell(value.text(form), tuple(filter(None, notes)), value.direction)
 
 
 # --- over prompts: one training of each method ---

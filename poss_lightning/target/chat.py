@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+GUARD = "\ufdd0"  # stands in no text: Unicode keeps it for a program's own use
+_MARK = "\u241f user message \u241f"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class Chat:
 
     `{% generation %}` markers are not asked: where one begins and whether it holds the stop token or the newline after
     it differs from template to template, while the prompt is what the target really reads before it writes.
+
+    What people write cannot close their turn: the letters of a special token inside a message stay letters. They are
+    rendered with a `GUARD` behind the first of them, and both sides of a guard are tokenised apart, without it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig | None = None):
@@ -46,6 +53,7 @@ class Chat:
         self._template = tokenizer.get_chat_template()
         self.stops = _stops(tokenizer, generation_config)
         self._stop_texts = [text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text]
+        self._special = _special_texts(tokenizer, self._stop_texts)
         self.digest = _digest(self._template, tokenizer.special_tokens_map)
 
     def render(self, messages: list[dict[str, str]]) -> Rendered:
@@ -59,6 +67,7 @@ class Chat:
             ValueError: the template refuses the messages; nobody speaks before an answer; or the template renders a
                 finished answer so that it does not follow the generation prompt.
         """
+        messages = self._guarded(messages)
         text = self._text(messages)
         answers = self._answers(messages, text)
         tokens, begins, cuts = self._encode(text, [start for start, _ in answers])
@@ -71,9 +80,19 @@ class Chat:
         Raises:
             ValueError: no messages, the last is the assistant's, or as in `render`.
         """
+        messages = self._guarded(messages)
         text = self._open(messages)
         tokens, _, _ = self._encode(text, [start for start, _ in self._answers(messages, text)])
         return tokens
+
+    def user_prompt(self, messages: list[dict[str, str]], opening: str = "") -> list[int]:
+        """Tokens of the conversation up to where its user goes on from an opening.
+
+        Raises:
+            ValueError: as in `render`.
+        """
+        text = self._text(self._guarded([*messages, {"role": "user", "content": _MARK}]))
+        return self._tokens(text.split(_MARK)[0] + self._guard(opening))[0]
 
     def text(self, tokens: list[int]) -> str:
         """The text of tokens, without special tokens."""
@@ -145,8 +164,26 @@ class Chat:
         return tokens, begins, cuts[1:]
 
     def _tokens(self, text: str) -> tuple[list[int], list[int]]:
-        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return encoding["input_ids"], [begin for begin, _ in encoding["offset_mapping"]]
+        tokens, begins, done = [], [], 0
+        for part in text.split(GUARD):
+            encoding = self._tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            tokens += encoding["input_ids"]
+            begins += [done + begin for begin, _ in encoding["offset_mapping"]]
+            done += len(part) + len(GUARD)
+        return tokens, begins
+
+    def _guarded(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [message | {"content": self._guard(message["content"])} for message in messages]
+
+    def _guard(self, content: str) -> str:
+        return self._special.sub(lambda found: found[0][:1] + GUARD + found[0][1:], content.replace(GUARD, ""))
+
+
+def _special_texts(tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> re.Pattern[str]:
+    """Matches the letters of any special token, the longest where several begin."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    texts = sorted({*added, *tokenizer.all_special_tokens, *stops} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig | None) -> frozenset[int]:

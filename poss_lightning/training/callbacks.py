@@ -1,6 +1,8 @@
 """Callbacks that write draft folders and checkpoints, and measure throughput."""
 
+import logging
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -11,9 +13,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
+from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.costs import step_flops
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import gather_draft
+
+logger = logging.getLogger(__name__)
 
 
 class DraftFolders(lightning.Callback):
@@ -48,6 +53,12 @@ class DraftFolders(lightning.Callback):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._save(trainer, pl_module, "draft-last")
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if trainer.is_global_zero:
+            best = folder / "draft-best"
+            draft = best if best.is_dir() else folder / "draft-last"
+            target = pl_module.draft.config.target.name
+            logger.info('draft written to %s; next: poss generate "Hi" --target %s --draft %s', draft, target, draft)
         if not self.validated and self.best == -math.inf:
             rank_zero_warn("no validation ran, so there is no draft-best")
 
@@ -64,6 +75,25 @@ class DraftFolders(lightning.Callback):
         self.best = state_dict["best"]
 
 
+class StepLines(lightning.Callback):
+    """A plain line every `log_every_n_steps` where no terminal shows a bar: for a log file or a pipe."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self.began, self.first, self.told = time.monotonic(), trainer.global_step, trainer.global_step
+
+    def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
+        step = trainer.global_step
+        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if sys.stderr.isatty() or not trainer.is_global_zero or step < self.told + every:
+            return
+        self.told = step
+        loss = trainer.callback_metrics.get("train/loss")
+        rate = (step - self.first) / (time.monotonic() - self.began)
+        total = int(trainer.estimated_stepping_batches)
+        shown = "" if loss is None else f": loss {float(loss):.3f}"
+        logger.info("step %d of %d%s, %.2f steps/s", step, total, shown, rate)
+
+
 class LastCheckpoint(ModelCheckpoint):
     """Writes `checkpoints/last.ckpt`, from which a training can resume, every so many steps and at the end.
 
@@ -71,7 +101,8 @@ class LastCheckpoint(ModelCheckpoint):
         every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many.
     """
 
-    def __init__(self, every_n_train_steps: int = 200):
+    @check_numbers
+    def __init__(self, every_n_train_steps: Count = 200):
         super().__init__(
             every_n_train_steps=every_n_train_steps,
             save_top_k=0,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.features.stream import Batch
+from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training import hyperparameters, panels
 from poss_lightning.training.module import SpecialistTraining
 
@@ -32,9 +33,8 @@ class Dashboard(lightning.Callback):
         slots: how many slots of the last validation the projector shows.
     """
 
-    def __init__(self, slots: int = 40):
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; it must be at least 1")
+    @check_numbers
+    def __init__(self, slots: Count = 40):
         self.slots = slots
         self.deep_slots: DeepSlots | None = None
 

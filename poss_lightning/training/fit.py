@@ -19,7 +19,7 @@ import subprocess
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
@@ -39,6 +39,8 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_precision
+from poss_lightning.ranges import Seed, refuse_numbers
+from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
 
@@ -63,7 +65,7 @@ class FitOptions:
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
-    seed_everything: int | bool = 0
+    seed_everything: Seed | bool = 0
     ckpt_path: str | None = None
     weights_only: bool | None = True
 
@@ -192,7 +194,8 @@ def parse(configs: list[str], options: dict[str, Any]) -> FitOptions:
     try:
         parsed = parser.parse_object({part: getattr(composed, part) for part in ("model", "data", "trainer")})
     except ArgumentError as error:
-        raise explain(error, map(find_config, configs), _names(parser)) from error
+        raise explain(error, map(find_config, configs), _types(parser)) from error
+    _check_numbers(vars(composed), parsed)
     return replace(composed, **{part: parsed[part].as_dict() for part in ("model", "data", "trainer")})
 
 
@@ -237,8 +240,16 @@ def _add_parts(parser: LightningArgumentParser) -> None:
     parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
 
-def _names(parser: LightningArgumentParser) -> list[str]:
-    return [action.dest for action in parser._actions]
+def _types(parser: LightningArgumentParser) -> dict[str, Any]:
+    """The options of a parser, and their types."""
+    return {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
+
+
+def _check_numbers(options: Mapping[str, Any], parts: Any) -> None:
+    """Raise ValueError for a number of the model, of the data or of `FitOptions` that is out of its range."""
+    refuse_numbers(FitOptions, options)
+    for name, part in (("model", SpecialistTraining), ("data", FeatureData)):
+        refuse_numbers(part, vars(parts[name]), f"{name}.")
 
 
 class _Cli(LightningCLI):
@@ -253,7 +264,7 @@ class _Cli(LightningCLI):
     def __init__(self, command: str, options: FitOptions | list[str], anew: bool = False):
         self.configs = config_files(options) if isinstance(options, list) else []
         self.anew = anew
-        parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False}
+        parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False, "allow_abbrev": False}
         begins = parser | {"default_config_files": [str(conf(BASE))]}
         _quieten()
         args = [command, *options] if isinstance(options, list) else {"subcommand": command, command: asdict(options)}
@@ -266,6 +277,8 @@ class _Cli(LightningCLI):
                 save_config_callback=_SaveConfig,
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,
+                trainer_defaults={"callbacks": [StepLines()]},
+                auto_configure_optimizers=False,  # the module makes its own, and their schedule
             )
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
@@ -282,8 +295,10 @@ class _Cli(LightningCLI):
             super().parse_arguments(parser, args)
         except ArgumentError as error:
             if isinstance(args, list):
-                raise explain(error, self.configs, _names(self._parser(args[0])), args) from error
+                raise explain(error, self.configs, _types(self._parser(args[0])), args) from error
             raise
+        parsed = self.config[self.config.subcommand]
+        _check_numbers(vars(parsed), parsed)
         checkpoint = self.config[self.config.subcommand].ckpt_path
         if checkpoint and Path(checkpoint).exists():
             load_checkpoint(Path(checkpoint))  # Lightning reads it next, and would not name a torn one
@@ -363,6 +378,7 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")  # metrics sum by themselves
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
     for module in modules:

@@ -18,6 +18,7 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
+from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Weight, check_numbers
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
 from poss_lightning.training.resume import resume
@@ -78,38 +79,35 @@ class SpecialistTraining(lightning.LightningModule):
         ValueError: a value out of its range, or a depth that never reaches every specialist.
     """
 
+    @check_numbers
     def __init__(
         self,
         store: str | Source,
-        allocation: list[int],
-        depth: int | None = None,
+        allocation: list[Position],
+        depth: Position | None = None,
         detach: bool = True,
-        intermediate_size: int | None = None,
+        intermediate_size: Size | None = None,
         order: list[int] | None = None,
         kv: Literal["separate", "shared"] = "separate",
         kind: Literal["eagle2", "eagle3"] = "eagle2",
         fc_norm: bool = False,
         norm_output: bool = False,
-        vocabulary_size: int | None = None,
+        vocabulary_size: Size | None = None,
         start_from: str | None = None,
         normalise: bool = True,
-        loss: dict[str, float] | None = None,
+        loss: dict[str, Weight] | None = None,
         slot_weights: Literal["dpace", "until_failure"] | None = None,
-        gamma: float = 1.0,
+        gamma: Amount = 1.0,
         optimizer: Literal["adamw", "muon"] = "adamw",
-        learning_rate: float = 3e-5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        warmup: float = 0.01,
+        learning_rate: Amount = 3e-5,
+        betas: tuple[Decay, Decay] = (0.9, 0.95),
+        weight_decay: Weight = 0.0,
+        warmup: ShareOrNone = 0.01,
         mean_over: Literal["slots", "tokens"] = "slots",
         not_finite: Literal["stop", "skip"] = "stop",
-        chunk: int | None = None,
+        chunk: Count | None = None,
     ):
         super().__init__()
-        if not 0 <= warmup <= 1:
-            raise ValueError(f"warmup is {warmup}; it must be a fraction of the steps, between 0 and 1")
-        if gamma <= 0 or learning_rate <= 0:
-            raise ValueError(f"gamma is {gamma} and learning_rate {learning_rate}; both must be above 0")
         self.save_hyperparameters(ignore="store")
         features = FeatureStore(store) if isinstance(store, str) else store
         start = Specialists.from_pretrained(start_from) if start_from else None

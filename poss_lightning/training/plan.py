@@ -9,6 +9,17 @@ import torch
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.losses.passes import chunk_on
+from poss_lightning.ranges import (
+    Amount,
+    BatchTokens,
+    Count,
+    Position,
+    Processes,
+    Share,
+    Size,
+    Tokens,
+    check_numbers,
+)
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
 from poss_lightning.training.memory import memory, most_tokens
@@ -33,30 +44,31 @@ TARGETS = {
 TIED = {"smollm2-135m"}
 
 
+@check_numbers
 def plan(
     target: str | None = None,
-    allocation: list[int] | None = None,
-    depth: int | None = None,
-    tokens: int = 4096,
-    strategy: Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"] = "one",
-    processes: int = 1,
-    gpu: float = 80.0,
+    allocation: list[Position] | None = None,
+    depth: Position | None = None,
+    tokens: BatchTokens = 4096,
+    strategy: Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"] | None = None,
+    processes: Processes = 1,
+    gpu: Amount = 80.0,
     device: Literal["cuda", "cpu"] = "cuda",
     precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed",
     offload: bool = False,
     detach: bool = True,
-    intermediate_size: int | None = None,
-    vocabulary_size: int | None = None,
+    intermediate_size: Size | None = None,
+    vocabulary_size: Size | None = None,
     kv: Literal["separate", "shared"] = "separate",
     kind: Literal["eagle2", "eagle3"] = "eagle2",
     optimizer: Literal["adamw", "muon"] = "adamw",
-    chunk: int | None = None,
-    answers: float = 1.0,
-    conversation: int = 2048,
+    chunk: Count | None = None,
+    answers: Share = 1.0,
+    conversation: Tokens = 2048,
     stored: Literal["exact", "float8"] = "exact",
-    corpus_tokens: float = 1e8,
-    rate: float = 200.0,
-    accumulate: int = 1,
+    corpus_tokens: Amount = 1e8,
+    rate: Amount = 200.0,
+    accumulate: Count = 1,
 ) -> None:
     """Print what a training would need, without a target, a store or a GPU.
 
@@ -69,7 +81,7 @@ def plan(
         allocation: positions served by each specialist, e.g. [2, 2, 2]; PosS-1, PosS-2 and PosS-3 by default.
         depth: passes of the unroll in training; None for the sum of the allocation.
         tokens: T, of a batch of one process, padding included.
-        strategy: how processes share the work; "one" is a process alone.
+        strategy: how processes share the work; by default "one", a process alone, or for several "ddp".
         processes: how many.
         gpu: GiB a process may fill.
         device: cuda or cpu.
@@ -92,9 +104,7 @@ def plan(
     Raises:
         ValueError: an unknown target, or a value out of its range; the message names it.
     """
-    for name, value in (("gpu", gpu), ("corpus_tokens", corpus_tokens), ("rate", rate)):
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")
+    strategy = strategy or ("one" if processes == 1 else "ddp")
     options: dict[str, Any] = {
         "detach": detach,
         "intermediate_size": intermediate_size,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextStreamer
+from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TextStreamer
 
 from poss_lightning import load
 from poss_lightning.decoding.autoregressive import Autoregressive
@@ -154,6 +154,10 @@ BAD = [
     ({"do_sample": True, "temperature": -1.0}, ValueError, "temperature is -1.0"),
     ({"do_sample": True, "top_p": 0.0}, ValueError, "top_p is 0.0"),
     ({"max_new_tokens": 0}, ValueError, "must be at least 1"),
+    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; it must be above 0"),
+    ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2; it must be 1, or more with do_sample=True"),
+    ({"seed": 1, "generator": torch.Generator()}, ValueError, "seed and generator are both given"),
+    ({"generation_config": GenerationConfig(num_beams=4)}, ValueError, "generation_config sets num_beams; this reads"),
     ({"max_length": 3}, ValueError, "max_length is 3 and the prompt has 3 tokens"),
     ({"streamer": TextStreamer(None)}, ValueError, "streamer is for one prompt, and input_ids has 2"),
     ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
@@ -187,3 +191,46 @@ def test_importing_the_package_is_free():
 def test_what_are_no_token_ids_is_said(target, ids):
     with pytest.raises(ValueError, match=r"input_ids is .* of torch.*; it must be \(B, T\) token ids"):
         Model(Autoregressive(target)).generate(ids)
+
+
+# --- what a user of transformers looks for ---
+
+
+def test_a_text_is_told_to_be_tokenised(model):
+    with pytest.raises(TypeError, match=r"input_ids is a str; give token ids, model.tokenizer\(text"):
+        model.generate("Why is the sky blue?")
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
+def test_a_repetition_penalty_is_transformers_own(model, reference, penalty):
+    inputs = padded("left")
+    given = {"max_new_tokens": 20, "repetition_penalty": penalty}
+    expected = reference.generate(**inputs, **given)
+    assert torch.equal(model.generate(**inputs, **given)[0], expected[0])  # of other rows it would punish the padding
+
+
+def test_a_generation_config_gives_what_is_not_said(model, reference):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    config = GenerationConfig(max_new_tokens=7, repetition_penalty=1.3, eos_token_id=1, pad_token_id=2)
+    assert torch.equal(
+        model.generate(**inputs, generation_config=config), reference.generate(**inputs, generation_config=config)
+    )
+    assert model.generate(inputs["input_ids"], config, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+def test_a_seed_draws_the_same_again_and_several_answers_of_each_prompt(model):
+    inputs = padded("left") | {"do_sample": True, "max_new_tokens": 12}
+    once = model.generate(**inputs, seed=5, num_return_sequences=2)
+    assert len(once) == 2 * len(PROMPTS) and not torch.equal(once[0], once[1])
+    assert torch.equal(once[::2, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+    assert torch.equal(
+        once, model.generate(**inputs, generator=torch.Generator().manual_seed(5), num_return_sequences=2)
+    )
+
+
+def test_what_was_accepted_can_be_read(model, target):
+    model.generate(**padded("left"), max_new_tokens=12)
+    accepted = [count for text in model.decoded for count in text.accepted]
+    assert model.tau == 1 + sum(accepted) / len(accepted) and len(model.decoded) == len(PROMPTS)
+    plain = Model(Autoregressive(target))
+    assert plain.tau is None and plain.device == target.device

@@ -221,7 +221,7 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
     ("change", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"repeats": 0}, "repeats 0"),
+        ({"repeats": 0}, "repeats is 0"),
         ({"show": -1}, "show is -1"),
         ({"limit": 0}, "limit is 0"),
         ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),

@@ -145,7 +145,7 @@ def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, ma
 
 def test_shards_of_nobody_are_not_taken_over(whole, target, tmp_path):
     (tmp_path / "shard-00000.arrow").write_bytes((whole / "shard-00000.arrow").read_bytes())
-    with pytest.raises(StoreError, match="is not empty, and no beginning of a store"):
+    with pytest.raises(FileExistsError, match="is not empty, and nothing to go on with"):
         write_store(tmp_path, target, make_conversations(), **SIZES)
     assert sorted(contents(tmp_path)) == ["shard-00000.arrow"]
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from poss_lightning.draft.specialists import SHIPPED, shipped
+from poss_lightning.target import embedded
 from tests.support.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ PACKAGE = "poss_lightning"
 
 # The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
 LEVELS = {
-    0: {"files", "machine", "versions"},
+    0: {"files", "machine", "ranges", "terminal", "versions"},
     1: {"clock", "configs", "ranks", "work", "sampling", "losses", "metrics"},
     2: {"target"},
     3: {"corpus"},
@@ -199,6 +200,13 @@ def test_environment_lists_the_dependencies_of_pyproject():
     *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert pip["pip"] == project["dependencies"]
     assert conda == [f"python{project['requires-python']}", "pip"]
+
+
+def test_a_first_day_needs_nothing_that_is_not_named():
+    assert f"`{embedded.INSTALL}`" in (ROOT / "README.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"\.\[(\w+)\]", (ROOT / "notebooks" / "README.md").read_text())
+    assert named == ["notebooks"] and any(line.startswith("jupyterlab") for line in extras["notebooks"])
 
 
 READ = (  # what the package reads beside its modules

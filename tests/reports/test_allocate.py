@@ -45,6 +45,13 @@ def test_the_drift_of_a_run_is_read_and_shown(tmp_path, capsys):
         propose([1, 2, 3, 4], 5)
 
 
+@pytest.mark.parametrize(("drift", "warned"), [((1.04, 1.02), True), ((0.6, 0.5), True), ((0.5, 0.7), False)])
+def test_an_untrained_layer_is_warned_of(tmp_path, caplog, drift, warned):
+    log(tmp_path, {f"val_drift_l2/depth_{k}": [9, value] for k, value in enumerate(drift, 1)})
+    allocate(str(tmp_path))
+    assert ("looks untrained" in caplog.text) is warned
+
+
 def test_a_training_of_specialists_is_refused(tmp_path):
     log(tmp_path, {f"val_drift_l2/depth_{k}": [9, 0.1] for k in (1, 2)})
     (tmp_path / "draft-last").mkdir()

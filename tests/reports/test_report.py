@@ -125,6 +125,17 @@ def test_a_page_is_complete_in_itself_and_well_formed(tmp_path, run, training, l
         assert not balance.tags.keys() & {"link", "img", "iframe", "object"}
 
 
+def test_names_are_text_on_the_page_and_in_the_terminal(tmp_path, run, capsys):
+    evil = "[red]<img src=x onerror=alert(3)>\x1b[2J[/nothing]"
+    records = [replace(record, method=evil) if record.method == "eagle" else record for record in run[1]]
+    write_records(tmp_path / "evil", records, {})
+    page = write_page(tmp_path, str(tmp_path / "evil"), reference=evil)
+    assert "<img" not in page and str(escape(evil)) in page
+    compare(str(tmp_path / "evil"), reference=evil, resamples=50)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "Against [red]<img" in shown
+
+
 def test_text_from_models_and_machines_is_escaped(tmp_path, run):
     page = write_page(tmp_path, str(run[0]))
     assert page.count("<script>") == 1
@@ -142,7 +153,7 @@ def test_sections_without_matter_are_left_out(tmp_path):
 
 
 def test_a_page_is_named_like_one(run, tmp_path):
-    with pytest.raises(ValueError, match=r"out is .*README.md; the page's name must end in .html"):
+    with pytest.raises(ValueError, match=r"out is .*README.md; its name must end in .html"):
         report(str(run[0]), out=str(tmp_path / "README.md"))
 
 

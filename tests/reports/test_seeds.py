@@ -11,8 +11,10 @@ from scipy import stats
 from poss_lightning.evaluation.records import to_line
 from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import compare
+from poss_lightning.reports.findings import write_seed_headline
 from poss_lightning.reports.seeds import crossed_error, leave_one_out, pseudo_values, summarise_seeds
 from poss_lightning.reports.statistics import Sums, correct, detectable, difference, holm
+from poss_lightning.reports.tables import group_by_choice
 from tests.support.synthetic import draw_reach, make_records, true_tau
 
 
@@ -85,6 +87,14 @@ def test_gains_are_scipys_paired_t_test_and_the_crossed_error_of_prompt_means():
     assert own.gain.detectable == pytest.approx(detectable(error, freedom))
     assert own.deviation == pytest.approx(np.std(list(own.values.values()), ddof=1))
     assert (other.gain, other.gain_these_prompts, other.pairs, own.pairs) == (None, None, (), (0, 1, 2))
+
+
+def test_choices_that_are_written_alike_are_all_first():
+    (name, measured), *_ = group_by_choice(summarise_seeds(make_cells())).items()
+    alone = write_seed_headline({name: measured}, "autoregressive", None)
+    tied = write_seed_headline({name: measured, "six": measured, "two": measured}, "autoregressive", "two")
+    assert alone.startswith(f"{name} has the largest τ") and tied.startswith(f"{name}, six and two have the largest τ")
+    assert "Against" not in tied
 
 
 def test_speeds_are_compared_by_the_mean_of_logarithms():

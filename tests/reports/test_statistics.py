@@ -19,6 +19,7 @@ from poss_lightning.reports.statistics import (
     standard_error,
 )
 from poss_lightning.reports.summary import ALL, check_same, group, sum_by_prompt, summarise
+from poss_lightning.reports.tables import Cell, make_cell
 from tests.support.synthetic import draw_reach, make_records, true_tau
 
 # --- naive twins: a resample is a list of prompts, some of them several times ---
@@ -220,6 +221,16 @@ def test_without_any_spread_equal_is_equal_and_nothing_else_is_sure():
     assert same.p == 1 and apart.value == 0.5
     for found in (apart, quotient(0.5, 0.0, 1)):
         assert math.isnan(found.p) and found.interval() == found.detectable_text() == found.significance() == ""
+
+
+def test_a_comparison_has_a_direction_or_is_identical():
+    better, worse = difference(0.5, 0.01, 30), difference(-0.5, 0.01, 30)
+    assert (better.direction, worse.direction, difference(0.01, 0.5, 30).direction) == ("larger", "smaller", "")
+    assert quotient(math.log(0.5), 0.01, 30).direction == "smaller"
+    assert make_cell(worse, "+.2f").direction == "smaller"
+    for same in (difference(0.0, 0.0, 5), quotient(0.0, 0.0, 5)):
+        assert same.identical and make_cell(same) == Cell("identical")
+    assert not better.identical and not difference(0.5, 0.0, 5).identical
 
 
 def naive_holm(p):

@@ -1,9 +1,13 @@
 """A training as a function of its options: how they are put together, and that each command takes them."""
 
+import inspect
+import warnings
+
 import pytest
+from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from poss_lightning.configs import merge_options
-from poss_lightning.training.fit import FitOptions, fit, parse, validate
+from poss_lightning.training.fit import FitOptions, _quieten, fit, parse, validate
 
 PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay"}
 SPEED = {"class_path": "poss_lightning.training.callbacks.Throughput"}
@@ -62,3 +66,27 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, capsys):
     capsys.readouterr()
     validate(FitOptions.compose([], options | {"ckpt_path": str(last)}))
     assert "val/loss" in capsys.readouterr().out
+
+
+def test_nobody_is_advised_to_sum_what_is_summed():
+    """Lightning would, some fifty times a run of several processes."""
+    words = inspect.getsource(result)
+    assert "It is recommended to use `self.log({" in words and "sync_dist=True)`" in words
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _quieten()
+        warnings.warn("It is recommended to use `self.log('val/loss', ..., sync_dist=True)` when logging", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(each.message) for each in heard] == ["another"]
+
+
+def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog):
+    caplog.set_level("INFO")
+    model = {"allocation": [2]}
+    quiet = {"logger": False, "enable_checkpointing": False, "callbacks": None, "limit_val_batches": 0}
+    steps = {"max_steps": 4, "log_every_n_steps": 2, "accelerator": "cpu", "precision": "32-true"}
+    data = {"store": str(inputs / "store"), "validation": 0.2, "batch_tokens": 64}
+    fit(FitOptions(model=model, data=data, trainer=quiet | steps | {"enable_progress_bar": False}))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 2 of 4", "step 4 of 4"]
+    assert all("loss " in line and "steps/s" in line for line in lines)

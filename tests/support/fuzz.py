@@ -1,0 +1,257 @@
+"""Commands that nobody would write: any options of any command, over any corpus, drawn by Hypothesis.
+
+What is allowed of each is small, so that a command that runs ends within seconds; all else must be refused.
+"""
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from inspect import Parameter, signature
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from hypothesis import strategies as st
+
+from poss_lightning import cli
+
+SMALL = [1, 2, 3, 5]
+ODD = [
+    0,
+    -1,
+    10**9 + 1,
+    10**30,
+    -(10**30),
+    "1e23",
+    "nan",
+    "inf",
+    "-inf",
+    "1e-40",
+    "1e-320",
+    0.5,
+    "five",
+    "",
+    "null",
+    "[",
+    "true",
+]
+TEXTS = [
+    "",
+    " ",
+    "nowhere",
+    "a" * 300,
+    "[2,2",
+    "{a: b",
+    "<|im_end|>",
+    "\x1b[31m",
+    "..",
+    "null",
+    "é\udcff",
+    "a\nb",
+    "-",
+    "%s",
+    "${x}",
+]
+PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
+PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
+PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "mine"]
+OUTS = [
+    "out",
+    "out.jsonl",
+    "out.jsonl.gz",
+    "out.html",
+    "deep/er/out",
+    "",
+    " ",
+    "mine",
+    "mine/notes.txt",
+    "mine/notes.txt/x",
+    ".",
+]
+SPECIAL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "\x00",
+    "\ud800",
+    "\u2028",
+    "<script>",
+    "\x1b[2J",
+    " ",
+    "a" * 3000,
+]
+
+
+class Command(NamedTuple):
+    """A command line, and what it may read."""
+
+    arguments: list[str]
+    files: dict[str, bytes]  # below {inputs}/mine
+    stdin: str = ""
+
+
+# --- numbers, texts, places ---
+
+
+def value(hint: Any) -> st.SearchStrategy[str]:
+    """A value for an option of that type, good or bad."""
+    inner, kind = get_args(hint), get_origin(hint)
+    odd = st.sampled_from(ODD).map(str)
+    if kind is Annotated:
+        return value(inner[0])
+    if kind in (Union, UnionType):
+        return st.one_of([value(each) for each in inner])
+    if kind is Literal:
+        return st.sampled_from([*map(str, inner), "tall"])
+    if kind in (list, tuple):
+        return st.lists(value(inner[0]), max_size=4).map(lambda items: f"[{', '.join(items)}]") | odd
+    if hint is int:
+        return st.sampled_from(SMALL).map(str) | odd
+    if hint is float:
+        return st.sampled_from([*SMALL, 0.1, 0.9]).map(str) | odd
+    if hint is bool:
+        return st.sampled_from(["true", "false", "yes"])
+    return odd if hint is type(None) else text()
+
+
+def text() -> st.SearchStrategy[str]:
+    """A text, or the name of something that is there, whole or broken."""
+    drawn = st.text(st.characters(exclude_characters="\x00"), max_size=12)
+    return st.sampled_from(TEXTS) | st.sampled_from(PLACES).map("{{inputs}}/{}".format) | drawn
+
+
+# --- corpora ---
+
+
+def record() -> st.SearchStrategy[Any]:
+    """A conversation or a question, or what only looks like one."""
+    content = st.sampled_from(SPECIAL) | st.text(max_size=20) | st.none() | st.integers()
+    role = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", 3])
+    turn = st.fixed_dictionaries({"role": role, "content": content}) | st.fixed_dictionaries(
+        {"from": role, "value": content}
+    )
+    turns = st.lists(turn, max_size=4)
+    names = {"id": st.none() | st.integers() | st.text(max_size=5), "question_id": st.integers(0, 3)}
+    forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3), "prompt": content}
+    good = st.builds(_talk, st.lists(st.sampled_from(SPECIAL) | st.text(max_size=20), min_size=2, max_size=4))
+    json_value = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists)
+    return good | st.fixed_dictionaries({}, optional=names | forms) | json_value
+
+
+def _talk(contents: list[str]) -> dict:
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(contents)]}
+
+
+def corpus() -> st.SearchStrategy[bytes]:
+    """Lines of records, and some that are none."""
+    line = record().map(lambda each: json.dumps(each).encode()) | st.binary(max_size=20)
+    return st.lists(line, min_size=1, max_size=4).map(b"\n".join)
+
+
+# --- command lines ---
+
+TINY = {"target": "{inputs}/target", "dtype": "float32", "device": "cpu"}
+LIKELY = {  # by option: what makes a command run at all, tried as often as anything
+    **TINY,
+    "draft": "{inputs}/draft",
+    "drafts.d": "{inputs}/draft",
+    "store": "{inputs}/store",
+    "stores": "[{inputs}/store]",
+    "start_from": "{inputs}/draft",
+    "source": "{inputs}/draft",
+    "records": "{inputs}/records",
+    "corpus": "{inputs}/mine/corpus.jsonl",
+    "run": "{inputs}/mine",
+    "folder": "{inputs}/mine",
+    "out": "out",
+}
+SUITES = "[{inputs}/suite.jsonl]"
+ALWAYS = {  # or a command may take minutes, or print pages
+    "synthesize": {"conversations": "2", "batch_size": "4", "user_tokens": "4", "answer_tokens": "4"},
+    "answer": {"limit": "2", "max_new_tokens": "4", "suites": SUITES},
+    "benchmark": {"limit": "1", "max_new_tokens": "4", "drafts.d": "{inputs}/draft", "suites": SUITES},
+    "generate": {"max_new_tokens": "4"},
+    "convert": {"output_format": "poss"},
+    "vocabulary": {"size": "40"},
+    "report": {"resamples": "10"},
+    "compare": {"resamples": "10"},
+    "extract": {"batch_tokens": "64"},
+    "replay": {"drafts.d": "{inputs}/draft"},
+    "demo": {"minutes": "nan"},  # it trains for minutes: only refusals are looked at
+}
+SHORT = ("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--trainer.logger=false")
+FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
+
+
+@st.composite
+def command_lines(draw: Callable, name: str) -> Command:
+    """A command line of a command."""
+    files = {"corpus.jsonl": draw(corpus())}
+    if name in cli.TRAINER:
+        names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
+        return Command(*_with_config([name, *FIT, *draw(_training())], files, draw(_config(names))))
+    parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
+    needed = [each for each in parameters.values() if each.default is Parameter.empty]
+    ending = ".jsonl" * (name in ("synthesize", "answer"))
+    arguments = [name, *(f"{draw(_argument(each))}{ending * (each.name == 'out')}" for each in needed)]
+    given = {option: text for option, text in TINY.items() if option in parameters} | ALWAYS.get(name, {})
+    optional = {each.name: each.annotation for each in parameters.values() if each not in needed}
+    for option in draw(st.lists(st.sampled_from([*optional, "wrong"]), max_size=draw(st.integers(0, 3)), unique=True)):
+        given[option] = draw(value(optional[option])) if option in optional else "1"
+    arguments += [f"--{option}={text}" for option, text in given.items()]
+    return Command(*_with_config(arguments, files, draw(_config([*parameters, "wrong"]))), draw(st.text(max_size=20)))
+
+
+def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:
+    """What a user may take for a config: of these options, or of none; or None, mostly."""
+    leaf = st.none() | st.booleans() | st.sampled_from([*SMALL, *ODD]) | st.sampled_from(TEXTS)
+    option = st.recursive(leaf, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("a"), inner))
+    good = st.dictionaries(st.sampled_from(names), option, max_size=2).map(lambda options: json.dumps(options).encode())
+    return st.sampled_from([None, None, None, good, st.binary(max_size=9)]).flatmap(lambda drawn: drawn or st.none())
+
+
+def _with_config(arguments: list[str], files: dict[str, bytes], config: bytes | None) -> tuple:
+    if config is None:
+        return arguments, files
+    return [*arguments, "--config={inputs}/mine/options.yaml"], files | {"options.yaml": config}
+
+
+def _argument(parameter: Parameter) -> st.SearchStrategy[str]:
+    outs = [st.sampled_from(OUTS)] if parameter.name == "out" else []
+    odd = st.one_of([*outs, value(parameter.annotation)])
+    likely = st.sampled_from([LIKELY[parameter.name]] * 5 + [None]) if parameter.name in LIKELY else st.none()
+    drawn = likely.flatmap(lambda text: odd if text is None else st.just(text))
+    return drawn.map(lambda text: text if text[:1] != "-" else "x")
+
+
+def _training() -> st.SearchStrategy[list[str]]:
+    """Options of a training: one step, of numbers that mostly cannot be."""
+    from poss_lightning.features.datamodule import FeatureData
+    from poss_lightning.training.module import SpecialistTraining
+
+    options = [
+        (f"{part}.{name}", parameter.annotation)
+        for part, made in (("model", SpecialistTraining), ("data", FeatureData))
+        for name, parameter in signature(made).parameters.items()
+        if name != "store"
+    ]
+    one = st.sampled_from(options).flatmap(lambda option: value(option[1]).map(lambda text: f"--{option[0]}={text}"))
+    start = ["--data.store={inputs}/store", "--data.validation=0.2", "--model.allocation=[1, 1]"]
+    return st.lists(one, max_size=3).map(lambda more: [*start, *more])
+
+
+@st.composite
+def command_lines_over_corpora(draw: Callable) -> Command:
+    """A good command line of a command that reads conversations or questions, of any kind."""
+    reading = {
+        "extract": ["{inputs}/mine/corpus.jsonl", "out"],
+        "vocabulary": ["{inputs}/draft", "{inputs}/mine/corpus.jsonl", "out"],
+        "answer": ["out.jsonl"],
+        "benchmark": ["out"],
+    }
+    name = draw(st.sampled_from(list(reading)))
+    given = TINY | ALWAYS[name]
+    if name in ("answer", "benchmark"):
+        given |= {"suites": "[{inputs}/mine/corpus.jsonl]"}
+    parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
+    options = [f"--{option}={text}" for option, text in given.items() if option.partition(".")[0] in parameters]
+    return Command([name, *reading[name], *options], {"corpus.jsonl": draw(corpus())})

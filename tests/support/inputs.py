@@ -1,0 +1,63 @@
+"""What commands read: a corpus, its store, a suite, a draft; and each of them broken in some way."""
+
+import json
+import shutil
+from pathlib import Path
+
+from poss_lightning.evaluation.benchmark import benchmark
+from poss_lightning.features import extract
+from poss_lightning.target.model import Target
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+TALK = {
+    "messages": [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four."}]
+}
+
+
+def write_inputs(folder: Path, target: Target, tiny_folder: str) -> None:
+    """A corpus, its store, a suite, a draft, and each of them broken in some way."""
+    Path(folder, "target").symlink_to(tiny_folder)
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(TALK | {"id": i}) + "\n" for i in range(40)))
+    (folder / "malformed.jsonl").write_text(json.dumps(TALK) + "\n{oops\n" + json.dumps(TALK) + "\n[]\n")
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "suite.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["How many legs?"]}) + "\n")
+    (folder / "long.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["word " * 600]}) + "\n")
+    extract.extract(str(folder / "corpus.jsonl"), str(folder / "store"), tiny_folder, dtype="float32")
+    tiny_draft(target, [1, 1]).save_pretrained(folder / "draft")
+    drafts, suites = {"d": str(folder / "draft")}, [str(folder / "suite.jsonl")]
+    few = {"target": tiny_folder, "dtype": "float32", "max_new_tokens": 8, "suites": suites}
+    benchmark(str(folder / "records"), drafts=drafts, **few)
+    _break(folder)
+
+
+def _break(folder: Path) -> None:
+    other = tiny_target(1)
+    tiny_draft(other, [1, 1]).save_pretrained(folder / "draft-of-another")
+    tiny_model(1).save_pretrained(folder / "another")
+    tiny_tokenizer().save_pretrained(folder / "another")
+    shutil.copytree(folder / "target", folder / "no-template")
+    (folder / "no-template" / "chat_template.jinja").unlink()
+    shutil.copytree(folder / "store", folder / "truncated")
+    shard = folder / "truncated" / "shard-00000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    shutil.copytree(folder / "store", folder / "flipped")
+    shard = folder / "flipped" / "shard-00000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-9] + b"flip" + shard.read_bytes()[-5:])
+    shutil.copytree(folder / "draft", folder / "contradicting")
+    config = folder / "contradicting" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
+    (folder / "no-weights").mkdir()
+    shutil.copy(folder / "draft" / "config.json", folder / "no-weights")
+    texts = {
+        "misspelt": "model: {allocaton: [2]}",
+        "group": "modle.depth: 2",
+        "flat": "# a note\nallocation: [2]",
+        "value": "model: {allocation: two}",
+        "tab": "model:\n\tallocation: [2]",
+        "open": "model: [2",
+        "empty": "# nothing",
+        "list": "- model",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text + "\n")
+    (folder / "latin.yaml").write_bytes("# größer".encode("latin-1"))

@@ -1,0 +1,66 @@
+"""Any options and any corpus end in a result or in one line: never a traceback, never a file left, within seconds.
+
+A few here, the same in every run; `make soak` runs 300 new ones.
+"""
+
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+
+from poss_lightning import cli
+from tests.support.command import Result, left, run_in
+from tests.support.fuzz import Command, command_lines, command_lines_over_corpora
+
+COMMANDS = [*cli.TOOLS, *cli.TRAINER]
+TOTAL = int(os.environ.get("POSS_FUZZ", "0"))  # commands of a long run
+SECONDS = 60  # that a command may take, on a busy machine too
+OPTIONS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+RUN = settings(max_examples=TOTAL // len(COMMANDS) or 2, derandomize=not TOTAL, **OPTIONS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_any_options_end_in_a_result_or_in_a_line(inputs, command):
+    @RUN
+    @given(line=command_lines(command))
+    def run_any(line: Command) -> None:
+        check(inputs, line)
+
+    run_any()
+
+
+@settings(RUN, max_examples=TOTAL or 12)
+@given(line=command_lines_over_corpora())
+def test_any_corpus_ends_in_a_result_or_in_a_line(inputs, line):
+    check(inputs, line)
+
+
+def check(inputs: Path, line: Command) -> None:
+    """Run a command in a folder of its own, and hold what comes of it against the promise."""
+    with TemporaryDirectory() as place:
+        result, before, after, seconds = run(Path(place), inputs, line)
+    note(f"{line.arguments}: {result}")
+    assert result.code in (None, 0) or isinstance(result.code, str), result.code
+    assert "\n" not in str(result.code) and "Traceback" not in result.err
+    assert result.code in (None, 0) or before == after, f"left behind: {set(after) ^ set(before)}"
+    assert seconds < SECONDS
+
+
+def run(place: Path, inputs: Path, line: Command) -> tuple[Result, list[str], list[str], float]:
+    """What comes of a command, the files before and after it, and its seconds."""
+    shown = place / "inputs"
+    shown.mkdir()
+    for path in inputs.iterdir():
+        (shown / path.name).symlink_to(path)
+    (shown / "mine").mkdir()
+    for name, content in line.files.items():
+        (shown / "mine" / name).write_bytes(content)
+    (place / "mine").mkdir()
+    (place / "mine" / "notes.txt").write_text("mine")
+    arguments = [text.replace("{inputs}", "inputs") for text in line.arguments]
+    before, began = left(place), time.monotonic()
+    result = run_in(place, *arguments, stdin=line.stdin)
+    return result, before, left(place), time.monotonic() - began

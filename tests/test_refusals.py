@@ -1,0 +1,92 @@
+"""Where a command may write: each refuses the same places, in one line, and leaves them as they were."""
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from poss_lightning import cli
+from tests.support.command import run_in, says, unchanged
+
+TINY = ("--target", "{inputs}/target", "--dtype", "float32")
+WRITERS = {  # what comes before the name of what is written, and after
+    "synthesize": ((), TINY),
+    "answer": ((), TINY),
+    "extract": (("{inputs}/corpus.jsonl",), TINY),
+    "merge": (("[{inputs}/store]",), ()),
+    "export": (("{inputs}/draft",), ()),
+    "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
+    "vocabulary": (("{inputs}/draft", "{inputs}/corpus.jsonl"), ("--size", "40", "--target", "{inputs}/target")),
+    "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
+    "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
+    "report": (("{inputs}/suite.jsonl", "--out"), ()),
+    "demo": (("--out",), TINY),
+}
+FILES = ("synthesize", "answer", "report")  # what they write is a file, the others' a folder
+
+
+def test_every_command_that_writes_is_walked():
+    tools = {name: getattr(import_module(module), name) for name, (module, _) in cli.TOOLS.items()}
+    assert {name for name, tool in tools.items() if "out" in inspect.signature(tool).parameters} == set(WRITERS)
+
+
+@pytest.fixture
+def place(tmp_path, tiny_folder) -> Path:
+    """A file, an empty file of each ending, a folder with a file of somebody's."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").write_text("mine")
+    for ending in (".jsonl", ".html"):
+        (tmp_path / f"folder{ending}").mkdir()
+    return tmp_path
+
+
+NO_NAME = "it must be the name of what to write"
+PLACES = [  # for a folder, for a file, and what is said
+    ("", "", NO_NAME),
+    (" ", " ", NO_NAME),
+    ("file", "folder{ending}", "file: name a folder|a folder: name a file|there already"),
+    ("file/below", "file/below{ending}", "Not a directory"),
+    ("others", "others", "not empty, and nothing to go on with|there already|must end in"),
+    ("{inputs}/target", "{inputs}/target", "not empty, and nothing to go on with|there already|must end in"),
+    ("a" * 300, "a" * 300 + "{ending}", "File name too long"),
+]
+
+
+@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize(("folder", "file", "words"), PLACES, ids=range(len(PLACES)))
+def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, folder, file, words):
+    before, after = WRITERS[command]
+    ending = ".html" if command == "report" else ".jsonl"
+    name = (file if command in FILES else folder).replace("{ending}", ending)
+    arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *after)]
+    with unchanged(place, inputs):
+        result = run_in(place, command, *arguments)
+    says(result, command, next((each for each in words.split("|") if each in str(result.code)), words))
+
+
+REFUSED = {  # what each command that writes finds out last, when it has loaded all
+    "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
+    "answer": (*TINY, "--max_new_tokens", "511"),
+    "extract": (*TINY, "--layers", "[9]"),
+    "merge": (),
+    "export": (),
+    "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),
+    "vocabulary": ("--size", "321", "--target", "{inputs}/target"),
+    "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
+    "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
+    "report": (),
+    "demo": (*TINY, "--start_from", "{inputs}/no-weights"),
+}
+BROKEN = {"merge": ("[{inputs}/store,{inputs}/store]",), "export": ("{inputs}/contradicting",)}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_refusal_leaves_nothing(inputs, tmp_path, command):
+    before = BROKEN.get(command, WRITERS[command][0])
+    name = "out.html" if command == "report" else "out.jsonl" if command in FILES else "out"
+    arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *REFUSED[command])]
+    with unchanged(tmp_path, inputs):
+        result = run_in(tmp_path, command, *arguments)
+    says(result, command, "")
