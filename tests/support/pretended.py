@@ -10,10 +10,9 @@ What it cannot show: kernels, streams, times, and lines that ask whether a devic
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 if TYPE_CHECKING:
     from tests.support.pretended_graphs import Graph
 
-_setup_privateuseone_for_python_backend("pretend")
-DEVICE = torch.device("pretend", 0)
+DEVICE = torch.device("privateuseone", 0)  # "pretend", when a `PretendedDevice` has been made
 PACKAGE = "poss_lightning"
 aten = torch.ops.aten
 
@@ -40,6 +38,13 @@ SIZED_BY_VALUES = {
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPYING = {aten.copy_, aten._to_copy}
+TAKES_NUMBERS = INDEXING | {aten.fill_, aten.masked_fill, aten.masked_fill_}  # as all that works element by element
+ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# What CUDA's autocast computes in its own dtype, and what in float32; of those that the package or its target uses.
+AUTOCAST = "AutocastPrivateUse1"
+LOWERED = ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm", "scaled_dot_product_attention")
+FLOAT = ("cumsum", "exp", "linalg_vector_norm", "log", "log_softmax.int", "norm.Scalar", "pow.Tensor_Scalar", "prod")
+FLOAT += ("rms_norm", "rsqrt", "softmax.int", "smooth_l1_loss", "sum", "sum.dim_IntList")
 
 
 class DeviceError(Exception):
@@ -83,6 +88,10 @@ class Pretended(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise DeviceError(f"{func} is called where no `PretendedDevice` is entered")
 
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
@@ -110,10 +119,10 @@ class PretendedDevice(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
+        _register()
         self.waits: list[Wait] = []
         self.captures = 0
         self.graph: Graph | None = None
-        self.memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()  # by storage
         self.pinned: dict[int, Tensor] = {}  # memory of the host that the device reads by itself
 
     @classmethod
@@ -149,6 +158,7 @@ class PretendedDevice(TorchDispatchMode):
     def _compute(self, call: "Call") -> Any:
         args, kwargs = call.on_host()
         inputs = {id(tensor.host): tensor for tensor in call.device_tensors}
+        memories = {storage_id(tensor): tensor.memory for tensor in call.device_tensors}
         result = self.graph.add(call, args, kwargs) if self.graph else call.func(*args, **kwargs)
 
         def wrap(host: Tensor) -> Tensor:
@@ -156,15 +166,12 @@ class PretendedDevice(TorchDispatchMode):
                 return same
             if call.gives_host(host):
                 return host
-            memory = self._memory_of(host)
+            memory = memories.setdefault(storage_id(host), Memory())
             views = any(tensor.memory is memory and not tensor.is_inference() for tensor in call.device_tensors)
             with torch.inference_mode(torch.is_inference_mode_enabled() and not views):  # as torch has it of views
                 return Pretended(host, memory)
 
         return replace_tensors(wrap, result)
-
-    def _memory_of(self, host: Tensor) -> Memory:
-        return self.memories.setdefault(host.untyped_storage()._cdata, Memory())
 
     def _pin(self, func: Any, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage().data_ptr()
@@ -198,7 +205,7 @@ class Rules(NamedTuple):
             packet,
             [argument.name for argument in arguments],
             frozenset(argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write),
-            torch.Tag.pointwise in func.tags or packet in (*INDEXING, aten.fill_),
+            torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS,
             func._can_decompose(),
         )
 
@@ -272,6 +279,11 @@ class Call:
         return f"a copy {'to' if source.device.type == 'cpu' else 'from'} the device" if waits or pageable else None
 
 
+def storage_id(tensor: Tensor) -> int:
+    """The same for all views of an allocation, as long as it is there."""
+    return getattr(tensor, "host", tensor).untyped_storage()._cdata
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """Those in a nest of lists, tuples and dicts; torch's own pytrees take ten times longer."""
     if isinstance(value, Tensor):
@@ -299,3 +311,39 @@ def place() -> str:
             return f"{inside}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
+
+
+@cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Tell torch of the device, once, and not before a test needs it; what is returned must be kept."""
+    _setup_privateuseone_for_python_backend("pretend", backend_module=_Module())
+    others, listed = (torch.library.Library(namespace, "IMPL", AUTOCAST) for namespace in ("_", "aten"))
+    others.fallback(torch.library.fallthrough_kernel)
+    for names, dtype in ((LOWERED, None), (FLOAT, torch.float32)):
+        for name in names:
+            listed.impl(name, partial(_autocast, getattr(aten, name.partition(".")[0]), dtype))
+    return others, listed
+
+
+class _Module:
+    """What torch asks of `torch.pretend`."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def _autocast(operation: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    """Do an operation in a dtype, or in autocast's own."""
+    dtype = dtype or torch.get_autocast_dtype("pretend")
+    args, kwargs = replace_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        return operation(*args, **kwargs)

@@ -1,7 +1,7 @@
 """CUDA graphs on the pretended device: what is captured runs again on the same memory, and asks Python nothing.
 
     capture   computes nothing that stays: every operation is noted, and what it wrote is put back
-    replay    spoils all memory of the pool, then does the same operations on the same memory
+    replay    spoils what it is going to make, then does the same operations on the same memory
 
 So a graph shows itself that speaks of a value of its capture, of memory that is gone, or of a replay before.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.pretended import (
+    ALLOCATING,
     DEVICE,
     Call,
     DeviceError,
@@ -25,6 +26,7 @@ from tests.support.pretended import (
     PretendedDevice,
     place,
     replace_tensors,
+    storage_id,
     tensors_of,
 )
 
@@ -42,14 +44,10 @@ class Step(NamedTuple):
 
 
 class Pool:
-    """The memory that captures allocate. Graphs share it, for they never run at once."""
+    """The memory that captures allocate, which is never given back. Graphs share it, for they never run at once."""
 
     def __init__(self):
-        self.storages: list[Storage] = []
-
-    def spoil(self) -> None:
-        for storage in self.storages:
-            storage.fill_(SPOILT)
+        self.storages: dict[int, Storage] = {}
 
 
 class Graph:
@@ -57,9 +55,9 @@ class Graph:
 
     def __init__(self):
         self.steps: list[Step] = []
-        self.own: set[int] = set()  # storages in the pool
-        self.outside: dict[int, tuple[weakref.ref[Memory], str]] = {}  # storages that it reads or writes, and where
-        self.before: dict[int, tuple[Storage, Storage]] = {}  # storages it writes, and what they held
+        self.own: dict[int, Storage] = {}  # that it makes, in its pool
+        self.outside: dict[int, tuple[weakref.ref[Memory], str]] = {}  # memory that is not the pool's, and who uses it
+        self.before: dict[int, tuple[Storage, Storage]] = {}  # storages that it writes, and what they held
 
     def pool(self) -> Pool:
         return self._pool
@@ -73,53 +71,54 @@ class Graph:
         for memory, where in self.outside.values():
             if memory() is None:
                 raise DeviceError(f"{where}: a graph that was captured here uses memory that is gone")
-        self._pool.spoil()
+        self._spoil()
         with torch.inference_mode():
             for func, args, kwargs, made in self.steps:
                 results = tensors_of(func(*args, **kwargs))
                 for tensor, result in zip(made, results if made else [], strict=True):
                     tensor.copy_(result)
 
-    def add(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Note an operation, and compute it for now, so that shapes are known."""
-        known = {_id(tensor): tensor for tensor in call.device_tensors}
-        for storage, tensor in known.items():
-            if storage not in self.own:
-                self.outside.setdefault(storage, (weakref.ref(tensor.memory), place()))
-        written = call.written()
-        for tensor in written:
-            if _id(tensor) not in self.own | self.before.keys():
-                storage = tensor.host.untyped_storage()
-                self.before[_id(tensor)] = storage, storage.clone()
-        result = call.func(*args, **kwargs)
-        made = [tensor for tensor in tensors_of(result) if _id(tensor) not in known]
-        if made or written:
-            numbers = {id(tensor) for tensor in tensors_of(call.by_name) if not isinstance(tensor, Pretended)}
-            baked = replace_tensors(lambda tensor: tensor.clone() if id(tensor) in numbers else tensor, (args, kwargs))
-            self.steps.append(Step(call.func, *baked, made))
-        self.own.update(map(_id, made))
-        self._pool.storages += [tensor.untyped_storage() for tensor in made]
-        return result
-
     def begin(self, pool: Pool | None) -> None:
         self._pool = pool or Pool()
 
     def end(self) -> None:
+        """Leave no trace: a capture computes nothing."""
         for storage, value in self.before.values():
             storage.copy_(value)
         self.before.clear()
-        self._pool.spoil()
+        self._pool.storages.update(self.own)
+        self._spoil()
 
+    def _spoil(self) -> None:
+        for storage in self.own.values():
+            storage.fill_(SPOILT)
 
-def _id(tensor: Tensor) -> int:
-    return getattr(tensor, "host", tensor).untyped_storage()._cdata
+    def add(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Note an operation, and compute it for now, so that shapes are known."""
+        known = {storage_id(tensor): tensor for tensor in call.device_tensors}
+        for storage, tensor in known.items():
+            if storage not in self.own and storage not in self._pool.storages:
+                self.outside.setdefault(storage, (weakref.ref(tensor.memory), place()))
+        written = call.written()
+        for storage in map(storage_id, written):
+            if storage not in self.own and storage not in self.before:
+                held = known[storage].host.untyped_storage()
+                self.before[storage] = held, held.clone()
+        result = call.func(*args, **kwargs)
+        made = [tensor for tensor in tensors_of(result) if storage_id(tensor) not in known]
+        if (made or written) and call.rules.packet not in ALLOCATING:  # else it is a view, or has no values yet
+            numbers = {id(tensor) for tensor in tensors_of(call.by_name) if not isinstance(tensor, Pretended)}
+            baked = replace_tensors(lambda tensor: tensor.clone() if id(tensor) in numbers else tensor, (args, kwargs))
+            self.steps.append(Step(call.func, *baked, made))
+        self.own.update((storage_id(tensor), tensor.untyped_storage()) for tensor in made)
+        return result
 
 
 def replace_cuda(monkeypatch: pytest.MonkeyPatch, device: PretendedDevice) -> None:
     """Let what the package asks of `torch.cuda` for its graphs be the pretended device's."""
 
     @contextmanager
-    def capture(graph: Graph, pool: Pool | None = None) -> Iterator[None]:
+    def capture(graph: Graph, pool: Pool | None = None, stream: Any = None) -> Iterator[None]:
         graph.begin(pool)
         device.graph = graph
         try:
