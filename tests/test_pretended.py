@@ -32,7 +32,7 @@ MIXED = {
     "into a number of the host": lambda: torch.zeros(()).add_(moved()),
     "an index of the device into the host": lambda: HOST[moved(2).long()],
     "values of the host": lambda: moved(3, 4).index_put_((moved(2).long(),), HOST[:2]),
-    "backward": lambda: (moved(3, 4).requires_grad_() * 2).backward(HOST),
+    "backward": lambda: (moved(3, 4).requires_grad_() * moved(3, 4)).backward(HOST),
 }
 ALONE = {
     "a number of Python": lambda: moved(3, 4) * 2,
