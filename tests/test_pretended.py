@@ -20,6 +20,18 @@ def moved(*shape: int) -> torch.Tensor:
     return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape).to(DEVICE)
 
 
+class Doubled(torch.autograd.Function):
+    """Its backward multiplies by what is on the host."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.full((4,), 2.0)
+
+
 MIXED = {
     "pointwise": lambda: moved(3, 4) + HOST,
     "a number of the device with a row of the host": lambda: moved() * HOST[0],
@@ -32,7 +44,7 @@ MIXED = {
     "into a number of the host": lambda: torch.zeros(()).add_(moved()),
     "an index of the device into the host": lambda: HOST[moved(2).long()],
     "values of the host": lambda: moved(3, 4).index_put_((moved(2).long(),), HOST[:2]),
-    "backward": lambda: (moved(3, 4).requires_grad_() * moved(3, 4)).backward(HOST),
+    "backward": lambda: Doubled.apply(moved(3, 4).requires_grad_()).sum().backward(),
 }
 ALONE = {
     "a number of Python": lambda: moved(3, 4) * 2,

@@ -123,6 +123,7 @@ class PretendedDevice(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.captures = 0
         self.graph: Graph | None = None
+        self.usual: list[bool] = []  # torch's setting, each time that it is entered
         self.pinned: dict[int, Tensor] = {}  # memory of the host that the device reads by itself
 
     @classmethod
@@ -131,12 +132,12 @@ class PretendedDevice(TorchDispatchMode):
 
     def __enter__(self):
         # `torch.tensor(..., device=DEVICE)` then makes a tensor of the host, and moves it, as it does for CUDA.
-        self.usual = torch._C._only_lift_cpu_tensors()
+        self.usual.append(torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch._C._set_only_lift_cpu_tensors(self.usual)
+        torch._C._set_only_lift_cpu_tensors(self.usual.pop())
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -336,6 +337,12 @@ class _Module:
 
     def current_device(self) -> int:
         return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Random numbers are the CPU's."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
