@@ -25,6 +25,55 @@ class Mutant(NamedTuple):
 
 MUTANTS = (
     Mutant(
+        "CUDA: a tensor of a round is left on the host",
+        "decoding/trees.py",
+        "itself = torch.eye(nodes, dtype=torch.bool, device=parents.device)",
+        "itself = torch.eye(nodes, dtype=torch.bool)",
+        "decoding/test_pretended_decoding.py",
+    ),
+    Mutant(
+        "CUDA: the host looks at a round that is captured, to end it early",
+        "decoding/verification.py",
+        "        path.append(node)\n        tokens.append(choice)\n",
+        "        path.append(node)\n        tokens.append(choice)\n        is_child.tolist()\n",
+        "decoding/test_pretended_decoding.py",
+    ),
+    Mutant(
+        "CUDA: a graph reads a mask that has been replaced",
+        "decoding/active.py",
+        "self.mask.copy_(torch.tensor([int(row in rows) for row in range(len(self.prompts))]))",
+        "self.mask = torch.tensor([int(row in rows) for row in range(len(self.prompts))], device=self.mask.device)",
+        "decoding/test_pretended_decoding.py",
+    ),
+    Mutant(
+        "CUDA: the loss compares with numbers made on the host",
+        "losses.py",
+        "passes = torch.arange(1, len(predictions) + 1, device=counts.device)",
+        "passes = torch.arange(1, len(predictions) + 1)",
+        "training/test_pretended_training.py",
+    ),
+    Mutant(
+        "CUDA: rotary angles are made on the host",
+        "draft/layer.py",
+        "torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)",
+        "torch.arange(0, head_dim, 2, dtype=torch.float32)",
+        "training/test_pretended_training.py",
+    ),
+    Mutant(
+        "CUDA: a step waits for every gradient",
+        "training/guard.py",
+        "bool(torch.stack([tensor.isfinite().all() for tensor in losses + local]).all())",
+        "all([bool(tensor.isfinite().all()) for tensor in losses + local])",
+        "training/test_pretended_training.py",
+    ),
+    Mutant(
+        "CUDA: features are moved to the device twice",
+        "features/datamodule.py",
+        "same = not self.source.layers",
+        "same = batch.draft_input is batch.features",
+        "training/test_pretended_training.py",
+    ),
+    Mutant(
         "training: a query sees one slot too many of the context",
         "draft/attention.py",
         "device=keys.device).sub_(self.skip).clamp_",

@@ -348,7 +348,7 @@ class _Module:
         return [torch.bfloat16, torch.float16]
 
 
-def _autocast(operation: Any, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+def _autocast(operation: Any, dtype: torch.dtype | None, /, *args: Any, **kwargs: Any) -> Any:
     """Do an operation in a dtype, or in autocast's own."""
     dtype = dtype or torch.get_autocast_dtype("pretend")
     args, kwargs = replace_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
