@@ -11,6 +11,7 @@ What it cannot show: kernels, streams, times, and lines that ask whether a devic
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -323,6 +324,8 @@ def _register() -> tuple[torch.library.Library, ...]:
     for names, dtype in ((LOWERED, None), (FLOAT, torch.float32)):
         for name in names:
             listed.impl(name, partial(_autocast, getattr(aten, name.partition(".")[0]), dtype))
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # as on CUDA, all weights at once
+        import_module(module)._foreach_supported_types.append(Pretended)
     return others, listed
 
 

@@ -24,7 +24,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
-from tests.support.pretended import DEVICE, Pretended, PretendedDevice
+from tests.support.pretended import DEVICE, PretendedDevice
 from tests.support.stores import contents
 from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -63,9 +63,6 @@ def dense_attention(
 def device(monkeypatch):
     monkeypatch.setattr("poss_lightning.draft.attention.flex_attention", dense_attention)
     monkeypatch.setattr("poss_lightning.draft.attention._compiled", lambda function: function)
-    for module in (torch.optim.optimizer, torch.utils._foreach_utils):  # so optimizers take it for CUDA
-        types = module._foreach_supported_types
-        monkeypatch.setattr(module, "_foreach_supported_types", [*types, Pretended])
     with PretendedDevice() as device:
         yield device
 
