@@ -71,7 +71,8 @@ class Graph:
         for memory, where in self.outside.values():
             if memory() is None:
                 raise DeviceError(f"{where}: a graph that was captured here uses memory that is gone")
-        self._spoil()
+        for storage in self.own.values():
+            storage.fill_(SPOILT)
         with torch.inference_mode():
             for func, args, kwargs, made in self.steps:
                 results = tensors_of(func(*args, **kwargs))
@@ -82,16 +83,11 @@ class Graph:
         self._pool = pool or Pool()
 
     def end(self) -> None:
-        """Leave no trace: a capture computes nothing."""
+        """Put back what was written. What was made keeps its values: the next capture may compute with them."""
         for storage, value in self.before.values():
             storage.copy_(value)
         self.before.clear()
         self._pool.storages.update(self.own)
-        self._spoil()
-
-    def _spoil(self) -> None:
-        for storage in self.own.values():
-            storage.fill_(SPOILT)
 
     def add(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Note an operation, and compute it for now, so that shapes are known."""
@@ -123,6 +119,8 @@ def replace_cuda(monkeypatch: pytest.MonkeyPatch, device: PretendedDevice) -> No
         device.graph = graph
         try:
             yield
+        except RuntimeError as error:  # else the package would go on without graphs
+            raise DeviceError(f"a capture failed: {error}") from error
         finally:
             device.graph = None
             graph.end()

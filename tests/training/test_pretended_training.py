@@ -24,7 +24,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
-from tests.support.pretended import DEVICE, PretendedDevice
+from tests.support.pretended import DEVICE, PretendedDevice, tensors_of
 from tests.support.stores import contents
 from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -163,7 +163,8 @@ def test_unroll_losses_and_gradients_are_the_hosts(device, stores, kind, config)
         losses, predictions = module._losses(move_data_to_device(batch, torch.device(where)), PASSES)
         losses.total.backward()
         read = [x.detach().cpu()[batch.counts[:, :-1] >= k] for k, x in enumerate(predictions, start=1)]
-        found.append([*read, *(x.detach().cpu() for x in (*losses, *(p.grad for p in module.draft.parameters())))])
+        values = tensors_of([losses, [parameter.grad for parameter in module.draft.parameters()]])
+        found.append([*read, *(x.detach().cpu() for x in values)])
     for host, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-4 * max(1, host.abs().max().item()))
 
