@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.support.pretended import DEVICE, DeviceError, Pretended, PretendedDevice
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_calls import DEVICE, DeviceError, Pretended
 from tests.support.pretended_graphs import replace_cuda
 
 HOST = torch.arange(12.0).view(3, 4)
@@ -169,9 +170,9 @@ def test_memory_of_a_graph_must_stay(device):
 
 def test_graphs_of_a_pool_hand_on_what_they_make(device):
     x = moved(3)
-    first, doubled = captured(lambda: 2 * x)
-    second, result = captured(lambda: doubled + 1, first.pool())
-    del doubled
+    first, made = captured(lambda: [2 * x])
+    second, result = captured(lambda: made[0] + 1, first.pool())
+    made.clear()
     for graph in (first, second):
         graph.replay()
     assert result.tolist() == [3, 5, 7]

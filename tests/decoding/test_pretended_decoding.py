@@ -18,7 +18,8 @@ from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
-from tests.support.pretended import DEVICE, PretendedDevice
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_calls import DEVICE, tensors_of
 from tests.support.pretended_graphs import replace_cuda
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
@@ -94,9 +95,10 @@ def test_a_round_has_the_values_of_the_hosts(pair):
         list(engine.decode(PROMPTS, 6, frozenset()))
         with torch.inference_mode():
             done = engine._round(engine.fixed, Clock(target.device))
-            slots = engine.cache.slots.lengths, engine.drafter.slots.lengths
-            stores = engine.cache.store.keys, engine.cache.store.values, engine.drafter.store.keys
-            found.append([x.cpu() for x in (*done.tree, done.ancestors, *done.verdict, done.host_copy, *slots, *stores)])
+        caches = [
+            (cache.slots.lengths, cache.store.keys, cache.store.values) for cache in (engine.cache, engine.drafter)
+        ]
+        found.append([x.cpu() for x in tensors_of([done, caches])])
     for host, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, host, rtol=1e-5, atol=1e-5)
 

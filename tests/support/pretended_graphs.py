@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.pretended import (
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_calls import (
     ALLOCATING,
     DEVICE,
     Call,
     DeviceError,
     Memory,
     Pretended,
-    PretendedDevice,
     place,
     replace_tensors,
     storage_id,

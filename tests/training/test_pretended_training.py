@@ -24,7 +24,8 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
-from tests.support.pretended import DEVICE, PretendedDevice, tensors_of
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_calls import DEVICE, tensors_of
 from tests.support.stores import contents
 from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
