@@ -85,8 +85,8 @@ class FeatureData(lightning.LightningDataModule):
         return self.schedule
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """What is one tensor on the host is one on the device."""
-        same = batch.draft_input is batch.features
+        """Without inner layers features and draft input are one tensor there; a loader that pins makes two of it."""
+        same = not self.source.layers
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         return moved._replace(draft_input=moved.features) if same else moved
 

@@ -1,0 +1,193 @@
+"""Decoding on a pretended device: nothing is mixed, rounds do not wait, graphs replay what rounds do.
+
+Every result is the host's: the same answers, and values of a round within rounding.
+"""
+
+from collections import Counter
+from functools import cache
+from itertools import islice
+
+import pytest
+import torch
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.budget import Settled
+from poss_lightning.decoding.decoder import Clock, Request
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.features.store import Sample
+from poss_lightning.sampling import Sampling
+from poss_lightning.target.model import Target
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_calls import DEVICE, tensors_of
+from tests.support.pretended_graphs import replace_cuda
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+
+PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
+GREEDY, DRAWN = Sampling(), Sampling(0.8, top_k=50, top_p=0.9)
+LAYERS = {"eagle2": 2, "eagle3": 4}
+
+# Laws by counts, at most.
+WAITS_A_ROUND = 1  # the copy to the host
+WAITS_A_TEXT = 8  # what prefill and the first draw need
+CAPTURES = 3  # for 512 tokens: one, or one for each part of a round
+CAPTURES_AGAIN = 1  # for a second text that is drawn
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with PretendedDevice() as device:
+        replace_cuda(monkeypatch, device)
+        yield device
+
+
+@cache
+def load(where: torch.device | str, kind: str = "eagle2") -> Target:
+    model = tiny_model(0, num_hidden_layers=LAYERS[kind], max_position_embeddings=1024)
+    return Target(model.to(where).requires_grad_(False), tiny_tokenizer(), "tiny")
+
+
+@pytest.fixture(params=list(LAYERS))
+def pair(request, device):
+    """Two engines, on the host and on the device, and both their targets."""
+    targets = [load(where, request.param) for where in ("cpu", DEVICE)]
+    return [(engine_of(target, request.param), target) for target in targets]
+
+
+def engine_of(target: Target, kind: str = "eagle2", allocation=(1, 1), trees=(2, 5, 2), **options) -> Speculative:
+    draft = tiny_draft(target, list(allocation), kind=kind)
+    return Speculative(target, draft, *trees, int8_head=False, **options)
+
+
+def with_graphs(decoder):
+    """As it is on CUDA."""
+    (decoder.loop if isinstance(decoder, Autoregressive) else decoder).graphs.enabled = True
+    return decoder
+
+
+def tokens_of(decoder, sampling=GREEDY, prompts=PROMPTS, limit=5, seed=3, stops=(1,), watch=None):
+    draws = torch.Generator().manual_seed(seed)
+    decoded = decoder.decode(prompts, limit, frozenset(stops), sampling, draws, watch)
+    return [one.tokens for one in decoded]
+
+
+def answers(kind: str, *arguments, **options) -> list[list[int]]:
+    """What the host says, plainly."""
+    return tokens_of(Autoregressive(load("cpu", kind)), *arguments, **options)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("kind, share", [("eagle2", False), ("eagle2", True), ("eagle3", False)])
+def test_answers_are_the_hosts(device, kind, share, graphs):
+    """One engine, one text after another; rows end at different times, and are dropped."""
+    target, stops = load(DEVICE, kind), {answers(kind)[0][2]}
+    for decoder in (engine_of(target, kind, share=share), Autoregressive(target)):
+        decoder = with_graphs(decoder) if graphs else decoder
+        for text in ((GREEDY, PROMPTS, 6, 3, stops), (DRAWN, PROMPTS[:1]), (DRAWN, PROMPTS[1:2])):
+            assert tokens_of(decoder, *text) == answers(kind, *text)
+    assert bool(device.captures) == graphs
+
+
+def test_a_round_has_the_values_of_the_hosts(pair):
+    """What is drafted, what the target says of it, and what stays in both caches."""
+    found = []
+    for engine, target in pair:
+        list(engine.decode(PROMPTS, 6, frozenset()))
+        with torch.inference_mode():
+            done = engine._round(engine.fixed, Clock(target.device))
+        caches = [
+            (cache.slots.lengths, cache.store.keys, cache.store.values) for cache in (engine.cache, engine.drafter)
+        ]
+        found.append([x.cpu() for x in tensors_of([done, caches])])
+    for host, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, host, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
+    decoder, waits = decoder(load(DEVICE)), []
+    decoder = with_graphs(decoder) if graphs else decoder
+
+    def watch(step):
+        waits.append(Counter(device.waits))
+        device.waits.clear()
+
+    device.waits.clear()
+    tokens_of(decoder, sampling, PROMPTS[:1], 12, stops=(), watch=watch)
+    first, *rounds = waits
+    assert first.total() <= WAITS_A_TEXT, first
+    for each in rounds:
+        assert each.total() <= WAITS_A_ROUND, each
+
+
+def test_a_settled_tree_is_found_and_then_waits_no_more(device, monkeypatch):
+    """The budget of CUDA: the first rounds are looked at, and then all are one graph."""
+    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
+    monkeypatch.setattr("poss_lightning.decoding.budget.SETTLE", 4)
+    monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
+    engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto")), []
+
+    def watch(step):
+        settled = engine.budgets and engine.budgets[1].plan
+        waits.append((bool(settled), len(device.waits)))
+        device.waits.clear()
+
+    said = tokens_of(engine, GREEDY, PROMPTS[:1], 16, stops=(), watch=watch)
+    assert said == answers("eagle2", GREEDY, PROMPTS[:1], 16, stops=())
+    settled = [count for is_settled, count in waits if is_settled]
+    assert len(settled) > 4 and max(settled[1:]) <= WAITS_A_ROUND  # in the first it settles
+
+
+@pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])
+def test_few_captures_serve_a_long_text_and_the_next(device, monkeypatch, decoder, stride=16):
+    """The text grows by some tokens a round, so that a few rounds come to all of its lengths."""
+    monkeypatch.setattr("poss_lightning.target.cache.STEP", 512)  # by which views should grow on CUDA
+    decoder = with_graphs(decoder(load(DEVICE)))
+    request = Request(PROMPTS[:1], 512, frozenset(), DRAWN, torch.Generator().manual_seed(3))
+    for _ in islice(decoder.rounds(request, Clock(DEVICE)), 512 // stride):
+        caches = [decoder.loop.cache] if isinstance(decoder, Autoregressive) else [decoder.cache, decoder.drafter]
+        for part in caches:
+            with torch.inference_mode():
+                part.slots.advance_device(stride - 1)
+            part.slots.advance_host([stride - 1])
+    assert device.captures <= CAPTURES
+    before = device.captures
+    tokens_of(decoder, DRAWN, PROMPTS[:1], seed=4, stops=())
+    assert device.captures - before <= CAPTURES_AGAIN
+
+
+def test_processors_read_the_text_on_the_device(device):
+    """They need the host, so their rounds run without a graph."""
+
+    def forbid_the_last(tokens, scores):
+        return scores.scatter(1, tokens[:, -1:], -torch.inf)
+
+    sampling = Sampling(processors=(forbid_the_last,))
+    engine = with_graphs(engine_of(load(DEVICE)))
+    assert tokens_of(engine, sampling) == answers("eagle2", sampling)
+    assert not device.captures
+
+
+def test_replayed_acceptance_is_the_hosts(pair):
+    """`poss replay`: samples come from the host, and drafting is done on the device."""
+    (engine, target), rounds = pair[0], []
+    generated = tokens_of(Autoregressive(target), GREEDY, PROMPTS[:1], 12, stops=())[0]
+    text = torch.tensor([*PROMPTS[0], *generated])
+    features, layers = read_text(target, text, engine.drafter.draft.config.layers)
+    greedy = target.embed_head.logits(features).argmax(-1)
+    spans = [(len(PROMPTS[0]), len(text))]
+    sample = Sample("x", text, greedy, spans, features, layers)
+    for engine, target in pair:
+        rounds.append(replay_rounds(engine.drafter.draft, target.embed_head, [sample, sample], depth=2, nodes=5))
+    assert rounds[0] == rounds[1] and rounds[0][0][0]
+
+
+def read_text(target, text, layers):
+    with torch.inference_mode():
+        if not layers:
+            features = target.text_features(text[None])[0]
+            return features, features.new_zeros(len(text), 0, features.shape[-1])
+        features, outputs = target.text_layers(text[None], layers)
+        return features[0], outputs[0]

@@ -1,0 +1,214 @@
+"""Training on a pretended device: nothing is mixed, and its steps are the host's; waits are counted.
+
+Extraction and online features are here too: they make what a step reads. Attention is FlexAttention's, as on CUDA, by
+its definition.
+"""
+
+from collections import Counter
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.accelerators.cpu import CPUAccelerator
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import move_data_to_device
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import tokenize, write_store
+from poss_lightning.features.online import OnlineFeatures
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import Batch, collate
+from poss_lightning.target.model import Target
+from poss_lightning.training.module import SpecialistTraining
+from tests.support.pretended import PretendedDevice
+from tests.support.pretended_calls import DEVICE, tensors_of
+from tests.support.stores import contents
+from tests.support.talks import EAGLE3, talks
+from tests.support.tiny import tiny_model, tiny_tokenizer
+
+LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
+STORE = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary_size": 200}
+PASSES = 3
+
+# Laws by counts, at most. A log is written at some steps only, and may wait.
+WAITS_A_BATCH = 2 * PASSES + 4  # to find the slots that count, in forward and backward
+WAITS_A_STEP = 1  # whether all is finite
+
+
+def dense_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    block_mask: BlockMask,
+    enable_gqa: bool,
+    return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
+) -> tuple:
+    """FlexAttention by its definition: the mask is asked about every query and key."""
+    keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+    batch, _, count, width = queries.shape
+    b, t, s = (torch.arange(size, device=queries.device) for size in (batch, count, keys.shape[2]))
+    visible = block_mask.mask_mod(b[:, None, None, None], 0, t[:, None], s)
+    scores = (queries @ keys.mT * width**-0.5).float().masked_fill(~visible, -torch.inf)
+    out, norm = scores.softmax(-1).to(values.dtype) @ values, scores.logsumexp(-1)
+    return out, norm if return_lse else AuxOutput(lse=norm)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr("poss_lightning.draft.attention.flex_attention", dense_attention)
+    monkeypatch.setattr("poss_lightning.draft.attention._compiled", lambda function: function)
+    with PretendedDevice() as device:
+        yield device
+
+
+def load(where: torch.device | str, kind: str) -> Target:
+    model = tiny_model(0, num_hidden_layers=7 if kind == "eagle3" else 2)
+    return Target(model.to(where).requires_grad_(False), tiny_tokenizer(), "tiny")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[str, str]:
+    """Of each kind of draft, as the host writes them."""
+    folders = {kind: tmp_path_factory.mktemp(kind) for kind in LAYERS}
+    for kind, folder in folders.items():
+        write_store(folder, load("cpu", kind), talks(), layers=LAYERS[kind], **STORE)
+    return {kind: str(folder) for kind, folder in folders.items()}
+
+
+def training(store: str, kind: str, **changes) -> SpecialistTraining:
+    lightning.seed_everything(0, verbose=False)
+    return SpecialistTraining(store, **MODEL | (EAGLE3 if kind == "eagle3" else {}) | changes)
+
+
+class Accelerator(CPUAccelerator):
+    """Lets Lightning take a device that it does not know."""
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+
+class Waits(lightning.Callback):
+    """Of every batch."""
+
+    def __init__(self, device: PretendedDevice | None):
+        self.device, self.batches = device, []
+
+    def on_train_batch_start(self, *_):
+        if self.device:
+            self.device.waits.clear()
+
+    def on_train_batch_end(self, *_):
+        if self.device:
+            self.batches.append(Counter(self.device.waits))
+
+
+def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | None = None, **changes):
+    """Three steps of two batches each on a device, or on the host; the weights, the last losses, the waits."""
+    waits, module = Waits(where), training(store, kind, **changes)
+    root = DEVICE if where else torch.device("cpu")
+    trainer = lightning.Trainer(
+        max_steps=3,
+        strategy=SingleDeviceStrategy(root, Accelerator()),
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        log_every_n_steps=3,
+        val_check_interval=6,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[waits],
+        **(settings or {}),
+    )
+    trainer.fit(module, FeatureData(store, batch_tokens=256, validation=0.2, noise=0.0))
+    return module.draft.state_dict(), trainer.callback_metrics, waits.batches
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_steps_are_the_hosts(device, stores, kind, optimizer):
+    """Through Lightning: transfer, losses, clipping, the optimizer, validation."""
+    host, host_metrics, _ = fit(stores[kind], kind, None, optimizer=optimizer)
+    ours, metrics, batches = fit(stores[kind], kind, device, optimizer=optimizer)
+    for name, value in host.items():
+        torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
+    assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
+    for number, waits in enumerate(batches[1:-2], start=1):  # the first and the last ones are logged
+        assert waits.total() <= WAITS_A_BATCH + WAITS_A_STEP * (number % 2), waits
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_autocast_of_cuda_takes_all_dtypes(device, stores, kind):
+    """It rounds other operations than the CPU's: no product may meet two dtypes, and the loss stays what it is."""
+    _, exact, _ = fit(stores[kind], kind, None)
+    _, mixed, _ = fit(stores[kind], kind, device, {"plugins": [MixedPrecision("bf16-mixed", "pretend")]})
+    assert mixed["val/loss"].item() == pytest.approx(exact["val/loss"].item(), rel=0.02)
+
+
+@pytest.mark.parametrize("kind, config", [("eagle2", {}), ("eagle2", {"kv": "shared"}), ("eagle3", {})])
+def test_unroll_losses_and_gradients_are_the_hosts(device, stores, kind, config):
+    """Predictions where their pass counts; beyond, nobody reads them."""
+    module = training(stores[kind], kind, **config)
+    batch, found = batch_of(stores[kind], LAYERS[kind]), []
+    for where in ("cpu", DEVICE):
+        module.to(where).zero_grad()
+        losses, predictions = module._losses(move_data_to_device(batch, torch.device(where)), PASSES)
+        losses.total.backward()
+        read = [x.detach().cpu()[batch.counts[:, :-1] >= k] for k, x in enumerate(predictions, start=1)]
+        values = tensors_of([losses, [parameter.grad for parameter in module.draft.parameters()]])
+        found.append([*read, *(x.detach().cpu() for x in values)])
+    for host, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-4 * max(1, host.abs().max().item()))
+
+
+def batch_of(store: str, layers: tuple[int, ...]) -> Batch:
+    """Packed rows, with padding."""
+    source = FeatureStore(store).select(layers)
+    return collate([[source[0], source[20]], [source[39]]])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_pinned_batch_is_moved_once_and_without_a_wait(device, stores, kind):
+    data = FeatureData(stores[kind], batch_tokens=256)
+    data.source = data.source.select(LAYERS[kind])
+    pinned = pin_memory(batch_of(stores[kind], LAYERS[kind]))  # as a loader for CUDA does
+    device.waits.clear()
+    moved = data.transfer_batch_to_device(pinned, DEVICE, 0)
+    assert (moved.draft_input is moved.features) == (kind == "eagle2")
+    assert not device.waits
+
+
+@pytest.mark.parametrize("stored", ["exact", "float8"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_store_holds_the_hosts_features(device, tmp_path, kind, stored):
+    """Extraction: the forward is done on the device, and what is kept comes from there."""
+    for name, where in (("host", "cpu"), ("ours", DEVICE)):
+        write_store(tmp_path / name, load(where, kind), talks(), layers=LAYERS[kind], stored=stored, **STORE)
+    assert contents(tmp_path / "host").keys() == contents(tmp_path / "ours").keys()
+    host, ours = (FeatureStore(str(tmp_path / name)) for name in ("host", "ours"))
+    step = {"exact": 1e-4, "float8": 0.07}[stored]  # one code of 8 bits
+    for one, other in zip(host, ours, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.greedy.tolist() == other.greedy.tolist()
+        torch.testing.assert_close(other.features, one.features, rtol=step, atol=step)
+        torch.testing.assert_close(other.layers, one.layers, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_online_features_are_the_hosts(device, kind):
+    target = load("cpu", kind)  # it follows the batches
+    online = OnlineFeatures(target, tokenize(target, talks(), 128)).select(LAYERS[kind])
+    batch, found = collate([[online[0], online[20]], [online[39]]]), []
+    for where in ("cpu", DEVICE):
+        filled = online.fill(move_data_to_device(batch, torch.device(where)))
+        found.append([x.cpu() for x in (filled.features, filled.draft_input, filled.greedy)])
+    for host, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-4)
