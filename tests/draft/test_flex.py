@@ -78,7 +78,7 @@ def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
 def plan_epoch(packed_rows: bool, training: bool) -> list[list[list[int]]]:
     """Rows of conversations of each batch of an epoch, as `Schedule` plans them."""
     lengths = np.random.default_rng(0).integers(10, 80, 16)
-    lengths[:4] = 2, 17, 33, 129  # a single slot; exactly one block of slots, two and eight
+    lengths[:3] = 17, 33, 129  # exactly one block of slots, two and eight
     spans = [np.array([[0, length]]) for length in lengths]
     plan = Schedule(list(range(16)), lengths, spans, batch_tokens=96, seed=0, packed=packed_rows, training=training)
     return [[[int(lengths[i]) for i in row] for row in batch.rows] for batch in plan]
@@ -101,9 +101,9 @@ def test_an_epoch_compiles_three_frames_at_any_depth(counter):
     assert frames == [2, 2, 3]
 
 
-def test_sizes_that_coincide_compile_nothing_more(counter):
-    """Two blocks, as many as heads of keys; and as many slots as a head is wide. Then other lengths."""
+def test_sizes_that_coincide_or_are_small_compile_nothing_more(counter):
+    """Two blocks, as many as heads of keys; as many slots as a head is wide. Then other lengths, down to one slot."""
     assert WIDTH == KV_HEADS * attention.BLOCK
-    for count in (WIDTH, 64, 200):
+    for count in (WIDTH, 64, 200, 5, 1):
         run(attention.flex_block, [[count]], count, skip=1)
     assert counter.frame_count == 2
