@@ -85,7 +85,7 @@ $(SERVER)/.installed: pyproject.toml
 	@touch $@
 
 test-gpu: setup  ## run the laws of decoding, features and training on CUDA; POSS_DEVICE=cpu tries the same lines without
-	POSS_DEVICE=$${POSS_DEVICE:-cuda} $(BIN)/python -m pytest -q -rs -m gpu tests/gpu
+	POSS_DEVICE=$${POSS_DEVICE:-cuda} $(BIN)/python -m pytest -q -m gpu tests/gpu
 
 mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
 	$(BIN)/python -m tests.support.mutants

@@ -1,7 +1,7 @@
 """What the laws on a device share. `make test-gpu` runs them on CUDA; without POSS_DEVICE they run on the CPU."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,12 +70,19 @@ def store(folder, tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def report(record_property, capsys):
-    """Say a figure that no bar holds: in the output and in the record of the test."""
+def report(record_property) -> Callable[[str, object], None]:
+    """Tell a figure, by its name; see `pytest_terminal_summary`."""
+    return record_property
 
-    def say(name: str, value: object) -> None:
-        record_property(name, value)
-        with capsys.disabled():
-            print(f"\n{name}: {value}")
 
-    return say
+def pytest_terminal_summary(terminalreporter) -> None:
+    """What tests of this folder told, and why others were skipped, one line each."""
+    told = {report.longrepr[2]: None for report in _here(terminalreporter, "skipped")}
+    for report in _here(terminalreporter, "passed"):
+        told |= {f"{name}: {value}": None for name, value in report.user_properties}
+    for line in told:
+        terminalreporter.write_line(line)
+
+
+def _here(terminalreporter, outcome: str) -> list[pytest.TestReport]:
+    return [report for report in terminalreporter.getreports(outcome) if "tests/gpu/" in report.nodeid]

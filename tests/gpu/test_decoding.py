@@ -83,7 +83,7 @@ def test_plain_decoding_is_the_same_with_graphs_and_without(target, limit, law):
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafting", "plain"])
 def test_a_long_text_is_captured_once_in_512_slots_and_the_next_one_never(target, drafts, law):
     decoder = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5) if drafts else Autoregressive(target)
-    captures, limit = count_captures(captured(decoder)), 1100
+    captures, limit = count_captures(captured(decoder)), 600 if target.device.type == "cpu" else 1100
     first = texts(decoder, law, PROMPTS[:1], limit)
     assert 1 < len(captures) <= 1 + limit / 512
     assert first == texts(Autoregressive(target, graphs=False), law, PROMPTS[:1], limit)

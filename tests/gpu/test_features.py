@@ -25,10 +25,10 @@ def test_a_store_of_the_device_is_the_cpu_s_to_rounding(target, store, tmp_path,
         assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.greedy, theirs.greedy)
         for found, expected in ((ours.features, theirs.features), (ours.layers, theirs.layers)):
             if stored == "exact":
-                assert (found - expected).norm() < 1e-5 * expected.norm()
+                assert (found - expected).norm() < 1e-4 * expected.norm()
             else:
                 expected = decode(encode(expected, stored), stored, expected.dtype)
-                assert (found != expected).float().mean() < 1e-3
+                assert (found != expected).float().mean() < 1e-2
                 step = expected.abs() / 8 + expected.abs().amax(-1, keepdim=True) / 448 * 2**-8
                 assert ((found - expected).abs() <= step).all()
 
