@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from poss_lightning.evaluation.benchmark import benchmark
-from poss_lightning.features import extract
+from poss_lightning.extract import extract
 from poss_lightning.target.model import Target
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
@@ -22,7 +22,7 @@ def write_inputs(folder: Path, target: Target, tiny_folder: str) -> None:
     (folder / "empty.jsonl").write_text("\n")
     (folder / "suite.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["How many legs?"]}) + "\n")
     (folder / "long.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["word " * 600]}) + "\n")
-    extract.extract(str(folder / "corpus.jsonl"), str(folder / "store"), tiny_folder, dtype="float32")
+    extract(str(folder / "corpus.jsonl"), str(folder / "store"), tiny_folder, dtype="float32")
     tiny_draft(target, [1, 1]).save_pretrained(folder / "draft")
     drafts, suites = {"d": str(folder / "draft")}, [str(folder / "suite.jsonl")]
     few = {"target": tiny_folder, "dtype": "float32", "max_new_tokens": 8, "suites": suites}
