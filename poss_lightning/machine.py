@@ -1,6 +1,7 @@
 """What `auto` means on this machine: the device to compute on, and the number format that it multiplies fast."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache
@@ -130,6 +131,16 @@ def _seconds(work: Callable[[], object], device: str | torch.device) -> float:
 def float64_device(device: str | torch.device) -> torch.device:
     """Where to compute in float64 what belongs to a device: there, but on the CPU for Apple's GPU, which has none."""
     return torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+
+
+def free_bytes(device: str | torch.device) -> int | None:
+    """Bytes that a GPU of CUDA has free, or that this machine has in all; None where nothing says."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if kind == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def synchronize(device: str | torch.device) -> None:

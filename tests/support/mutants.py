@@ -196,8 +196,8 @@ MUTANTS = (
     Mutant(
         "EAGLE-3: the engine reads each layer one too early",
         "target/model.py",
-        "torch.cat([output.hidden_states[i] for",
-        "torch.cat([output.hidden_states[i - 1] for",
+        "torch.cat(self._inner(output, layers)",
+        "torch.cat(self._inner(output, [i - 1 for i in layers])",
         "target/test_target.py evaluation/test_replay.py",
     ),
     Mutant(
