@@ -3,14 +3,14 @@
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from poss_lightning.machine import choose_device
 
-
+T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # for which a rank waits for what another one does, before it calls that one dead
 
 
@@ -47,7 +47,7 @@ def device_of(rank: Rank, device: str) -> str:
 
 
 def share_of(parallel: str) -> Rank:
-    """Which share of the work is this process's: ranks that divide a target among them (`tensors`) take one together."""
+    """Which share of the work is this process's: ranks that divide a target (`tensors`) take one together."""
     return Rank() if parallel == "tensors" else this_rank()
 
 
@@ -66,3 +66,10 @@ def join(device: str) -> int:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
     return world
+
+
+def gather_objects(mine: T) -> list[T]:
+    """What every rank has, in order; all of them must call it."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    return everywhere

@@ -31,6 +31,7 @@ from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ def benchmark(
     show: int = 1,
     dtype: str = "auto",
     device: str = "auto",
+    parallel: Parallel = "none",
 ) -> None:
     """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
 
@@ -90,6 +92,8 @@ def benchmark(
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
         device: auto (cuda, else mps, else cpu), or one of these.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
     """
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in locals().items() if name != "out"}
@@ -99,7 +103,7 @@ def benchmark(
     loaded_suites = load_suites(suites, limit)
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, parallel)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):

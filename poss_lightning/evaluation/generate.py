@@ -18,6 +18,7 @@ from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 
 
 def generate(
@@ -36,6 +37,7 @@ def generate(
     seed: int = 0,
     dtype: str = "auto",
     device: str = "auto",
+    parallel: Parallel = "none",
     compare: bool | None = None,
     chat: bool = False,
     show: Literal["tree"] | None = None,
@@ -58,6 +60,8 @@ def generate(
         seed: of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
         compare: decode the answer once more without the draft, for the speed-up; by default if there is a draft, but
             not in a chat.
         chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the
@@ -69,12 +73,12 @@ def generate(
     config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
     _check_options(draft=draft, top_k=top_k, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
-    if prompt == "-" and not chat:
-        prompt = config["prompt"] = sys.stdin.read().strip()
-    if not prompt.strip():
-        raise ValueError("the prompt is empty: say something, or - to read it from stdin")
+    _check_prompt(prompt)
     loaded = Specialists.from_pretrained(draft) if draft else None
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, parallel)
+    if prompt == "-" and not chat:  # read here: of several processes one alone comes so far
+        prompt = config["prompt"] = sys.stdin.read().strip()
+        _check_prompt(prompt)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
     if loaded:
@@ -135,6 +139,11 @@ def _check_options(
         raise ValueError("compare is true, but without --draft decoding is plain already")
     if top_k < 0:
         raise ValueError(f"top_k is {top_k}; it must be 0 (all tokens) or a positive number of them")
+
+
+def _check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: say something, or - to read it from stdin")
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:

@@ -28,9 +28,10 @@ from poss_lightning.features.manifest import (
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import TokenizedText, write_shard
 from poss_lightning.files import atomic
-from poss_lightning.ranks import Rank, device_of, order, this_rank
+from poss_lightning.ranks import Rank, device_of, order, share_of
 from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
@@ -51,6 +52,7 @@ def extract(
     device: str = "auto",
     stored: Literal["exact", "float8"] = "exact",
     layers: list[int] | None = None,
+    parallel: Parallel = "none",
     verify: bool = False,
 ) -> None:
     """Write the feature store of a corpus.
@@ -74,6 +76,8 @@ def extract(
         stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
         verify: only read the finished store `out`, or the address of one, and check every byte of it.
     """
     if verify:
@@ -84,11 +88,11 @@ def extract(
     for name, value in (("max_length", max_length), ("batch_tokens", batch_tokens), ("shard_mb", shard_mb)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    rank = this_rank()
+    rank = share_of(parallel)
     conversations = read_conversations(corpus, split, limit)
     write_store(
         Path(out),
-        Target.load(target, dtype, device_of(rank, device)),
+        Target.load(target, dtype, device_of(rank, device), parallel),
         conversations,
         max_length=max_length,
         batch_tokens=batch_tokens,

@@ -24,9 +24,9 @@ def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 
 
 def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
-    """The frozen embedding and head of a model with this spec; they share its memory, where they lie whole on one device.
+    """The frozen embedding and head of a model with this spec; they share its memory, if they lie whole on one device.
 
-    Else the embedding comes to the device of the head, where features come out.
+    Else the embedding is copied to the device of the head, where features come out.
 
     Raises:
         NotImplementedError: as `plain_embed_head`.

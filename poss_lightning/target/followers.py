@@ -135,6 +135,14 @@ class SharedStore(Store):
         leader.call("open", self.number, batch, capacity)
         weakref.finalize(self, leader.closed.append, self.number)
 
+    def write(self, layers: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """A forward writes into the parts, see `Part.forward`."""
+        raise NotImplementedError
+
+    def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
+        """As `write`."""
+        raise NotImplementedError
+
     def move(self, source: Tensor, destination: Tensor) -> None:
         """As of a `SlotStore`."""
         self.leader.call("change", self.number, "move", source, destination)

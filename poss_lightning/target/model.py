@@ -31,9 +31,9 @@ from poss_lightning.target.placement import (
     SpreadStore,
     check_placement,
     home_device,
+    is_divided,
     kv_layout,
     placement,
-    spans_devices,
 )
 from poss_lightning.target.spec import EmbedHead
 
@@ -65,7 +65,8 @@ class Target(nn.Module):
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
         self.config = model.config.get_text_config()
         self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
-        self.spans_devices = spans_devices(model)
+        self.is_divided = is_divided(model)
+        self.spans_devices = self.is_divided or len({value.device for value in model.parameters()}) > 1
         self.leader: Leader | None = None  # on rank 0 of processes that share the model, where the others follow
         try:
             self.spec = spec_of(model, name, self.chat.digest)
@@ -163,7 +164,7 @@ class Target(nn.Module):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether its steps can be CUDA graphs: not where they go from device to device, or wait for other processes."""
+        """Whether its steps can be CUDA graphs: not if they go from device to device, or wait for other processes."""
         return self.device.type == "cuda" and not self.spans_devices
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:

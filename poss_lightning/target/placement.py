@@ -1,12 +1,13 @@
 """Where a target lies: on one device, its layers on several, or every layer divided among several processes.
 
-    none      one device
-    layers    one process, several GPUs: transformers' `device_map`; a forward goes from GPU to GPU
-    tensors   one process a GPU, started by torchrun: transformers' tensor parallelism; `followers.py`
+none      one device
+layers    one process, several GPUs: transformers' `device_map`; a forward goes from GPU to GPU
+tensors   one process a GPU, started by torchrun: transformers' tensor parallelism; `followers.py`
 """
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +39,11 @@ def home_device(parallel: str, device: str) -> str:
         raise ValueError(f"parallel is {parallel!r}; it must be none, layers or tensors")
     home = choose_device(device_of(this_rank(), device) if parallel == "tensors" else device)
     if parallel == "layers" and torch.device(home).index is not None:
-        raise ValueError(f"device is {device!r}, but parallel layers takes every GPU: name them in CUDA_VISIBLE_DEVICES")
+        raise ValueError(
+            f"device is {device!r}, but parallel layers takes every GPU: name them in CUDA_VISIBLE_DEVICES"
+        )
+    if parallel == "layers" and (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > 1:  # of torchrun
+        raise ValueError(f"parallel is layers, with which one process takes every GPU, but there are {here} here")
     if parallel == "tensors" and torch.device(home).type != (known := _accelerator()):
         raise ValueError(f"device is {device!r}, but parallel tensors computes on this machine's {known}")
     return home
@@ -116,11 +121,13 @@ def _divide(name: str, folder: Path, device: str, needed: int, what: str) -> dic
     config = AutoConfig.from_pretrained(folder).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % world:
-        raise ValueError(f"{world} processes cannot share the {heads} key-value heads of {name!r}: start a divisor of it")
+        raise ValueError(
+            f"{world} processes cannot share the {heads} key-value heads of {name!r}: start a divisor of it"
+        )
     _check_size(needed / world, device, f"{what}, {needed / world / GB:.1f} GB of it here", "start more processes")
     try:
-        from transformers.distributed import DistributedConfig
-        from transformers.distributed import tensor_parallel as _  # noqa: F401, of DTensor
+        from transformers.distributed import tensor_parallel  # noqa: F401, in which parts are DTensors
+        from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError as error:
         raise ValueError("parallel is tensors, which needs transformers 5.17 or newer") from error
     return {"distributed_config": DistributedConfig(tp_size=world)}
@@ -128,7 +135,8 @@ def _divide(name: str, folder: Path, device: str, needed: int, what: str) -> dic
 
 def _accelerator() -> str:
     """What transformers divides a model over on this machine."""
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 # --- once it is loaded ---
@@ -136,21 +144,20 @@ def _accelerator() -> str:
 
 def check_placement(model: PreTrainedModel, parallel: str) -> None:
     """Raise ValueError where transformers did not place the model as it was asked to."""
-    if parallel == "tensors" and not any(isinstance(value, DTensor) for value in model.parameters()):
+    if parallel == "tensors" and not is_divided(model):
         raise ValueError(f"transformers cannot divide a {type(model).__name__}: take parallel layers")
     if any(value.device.type == "meta" for value in model.parameters()):
         raise ValueError("some layers found no room on the GPUs: take more of them")
 
 
-def spans_devices(model: nn.Module) -> bool:
-    """Whether a forward leaves the device it began on."""
-    parameters = list(model.parameters())
-    return len({value.device for value in parameters}) > 1 or any(isinstance(value, DTensor) for value in parameters)
+def is_divided(model: nn.Module) -> bool:
+    """Whether processes share its matrices."""
+    return any(isinstance(value, DTensor) for value in model.parameters())
 
 
 def undivided(value: Tensor) -> Tensor:
     """A parameter without its division among processes, all of which must call it."""
-    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
 @torch.inference_mode()
