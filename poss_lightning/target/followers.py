@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from transformers import PreTrainedModel
 
 from poss_lightning.target.cache import Store, TreeCache
 
@@ -39,7 +38,7 @@ class Part:
         new_store: makes the part of a cache: rows, and slots of each.
     """
 
-    def __init__(self, model: PreTrainedModel, new_store: Callable[[int, int], Store]):
+    def __init__(self, model: Any, new_store: Callable[[int, int], Store]):
         self.model, self.new_store = model, new_store
         self.stores: dict[int, Store] = {}
 

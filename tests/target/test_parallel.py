@@ -18,14 +18,16 @@ from safetensors.torch import load_file
 from poss_lightning import cli
 from poss_lightning.decoding.autoregressive import Generate
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.target import followers, placement
-from poss_lightning.target.generation import generate
-from poss_lightning.target.model import Target
+from poss_lightning.target.generation import generate, prefill
+from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.placement import SpreadStore, weight_bytes
 from tests.support.processes import forked, printed
 from tests.support.stores import make_conversations
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.trees import random_tree
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 STOPS = frozenset([1])
@@ -77,14 +79,33 @@ def run_commands(folder: Path, parallel: str) -> None:
         ),
         ("generate", "four legs", "--draft", folder / "draft", "--max_new_tokens", "12"),
         ("extract", folder / "corpus.jsonl", out / "tied", "--target", folder / "tied", "--max_length", "60"),
+        ("keep", out / "features.pt"),
     ):
         try:
-            cli.run(command, [*common, *map(str, arguments)])
+            if command == "keep":
+                torch.save(keep_a_path(Target.load(str(folder / "target"), "float32", "cpu", parallel)), arguments[0])
+            else:
+                cli.run(command, [*common, *map(str, arguments)])
             assert rank == "0"
         except SystemExit:
             assert rank == "1"
         if ends:
             ends.pop()()
+
+
+def keep_a_path(target: Target) -> torch.Tensor:
+    """Features behind a tree of which each row keeps a path, and of three rows two: what a round may do to a cache."""
+    cache, _, _ = prefill(target, PROMPTS, 20)
+    rows = [random_tree(seed, nodes=9, vocabulary=300) for seed in range(3)]
+    above = ancestor_mask(torch.tensor([up for _, up in rows]), 9)
+    target.tree_features(torch.tensor([tokens for tokens, _ in rows]), above, cache)
+    paths = [above[row, 8].nonzero().flatten() for row in range(3)]
+    counts = torch.tensor([len(path) for path in paths])
+    cache.keep_path(torch.nn.utils.rnn.pad_sequence(paths, batch_first=True), counts)
+    cache.slots.advance_host(counts.tolist())
+    cache.select([0, 2])
+    assert min(counts) > 2
+    return target.tree_features(torch.tensor([[20, 21], [22, 23]]), causal_ancestors(2, target.device), cache)
 
 
 @pytest.mark.parametrize("name", ["store", "tied"])
@@ -113,6 +134,11 @@ def test_every_method_writes_the_tokens_of_one_process(folder, name):
     ours, theirs = ({key: row for key, row in rows.items() if key[1] not in drawn_otherwise} for rows in (one, two))
     assert ours == theirs and len(ours) >= 4
     assert "same tokens" in (folder / "log.0").read_text() and not (folder / "log.1").read_text()
+
+
+def test_what_a_round_does_to_a_cache_is_done_to_all_its_parts(folder):
+    one, two = (torch.load(folder / parallel / "features.pt") for parallel in ("none", "tensors"))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
 
 
 def read_tokens(folder: Path) -> dict[tuple[str, str], list[int]]:
