@@ -122,7 +122,7 @@ def _divide(name: str, folder: Path, device: str, needed: int, what: str) -> dic
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % world:
         raise ValueError(
-            f"{world} processes cannot share the {heads} key-value heads of {name!r}: start a divisor of it"
+            f"{world} processes cannot share the {heads} key-value heads of {name!r}: start 2, 4, … that divide them"
         )
     _check_size(needed / world, device, f"{what}, {needed / world / GB:.1f} GB of it here", "start more processes")
     try:
