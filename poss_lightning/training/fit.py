@@ -41,6 +41,7 @@ from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import prepare
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
@@ -293,7 +294,9 @@ class _Cli(LightningCLI):
             trainer = self._get(config, "trainer")
             if trainer.precision == "auto":
                 trainer.precision = choose_precision(str(trainer.accelerator))
-        return super().instantiate_trainer(**more)
+        trainer = super().instantiate_trainer(**more)
+        prepare(trainer.strategy)
+        return trainer
 
     def before_fit(self) -> None:
         checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended

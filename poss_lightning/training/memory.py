@@ -65,6 +65,16 @@ def most_tokens(setup: Setup, limit: float) -> int:
     return fitting + 1 if fitting else 0
 
 
+def checkpoint_bytes(setup: Setup) -> tuple[float, float]:
+    """Bytes of a checkpoint, weights and moments in float32, and of the first process's own copy while it is written.
+
+    A tensor that is whole on the device goes from there into the file; parts are gathered on the CPU first.
+    """
+    count = count_parameters(setup.config)
+    file = (4 + _moment_bytes(setup, count)) * count
+    return file, 0 if setup.strategy in ("one", "ddp") else file
+
+
 def unroll_bytes(setup: Setup) -> float:
     """Bytes for each slot that autograd keeps of the unroll until backward."""
     spec, item = setup.config.target, setup.item

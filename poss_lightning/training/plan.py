@@ -10,7 +10,7 @@ from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
-from poss_lightning.training.memory import memory, most_tokens
+from poss_lightning.training.memory import checkpoint_bytes, memory, most_tokens
 from poss_lightning.training.setup import Setup
 
 GIB, GB = 2**30, 10**9
@@ -203,6 +203,7 @@ def _describe_processes(setup: Setup) -> str:
 
 def _describe(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
     config, spec, peak = setup.config, setup.config.target, memory(setup)
+    file, held = checkpoint_bytes(setup)
     hours, size = _epoch_hours(setup, corpus_tokens, rate), token_bytes(config, stored)
     parts = {name: value for name, value in peak._asdict().items() if name != "moment"}
     fits = "fits" if peak.total <= gpu * GIB else "does not fit"
@@ -215,6 +216,7 @@ def _describe(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate:
         f"  {'peak':<14}{peak.total / GIB:9.2f} GiB  in the {peak.moment}; {fits} in {gpu:g} GiB",
         "",
         f"  largest batch {most_tokens(setup, gpu * GIB):9d} tokens",
+        f"  checkpoint    {file / GB:9.1f} GB; {held / GB:.1f} GB of CPU memory of the first process as it is written",
         f"  store         {size:9d} bytes a token; {size * corpus_tokens / GB:.1f} GB for {corpus_tokens:.3g} tokens",
         f"  an epoch      {hours:9.2f} hours at {rate:g} TFLOP/s a process",
     ]

@@ -6,6 +6,7 @@ A run leaves the weights, a checkpoint of every second step, what the callbacks 
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from poss_lightning import cli
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft
+from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft, prepare
 
 STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
 DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
@@ -74,6 +75,19 @@ class Reductions(lightning.Callback):
         self.steps[self.step] += self.now
 
 
+def keeps_no_copy(trainer: lightning.Trainer) -> None:
+    """Where processes share weights and moments, only the first has a copy of all at a checkpoint."""
+    save = trainer.strategy.save_checkpoint
+
+    def checked(checkpoint: dict, *where: Any, **options: Any) -> None:
+        moments = [state for optimizer in checkpoint["optimizer_states"] for state in optimizer.get("state", {})]
+        shares = isinstance(trainer.strategy, FSDP2 | DeepSpeed) and not trainer.is_global_zero
+        assert bool(checkpoint["state_dict"] and moments) is not shares
+        save(checkpoint, *where, **options)
+
+    trainer.strategy.save_checkpoint = checked
+
+
 def main(store: str, initial: str, runs: list[dict]) -> None:
     """Do the runs, one after the other: {"strategy": "ddp", "world": 2, "folder": …, …}, or {"fit": arguments}."""
     reductions = Reductions()
@@ -104,6 +118,8 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             ],
             **QUIET,
         )
+        prepare(trainer.strategy)
+        keeps_no_copy(trainer)
         trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
         draft = gather_draft(module.draft)
         if trainer.is_global_zero:
