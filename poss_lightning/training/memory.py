@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from poss_lightning.draft.attention import ROWS
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.training.costs import count_head_parameters, count_parameters, shapes, widths
+from poss_lightning.training.costs import count_head_parameters, count_parameters, muon_matrices, shapes, widths
+from poss_lightning.training.muon import waves
 from poss_lightning.training.setup import Setup
 
 BUCKET = 200_000_000  # numbers; Lightning's reduce_bucket_size of DeepSpeed, allocated however small the draft is
@@ -158,10 +159,7 @@ def _update(setup: Setup) -> Memory:
     if setup.offload:
         return parts
     if setup.optimizer == "muon":
-        # Of one matrix at a time: its step, three times in bfloat16 while it is made orthogonal, and two squares of
-        # its smaller side.
-        matrices = [shape for shape in shapes(setup.config) if len(shape) == 2]
-        return parts._replace(optimizer=parts.optimizer + max(8 * n * m + 4 * min(n, m) ** 2 for n, m in matrices))
+        return parts._replace(optimizer=parts.optimizer + _muon_bytes(setup))
     largest = max(shape.numel() for shape in shapes(setup.config))
     if setup.strategy == "fsdp2":
         largest /= setup.processes
@@ -169,6 +167,18 @@ def _update(setup: Setup) -> Memory:
     on_cpu = parts.optimizer if setup.zero else 8 * largest
     workspace = on_cpu if setup.device == "cpu" else parts.optimizer / 2
     return parts._replace(optimizer=parts.optimizer + workspace)
+
+
+def _muon_bytes(setup: Setup) -> float:
+    """Of one matrix: its step, three times in bfloat16 as it is made orthogonal, and two squares of its smaller side.
+
+    Beside it are the steps in bfloat16 of those that other processes make at the same time.
+    """
+    most = 0
+    for wave in waves(muon_matrices(setup.config), setup.processes):
+        own = max(6 * matrix.numel() + 4 * min(matrix.shape) ** 2 for matrix in wave)
+        most = max(most, own + 2 * sum(matrix.numel() for matrix in wave))
+    return most
 
 
 def _memory_at(moment: str, setup: Setup, activations: float = 0, loss: float = 0) -> Memory:
@@ -203,7 +213,7 @@ def _moment_bytes(setup: Setup, count: int) -> float:
     """Bytes for each parameter, on average: two moments of AdamW, one of Muon for a matrix."""
     if setup.optimizer == "adamw":
         return 8
-    return 8 - 4 * sum(shape.numel() for shape in shapes(setup.config) if len(shape) == 2) / count
+    return 8 - 4 * sum(matrix.numel() for matrix in muon_matrices(setup.config)) / count
 
 
 def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
