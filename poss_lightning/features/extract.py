@@ -7,6 +7,7 @@ shards, a killed process is replaced by giving the command again, and the bytes 
 import hashlib
 import json
 import logging
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -36,6 +37,7 @@ from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
+LATE = 2.0  # seconds by which a shared file system may show another machine's receipt
 logger = logging.getLogger(__name__)
 
 
@@ -138,7 +140,10 @@ def write_store(
     _check_place(folder, work)
     work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
     _write_shards(folder, work, target, shards, stored, layers, rank)
-    entries = [entry for number in range(len(shards)) if (entry := _entry(folder, work, number))]
+    if not is_finished(folder) and None in _entries(folder, work, shards):
+        time.sleep(LATE)  # else each of two machines might think that the other is not finished
+        _write_shards(folder, work, target, shards, stored, layers, rank, again=True)
+    entries = [entry for entry in _entries(folder, work, shards) if entry]
     if (missing := len(shards) - len(entries)) and not is_finished(folder):
         others = f"{missing} of {len(shards)} shards are with other processes, the last of which finishes it"
         return print(f"{folder}: {others}; if one of them died, give the command again")
@@ -198,11 +203,18 @@ def _check_place(folder: Path, work: Work) -> None:
 
 
 def _write_shards(
-    folder: Path, work: Work, target: Target, shards: list[Shard], stored: str, layers: tuple[int, ...], rank: Rank
+    folder: Path,
+    work: Work,
+    target: Target,
+    shards: list[Shard],
+    stored: str,
+    layers: tuple[int, ...],
+    rank: Rank,
+    again: bool = False,
 ) -> None:
-    """Write this rank's share of the shards, and those that no other process is at."""
+    """Write this rank's share of the shards, and those that no other process is at; `again` is a second look."""
     sizes = [sum(len(text.tokens) for batch in shard for text in batch) for shard in shards]
-    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0) as bar:
+    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=again or rank.rank > 0) as bar:
         for number in order(len(shards), rank):
             if _is_done(folder, work, number):  # before the lock, which would leave a file in a finished store
                 bar.update(sizes[number])
@@ -218,6 +230,10 @@ def _write_shards(
 
 def _is_done(folder: Path, work: Work, number: int) -> bool:
     return _entry(folder, work, number) is not None or is_finished(folder)  # in this order: receipts go last
+
+
+def _entries(folder: Path, work: Work, shards: list[Shard]) -> list[FileEntry | None]:
+    return [_entry(folder, work, number) for number in range(len(shards))]
 
 
 def _entry(folder: Path, work: Work, number: int) -> FileEntry | None:
