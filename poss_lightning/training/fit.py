@@ -365,6 +365,7 @@ def _quieten() -> None:
     """Warnings and lines of Lightning that say what config.yaml tells, or advertise."""
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"

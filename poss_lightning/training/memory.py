@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from poss_lightning.draft.attention import ROWS
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.training.costs import count_head_parameters, count_parameters, muon_matrices, shapes, widths
+from poss_lightning.training.costs import (
+    count_head_parameters,
+    count_parameters,
+    count_specialist_parameters,
+    muon_matrices,
+    shapes,
+    widths,
+)
 from poss_lightning.training.muon import waves
 from poss_lightning.training.setup import Setup
 
@@ -226,12 +233,13 @@ def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
         casts = _cast_bytes(setup.config) if item == 2 and moment != "update" else 0
         return DraftBytes(4, gradients, _moment_bytes(setup, count), casts)
     if setup.strategy == "fsdp2":
-        # Gathered from the first pass to the end of backward; then all gradients go into one float32 buffer, and from
-        # there into shards. gloo clones the buffer.
-        reduction = 4 + max(item, 4 * share) if setup.device == "cuda" else 8 + 4 * share
-        gradients = {"forward": 4 * share, "backward": 0, "reduction": reduction, "update": 4 * share}
-        gathered = item * count if moment in ("forward", "backward") else 0
-        return DraftBytes(4 * share, gradients[moment], 8 * share, gathered)
+        # Gathered from a specialist's first pass to the end of its backward; then its gradients go into a float32
+        # buffer, and from there into shards. gloo clones the buffer.
+        specialist = count_specialist_parameters(setup.config)
+        group = max(specialist, count - len(setup.config.allocation) * specialist)
+        buffer = group * (4 + item if setup.device == "cuda" else 8) if backward else 0
+        gathered = item * (group if moment == "reduction" else count) if moment != "update" else 0
+        return DraftBytes(4 * share, 4 * share, 8 * share, gathered, buffer)
     away = 0 if setup.offload else share
     masters, moments = 4 * away, 8 * away
     update = (item + 4) * away if moment == "update" else 0  # gradients as they were reduced, and in float32

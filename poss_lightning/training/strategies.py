@@ -5,9 +5,11 @@ Lightning file with undivided float32 weights and AdamW moments. So every strate
 other, on any number of processes, and `poss export` needs no process group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import atomic
 
+CALLS = ("queries", "keys_values", "after_attention")  # of a specialist, in the unroll
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 # How long a process waits for another, which may be at a checkpoint or at a slow disk: Lightning's 30 minutes end a
 # training whose first process writes 20 GB, or a validation that is longer on one process.
@@ -99,8 +102,9 @@ class Streamed(TorchCheckpointIO):
 class FSDP2(ModelParallelStrategy):
     """Weights, gradients and optimizer sharded over all processes by torch's fully_shard.
 
-    The draft is one group: its weights are gathered once for each batch, its gradients are scattered once for each
-    step. With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
+    Every specialist is a group, and what is left of the draft another: weights are gathered once for each batch, while
+    passes before theirs compute; gradients are scattered once for each step, while those of earlier passes are made.
+    With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
     `SpecialistTraining.configure_model` calls `shard`.
     """
 
@@ -117,9 +121,16 @@ class FSDP2(ModelParallelStrategy):
         """Shard the draft's parameters in place; a sharded draft stays as it is."""
         if isinstance(draft, FSDPModule):
             return
-        mixed = self.precision_plugin.precision == "bf16-mixed"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        fully_shard(draft.to(self.root_device), mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+        policy = MixedPrecisionPolicy()
+        if self.precision_plugin.precision == "bf16-mixed":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh = self.device_mesh["data_parallel"]
+        draft.to(self.root_device)
+        inside = replace(policy, cast_forward_inputs=False)  # rotary angles stay in float32
+        for layer in draft.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=False)
+        fully_shard(draft, mesh=mesh, mp_policy=policy)
+        _gather_at_first_calls(draft)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -132,6 +143,28 @@ class FSDP2(ModelParallelStrategy):
         finally:
             for module in sharded:
                 module.set_requires_gradient_sync(True)
+
+
+def _gather_at_first_calls(draft: Specialists) -> None:
+    """Let FSDP2 see the first call of every specialist in a batch, and no other.
+
+    Before that call it gathers the weights. Backward runs calls in the reverse of their order, so behind that call all
+    gradients of the specialist are there: they are scattered once, and the weights freed.
+    """
+    fresh: set[nn.Module] = set()  # not yet called in this batch
+    draft.register_forward_pre_hook(lambda *_: fresh.update(draft.layers))
+    for layer in draft.layers:
+        for name in CALLS:
+            plain = getattr(layer, name)
+            register_fsdp_forward_method(layer, name)
+            setattr(layer, name, partial(_call, fresh, layer, plain, getattr(layer, name)))
+
+
+def _call(fresh: set[nn.Module], layer: nn.Module, plain: Callable, hooked: Callable, *inputs: Any) -> Any:
+    if layer not in fresh:
+        return plain(*inputs)
+    fresh.discard(layer)
+    return hooked(*inputs)
 
 
 class DeepSpeed(DeepSpeedStrategy):

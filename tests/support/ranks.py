@@ -51,6 +51,7 @@ class Reductions(lightning.Callback):
 
     def __init__(self):
         self.now, self.steps = 0, Counter()
+        self.scattered: list[int] = []  # of the last step, in order
         for name in dir(dist):
             if name.startswith(("all_reduce", "reduce")) and name != "reduce_op":
                 setattr(dist, name, self.counted(getattr(dist, name), place=int("scatter" in name)))
@@ -58,7 +59,9 @@ class Reductions(lightning.Callback):
     def counted(self, function, place: int):
         def reduce(*args, **kwargs):
             tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
-            self.now += sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
+            count = sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
+            self.now += count
+            self.scattered += [count] * place
             return function(*args, **kwargs)
 
         return reduce
@@ -70,6 +73,7 @@ class Reductions(lightning.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, *_):
         self.now, self.step = 0, trainer.global_step + 1  # what checkpoints gather is not counted
+        self.scattered.clear()
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.steps[self.step] += self.now
@@ -125,3 +129,4 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))
+            (folder / "scattered.json").write_text(json.dumps(reductions.scattered))

@@ -124,7 +124,7 @@ def test_a_training_s_peak_is_the_one_predicted(case):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_memory_grows_linearly_with_the_batch(strategy, device):
-    sizes = (2**14, 2**15, 2**16)
+    sizes = (2**15, 2**16, 2**17)  # below, the peak may be at another moment, where weights and gradients are the most
     small, middle, large = (memory(shared(strategy, device=device, conversation=2048, tokens=t)).total for t in sizes)
     assert large - middle == pytest.approx(2 * (middle - small), rel=1e-3)
 

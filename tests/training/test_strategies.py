@@ -300,6 +300,16 @@ def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
             assert 0 <= extra <= 4  # the norm that clips, an overflow flag
 
 
+@pytest.mark.parametrize("batches", ["2", "4"])
+def test_fsdp2_scatters_a_specialist_as_soon_as_its_passes_are_done(trained, initial, batches):
+    """Backward ends with the first pass, so the last specialist is on its way while the others compute."""
+    start = load_file(initial)
+    layers = [sum(v.numel() for name, v in start.items() if name.startswith(f"layers.{n}.")) for n in range(2)]
+    rest = start["fc.weight"].numel() + start["fc.bias"].numel()
+    scattered = json.loads((trained / "fsdp2" / batches / "scattered.json").read_text())
+    assert scattered == [layers[1], layers[0], rest]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_stays_near(trained, reference, initial, strategy):
     """Arithmetic in bfloat16; masters, moments and what a checkpoint holds in float32."""
