@@ -12,9 +12,10 @@ from poss_lightning.features.remote import local_copy
 from poss_lightning.files import check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
-from poss_lightning.ranks import Rank, device_of, this_rank
+from poss_lightning.ranks import Rank, device_of, share_of
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 
 
 @check_numbers
@@ -31,6 +32,7 @@ def extract(
     device: str = "auto",
     stored: Literal["exact", "float8"] = "exact",
     layers: list[Layer] | None = None,
+    parallel: Parallel = "none",
     engine: Literal["transformers", "vllm"] = "transformers",
     tensor_parallel: Count = 1,
     verify: bool = False,
@@ -56,6 +58,8 @@ def extract(
         stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
         engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
             does not fit on one GPU. The features are the same up to rounding.
         tensor_parallel: GPUs that vLLM splits the target over.
@@ -69,7 +73,7 @@ def extract(
     check_folder(out, *OURS)
     if twice := {layer for layer in layers or () if (layers or []).count(layer) > 1}:
         raise ValueError(f"layers has {min(twice)} twice; name each layer once")
-    rank = this_rank()
+    rank = share_of(parallel)
     _check_engine(engine, tensor_parallel, rank)
     conversations = read_conversations(corpus, split, limit)
     if engine == "vllm":
@@ -77,7 +81,7 @@ def extract(
         model = Target.load(target, choose_dtype(dtype, where), "cpu")
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
     else:
-        model, reader = Target.load(target, dtype, device_of(rank, device)), TargetReader
+        model, reader = Target.load(target, dtype, device_of(rank, device), parallel), TargetReader
     write_store(
         Path(out),
         model,

@@ -4,21 +4,24 @@ import hashlib
 import io
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+
+HOST = socket.gethostname()
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; when the block ends well it becomes `path`, else it is removed.
 
-    Its name is always the same, so that what a killed process left is overwritten by the one that goes on.
+    Its name is always the same on a machine, so that what a killed process left is overwritten by the one that goes on.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_path(path)
     try:
         yield temporary
         temporary.chmod(0o644)  # some writers leave a file that only they may read
@@ -36,7 +39,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     check_new(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_path(path)
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
     try:
         temporary.mkdir(parents=True)
@@ -44,6 +47,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def temporary_path(path: Path) -> Path:
+    """With the machine's name: not every file system that several machines share lets them lock each other out."""
+    return path.with_name(f".{path.name}.{HOST}.tmp")
 
 
 def check_new(path: str | Path) -> None:

@@ -160,6 +160,16 @@ def float64_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
 
 
+def free_bytes(device: str | torch.device) -> int | None:
+    """Bytes that a GPU of CUDA has free, or that this machine has in all; None where nothing says."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if kind == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def synchronize(device: str | torch.device) -> None:
     """Wait until a device has done all it was asked for; a CPU always has."""
     kind = torch.device(device).type

@@ -2,11 +2,16 @@
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from poss_lightning.machine import choose_device
+
+T = TypeVar("T")
+PATIENCE = timedelta(days=7)  # for which a rank waits for what another one does, before it calls that one dead
 
 
 class Rank(NamedTuple):
@@ -39,3 +44,32 @@ def device_of(rank: Rank, device: str) -> str:
     if rank.world > 1 and (choose_device() if device == "auto" else device) == "cuda":
         return f"cuda:{rank.local % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
     return device
+
+
+def share_of(parallel: str) -> Rank:
+    """Which share of the work is this process's: ranks that divide a target (`tensors`) take one together."""
+    return Rank() if parallel == "tensors" else this_rank()
+
+
+def join(device: str) -> int:
+    """Let the processes that torchrun started send each other tensors and objects; how many they are.
+
+    Raises:
+        ValueError: torchrun started none, or one.
+    """
+    if (world := this_rank().world) == 1 or "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            "parallel is tensors, which several processes share: torchrun --nproc_per_node 2 --no-python poss …"
+        )
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+    return world
+
+
+def gather_objects(mine: T) -> list[T]:
+    """What every rank has, in order; all of them must call it."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    return everywhere

@@ -6,6 +6,7 @@ import os
 import huggingface_hub
 import pytest
 
+from poss_lightning import files
 from poss_lightning.files import Hashed, atomic, fetch, sha256
 
 
@@ -43,6 +44,17 @@ def test_what_a_killed_process_left_is_overwritten(tmp_path):
     with atomic(tmp_path / "file") as temporary:
         temporary.write_text("whole")
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
+
+
+def test_machines_that_cannot_lock_each_other_out_write_beside_each_other(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with atomic(path) as ours:
+        ours.write_text("ours")
+        monkeypatch.setattr(files, "HOST", "another")
+        with atomic(path) as theirs:
+            theirs.write_text("theirs")
+        assert path.read_text() == "theirs"
+    assert path.read_text() == "ours" and names(tmp_path) == ["file"]
 
 
 def test_sha256(tmp_path):

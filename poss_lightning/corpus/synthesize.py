@@ -16,6 +16,7 @@ from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, 
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 
 _PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 
@@ -37,6 +38,7 @@ def synthesize(
     seed: Seed = 0,
     dtype: str = "auto",
     device: str = "auto",
+    parallel: Parallel = "none",
 ) -> None:
     """Let the target write conversations with itself, as (compressed) JSON lines of chat messages.
 
@@ -60,15 +62,18 @@ def synthesize(
         seed: the same seed, target and machine give the same file.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
     """
     options = dict(locals())
     if not temperature:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), _read_openings(openings)
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, parallel)
     writer = _Writer(model, turns, user=(user, user_tokens), answer=(answer, answer_tokens), openings=first_words)
-    settings = {name: value for name, value in options.items() if name not in ("out", "conversations", "device")}
+    unlike = ("out", "conversations", "device", "parallel")  # in which the same corpus may be written
+    settings = {name: value for name, value in options.items() if name not in unlike}
     settings |= {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
     corpus.claim(settings)
     records = islice(_records(corpus, writer, batch_size, seed), conversations)

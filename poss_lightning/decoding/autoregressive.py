@@ -16,7 +16,7 @@ class Autoregressive(Decoder):
 
     Args:
         target: the frozen model.
-        graphs: whether steps run as CUDA graphs, as the engine's rounds do; None for: on CUDA.
+        graphs: whether steps run as CUDA graphs, as the engine's rounds do; None for: where the target can.
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):

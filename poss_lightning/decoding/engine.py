@@ -55,7 +55,7 @@ class Speculative(Decoder):
             where the host must not wait, with one depth and size that it settles on.
         share: spend the nodes of a batch where they are likeliest to be accepted, whichever row they are in, instead of
             as many on every row.
-        graphs: run rounds as CUDA graphs; None where there is CUDA, unless processors need the host.
+        graphs: run rounds as CUDA graphs; None where the target can, unless processors need the host.
         compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere. A
             head is then not read in 8 bits: Inductor has no such product of weights that it does not own.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
@@ -93,7 +93,7 @@ class Speculative(Decoder):
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampler = TokenSampler(GREEDY, [], 0, target.device)
         self.request_id = 0  # of the texts in hand
-        self.graphs = Graphs(target.device, graphs)
+        self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
         self.forward_tree = partial(target.forward_tree, layers=draft.config.layers)
         if compile:
             self.forward_tree = torch.compile(self.forward_tree, fullgraph=True)

@@ -15,6 +15,7 @@ from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.ranges import Count, Rows, Tokens, check_numbers
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 
 
 @check_numbers
@@ -28,6 +29,7 @@ def answer(
     batch_size: Rows = 32,
     dtype: str = "auto",
     device: str = "auto",
+    parallel: Parallel = "none",
 ) -> None:
     """Let the target answer suites of prompts, turn by turn, and write (compressed) JSON lines of chat messages.
 
@@ -42,9 +44,11 @@ def answer(
         batch_size: conversations that are answered side by side.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
     """
     corpus, questions = CorpusWriter(out), read_suites(suites, limit)
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, parallel)
     names = [f"{question.suite}/{question.id}" for question in questions]
     turns = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
     _check_room(model, questions, max_new_tokens)

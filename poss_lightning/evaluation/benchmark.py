@@ -45,6 +45,7 @@ from poss_lightning.ranges import (
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work
 
 HERE = ("autoregressive", "generate", "lookup")  # baselines that decode in this process
@@ -74,6 +75,7 @@ def benchmark(
     graphs: bool | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    parallel: Parallel = "none",
 ) -> None:
     """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
 
@@ -108,6 +110,8 @@ def benchmark(
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
         device: auto (cuda, else mps, else cpu), or one of these.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
     """
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in locals().items() if name != "out"}
@@ -118,9 +122,9 @@ def benchmark(
     loaded_suites = load_suites(suites, limit)
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, parallel)
     sampling.check_vocabulary(model.spec.vocab_size)
-    graphs = Graphs(model.device, graphs).enabled
+    graphs = Graphs(model.device, model.has_graphs if graphs is None else graphs).enabled
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):

@@ -29,6 +29,7 @@ from poss_lightning.ranges import (
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 from poss_lightning.terminal import printable
 
 
@@ -49,6 +50,7 @@ def generate(
     seed: Seed = 0,
     dtype: str = "auto",
     device: str = "auto",
+    parallel: Parallel = "none",
     compare: bool | None = None,
     chat: bool = False,
     show: Literal["tree"] | None = None,
@@ -72,6 +74,8 @@ def generate(
         seed: of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
+            divides it among the processes of torchrun, of which the first does everything else.
         compare: decode the answer once more without the draft, for the speed-up; by default if there is a draft, but
             not in a chat.
         chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the
@@ -84,13 +88,13 @@ def generate(
     _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
-    if prompt == "-" and not chat:
-        prompt = config["prompt"] = sys.stdin.read().strip()
-    if not prompt.strip():
-        raise ValueError("the prompt is empty: say something, or - to read it from stdin")
+    _check_prompt(prompt)
     loaded = Specialists.from_pretrained(draft) if draft else None
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, parallel)
     sampling.check_vocabulary(model.spec.vocab_size)
+    if prompt == "-" and not chat:  # read here: of several processes one alone comes so far
+        prompt = config["prompt"] = sys.stdin.read().strip()
+        _check_prompt(prompt)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
     if loaded:
@@ -147,6 +151,11 @@ def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show:
         raise ValueError(f"show is {show}, but without --draft there is none")
     if compare and not draft:
         raise ValueError("compare is true, but without --draft decoding is plain already")
+
+
+def _check_prompt(prompt: str) -> None:
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: say something, or - to read it from stdin")
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ from poss_lightning.features.schedule import Schedule, split, stable_number
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
 from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
+from poss_lightning.target.placement import Parallel
 
 
 class FeatureData(lightning.LightningDataModule):
@@ -22,6 +23,8 @@ class FeatureData(lightning.LightningDataModule):
         max_length: of online features: tokens a conversation is cut at.
         dtype: of online features, of the target and the features: auto (what the device multiplies fastest), bfloat16,
             float16 or float32.
+        parallel: of online features: none, where the target fits one device; layers spreads it over the other GPUs of
+            this process; tensors divides it among the processes of torchrun that train.
         batch_tokens: tokens of a batch of one process, padding included.
         packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
             length.
@@ -41,6 +44,7 @@ class FeatureData(lightning.LightningDataModule):
         target: str = "embedded",
         max_length: Tokens = 2048,
         dtype: str = "auto",
+        parallel: Parallel = "none",
         batch_tokens: BatchTokens = 4096,
         packed: bool = True,
         noise: Weight = 0.2,
@@ -54,7 +58,7 @@ class FeatureData(lightning.LightningDataModule):
         if store is not None and corpus is None:
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, target, max_length, dtype)
+            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel)
         else:
             raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise

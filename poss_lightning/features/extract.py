@@ -7,6 +7,7 @@ shards, a killed process is replaced by giving the command again, and the bytes 
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +37,7 @@ from poss_lightning.work import Work, differences
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
 OURS = (UNFINISHED, MANIFEST)  # one of them is in every store, begun or finished
+LATE = 2.0  # seconds by which a shared file system may show another machine's receipt
 logger = logging.getLogger(__name__)
 
 
@@ -75,8 +77,12 @@ def write_store(
         return work.clear()  # the process that finished it may have been killed before it did
     check_folder(folder, *OURS)
     work.claim(key | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
-    _write_shards(folder, work, reader(target, layers), shards, stored, rank)
-    entries = [entry for number in range(len(shards)) if (entry := _entry(folder, work, number))]
+    made = reader(target, layers)
+    _write_shards(folder, work, made, shards, stored, rank)
+    if not is_finished(folder) and None in _entries(folder, work, shards):
+        time.sleep(LATE)  # else each of two machines might think that the other is not finished
+        _write_shards(folder, work, made, shards, stored, rank, again=True)
+    entries = [entry for entry in _entries(folder, work, shards) if entry]
     if (missing := len(shards) - len(entries)) and not is_finished(folder):
         others = f"{missing} of {len(shards)} shards are with other processes, the last of which finishes it"
         return print(f"{folder}: {others}; if one of them died, give the command again")
@@ -128,10 +134,12 @@ def _check_same(folder: Path, key: dict) -> None:
         )
 
 
-def _write_shards(folder: Path, work: Work, reader: Reader, shards: list[Shard], stored: str, rank: Rank) -> None:
-    """Write this rank's share of the shards, and those that no other process is at."""
+def _write_shards(
+    folder: Path, work: Work, reader: Reader, shards: list[Shard], stored: str, rank: Rank, again: bool = False
+) -> None:
+    """Write this rank's share of the shards, and those that no other process is at; `again` is a second look."""
     sizes = [sum(len(text.tokens) for batch in shard for text in batch) for shard in shards]
-    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0) as bar:
+    with tqdm(total=sum(sizes), unit="token", unit_scale=True, desc="extract", disable=again or rank.rank > 0) as bar:
         for number in order(len(shards), rank):
             if _is_done(folder, work, number):  # before the lock, which would leave a file in a finished store
                 bar.update(sizes[number])
@@ -147,6 +155,10 @@ def _write_shards(folder: Path, work: Work, reader: Reader, shards: list[Shard],
 
 def _is_done(folder: Path, work: Work, number: int) -> bool:
     return _entry(folder, work, number) is not None or is_finished(folder)  # in this order: receipts go last
+
+
+def _entries(folder: Path, work: Work, shards: list[Shard]) -> list[FileEntry | None]:
+    return [_entry(folder, work, number) for number in range(len(shards))]
 
 
 def _entry(folder: Path, work: Work, number: int) -> FileEntry | None:

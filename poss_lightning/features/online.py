@@ -13,9 +13,10 @@ from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import STATISTICS, Sample, most_common_tokens
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.ranks import device_of, this_rank
+from poss_lightning.ranks import device_of, gather_objects, this_rank
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
+from poss_lightning.target.placement import Parallel
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 
 ROWS = 256  # slots whose logits exist at once
@@ -25,7 +26,8 @@ class OnlineFeatures:
     """What a `FeatureStore` offers, but samples come without features; `fill` makes them.
 
     Args:
-        model: the target; it stays in the process, and follows the batches to their device.
+        model: the target; it stays in the process, and follows the batches to their device, if it lies on one. Where
+            processes divide it among them, all read the batches of each in turn.
         texts: conversations, tokenized and cut.
     """
 
@@ -37,11 +39,18 @@ class OnlineFeatures:
         self.layers: tuple[int, ...] = ()  # that a draft reads
 
     @classmethod
-    def load(cls, corpus: str, target: str, max_length: int, dtype: str) -> "OnlineFeatures":
+    def load(
+        cls, corpus: str, target: str, max_length: int, dtype: str, parallel: Parallel = "none"
+    ) -> "OnlineFeatures":
         """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
         conversations = read_conversations(corpus)
-        model = Target.load(target, choose_dtype(dtype, choose_device()), "cpu")  # it follows the batches
-        return cls(model, tokenize(model, conversations, min(max_length, model.spec.context)))
+        dtype = choose_dtype(dtype, choose_device())
+        if parallel == "none":
+            model = Target.load(target, dtype, "cpu")  # it follows the batches
+        else:
+            model = Target.load(target, dtype, "auto", parallel, together=True, spared=this_rank().local)
+        texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
+        return cls(model, texts)
 
     def __getitem__(self, index: int) -> Sample:
         text = self.texts[index]
@@ -72,7 +81,7 @@ class OnlineFeatures:
     @torch.inference_mode()
     def root_mean_square(self) -> Tensor:
         """As of a `FeatureStore`; computed on the GPU of this process, where it has one."""
-        self.model.to(device_of(this_rank(), choose_device()))
+        self._move_target(device_of(this_rank(), choose_device()))
         some = self.texts[:: max(1, len(self.texts) // STATISTICS)]
         inputs = [self._forward(torch.tensor([text.tokens], device=self.model.device))[1][0] for text in some]
         return torch.cat(inputs).float().square().mean(0).sqrt().cpu()
@@ -80,22 +89,39 @@ class OnlineFeatures:
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
         """The batch with features, the draft's input, and the target's likeliest tokens wherever a pass counts."""
-        self.model.to(batch.tokens.device)
+        device = batch.tokens.device
+        self._move_target(device)
         parts = batch.parts()
         texts = [batch.tokens[part].tolist() for part in parts]
         lengths = np.array(list(map(len, texts)))
         width = self.target.hidden_size
-        features = self.model.embed_head.embedding.new_zeros(*batch.tokens.shape, width)
+        features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
-        for group in bucket_rows(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum())):
-            both = self._forward(pad_right([texts[i] for (i,) in group], batch.tokens.device))
+        groups = bucket_rows(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum()))
+        made = self._forward_in_turn([[texts[i] for (i,) in group] for group in groups])
+        for group, both in zip(groups, made, strict=True):
             for (i,), row, draft_input in zip(group, *both, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
         for row, slot in (some.unbind(1) for some in known.split(ROWS)):
-            greedy[row, slot] = self.model.embed_head.logits(features[row, slot]).max(-1).indices
+            logits = self.model.embed_head.logits(features[row, slot].to(self.model.device))
+            greedy[row, slot] = logits.max(-1).indices.to(device)
         return batch._replace(features=features, draft_input=inputs, greedy=greedy)
+
+    def _move_target(self, device: torch.device | str) -> None:
+        if not self.model.spans_devices:
+            self.model.to(device)
+
+    def _forward_in_turn(self, groups: list[list[list[int]]]) -> list[tuple[Tensor, Tensor]]:
+        """`_forward` of each group of texts; processes that share the target take part in those of the others."""
+        everywhere, own, made = [groups], 0, []
+        if self.model.is_divided:
+            everywhere, own = gather_objects(groups), this_rank().rank
+        for rank, theirs in enumerate(everywhere):
+            outputs = [self._forward(pad_right(texts, self.model.device)) for texts in theirs]
+            made = outputs if rank == own else made
+        return made
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features, and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""

@@ -6,7 +6,7 @@ Every row of the batch has its own length. Slots below it are verified; the slot
     row 1   v v v | r a b c . . . . .        length 3
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,21 @@ class Packed(NamedTuple):
         return (same_row[..., None] & by_node[:, None]).flatten(1)[None, None]
 
 
+class Store(Protocol):
+    """Where the keys and values of all layers lie; the methods are those of a `SlotStore`."""
+
+    batch: int
+    capacity: int
+    layers: int
+    device: torch.device  # of the indices
+
+    def write(self, layers: int, index: Tensor, keys: Tensor, values: Tensor) -> None: ...
+    def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]: ...
+    def move(self, source: Tensor, destination: Tensor) -> None: ...
+    def clear(self) -> None: ...
+    def select(self, rows: list[int]) -> None: ...
+
+
 class SlotStore:
     """Keys and values of L attention layers: B rows of C slots, slot-major, so that one copy moves a token."""
 
@@ -53,7 +68,7 @@ class SlotStore:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.batch, self.capacity = batch, capacity
+        self.layers, self.batch, self.capacity, self.device = layers, batch, capacity, device
         self.keys = torch.zeros(layers, batch * capacity, heads, head_dim, dtype=dtype, device=device)  # (L, B*C, H, d)
         self.values = torch.zeros_like(self.keys)
 
@@ -179,7 +194,7 @@ class Slots:
 class _Layer(CacheLayerMixin):
     """The cache that a transformers attention layer sees: writes into the store, returns a view."""
 
-    def __init__(self, store: SlotStore, slots: Slots, layer: int):
+    def __init__(self, store: Store, slots: Slots, layer: int):
         super().__init__()
         self.store, self.slots, self.layer = store, slots, layer
         self.is_initialized = True
@@ -207,9 +222,9 @@ class _Layer(CacheLayerMixin):
 class TreeCache(Cache):
     """The target's cache: B rows of `capacity` slots. `append` or `keep_path` says what of the last forward stays."""
 
-    def __init__(self, store: SlotStore):
-        self.store, self.slots = store, Slots(store.batch, store.capacity, store.keys.device)
-        super().__init__(layers=[_Layer(store, self.slots, layer) for layer in range(len(store.keys))])
+    def __init__(self, store: Store):
+        self.store, self.slots = store, Slots(store.batch, store.capacity, store.device)
+        super().__init__(layers=[_Layer(store, self.slots, layer) for layer in range(store.layers)])
 
     def clear(self) -> None:
         """Empty it."""

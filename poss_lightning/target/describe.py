@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.target.masks import FULL
+from poss_lightning.target.placement import undivided
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 
 
@@ -23,15 +24,18 @@ def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 
 
 def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
-    """The frozen embedding and head of a model with this spec; they share its memory.
+    """The frozen embedding and head of a model with this spec; they share its memory, if they lie whole on one device.
+
+    Else the embedding is copied to the device of the head, where features come out.
 
     Raises:
         NotImplementedError: as `plain_embed_head`.
     """
     embedding, head = plain_embed_head(model)
-    tied = head.weight.data_ptr() == embedding.weight.data_ptr()
-    rows = embedding.weight if tied else head.weight
-    return EmbedHead(embedding.weight, rows, scale=spec.logit_scale, cap=spec.logit_cap)
+    rows = undivided(head.weight)
+    tied = head.weight is embedding.weight or rows.data_ptr() == embedding.weight.data_ptr()
+    table = rows if tied else undivided(embedding.weight).to(rows.device)
+    return EmbedHead(table, rows, scale=spec.logit_scale, cap=spec.logit_cap)
 
 
 def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
@@ -81,6 +85,6 @@ def _fingerprint(model: PreTrainedModel) -> str:
     """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
+        sample = undivided(parameter).flatten()[:64].to(torch.bfloat16).float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -102,13 +102,13 @@ class PlainLoop:
 
     Args:
         target: the frozen model.
-        graphs: whether steps run as CUDA graphs; None for: on CUDA.
+        graphs: whether steps run as CUDA graphs; None for: where the target can.
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):
         self.target, self.cache = target, target.new_cache(0, 0)  # none, until texts are read
         self.sampler = TokenSampler(GREEDY, [], 0, target.device)
-        self.graphs = Graphs(target.device, graphs)
+        self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
         self.alone = causal_ancestors(1, target.device)
         self.request_id = 0  # of the batch in hand
 

@@ -18,12 +18,24 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.files import fetch
-from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.machine import choose_dtype
+from poss_lightning.ranks import this_rank
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import Packed, SlotStore, TreeCache
+from poss_lightning.target.cache import Packed, SlotStore, Store, TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
+from poss_lightning.target.followers import Leader, Part, SharedStore, follow
 from poss_lightning.target.masks import LayerMasks
+from poss_lightning.target.placement import (
+    Parallel,
+    SpreadStore,
+    check_placement,
+    home_device,
+    is_divided,
+    kv_layout,
+    placement,
+)
+from poss_lightning.target.spec import EmbedHead
 
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
 TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
@@ -34,6 +46,9 @@ class Target(nn.Module):
     """A causal LM of unmodified transformers code, with its tokenizer and chat template. The model stays as it is.
 
     Features are the inputs of the LM head, so `embed_head.logits(features)` are the model's logits (checked here).
+
+    The model may lie on several devices (`device_map`), or be divided among processes that all do the same. Features,
+    embedding and head are on the head's device, and so is a draft.
 
     Args:
         model: a causal LM of transformers.
@@ -50,16 +65,30 @@ class Target(nn.Module):
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
         self.config = model.config.get_text_config()
         self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
+        self.is_divided = is_divided(model)
+        self.spans_devices = self.is_divided or len({value.device for value in model.parameters()}) > 1
+        self.leader: Leader | None = None  # on rank 0 of processes that share the model, where the others follow
         try:
             self.spec = spec_of(model, name, self.chat.digest)
             self.embed_head = embed_head_of(model, self.spec)
             self.masks = LayerMasks.of(self.config, self.spec.context)
+            self.kv_layout = [(self.device, self.spec.kv_heads)] * self.config.num_hidden_layers
+            if self.spans_devices:
+                self.kv_layout = kv_layout(model, self.device)
             self._check()
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whatever its code raises
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 
     @classmethod
-    def load(cls, name: str = embedded.NAME, dtype: str | None = "auto", device: str = "auto") -> "Target":
+    def load(
+        cls,
+        name: str = embedded.NAME,
+        dtype: str | None = "auto",
+        device: str = "auto",
+        parallel: Parallel = "none",
+        together: bool = False,
+        spared: int | None = None,
+    ) -> "Target":
         """Load a target.
 
         Args:
@@ -67,22 +96,28 @@ class Target(nn.Module):
             dtype: "auto" for what the device multiplies fastest, "bfloat16", "float16" or "float32"; None for that of
                 its files.
             device: where it computes: "auto" for "cuda", else "mps", else "cpu"; or one of these.
+            parallel: "none" for one device; "layers" for one process that spreads its layers over all GPUs; "tensors"
+                for processes of torchrun that divide every layer. Then only rank 0 returns, and the others end with it.
+            together: with "tensors" all ranks return, and must all do the same with it.
+            spared: with "layers", number of a GPU that gets none.
 
         Raises:
             FileNotFoundError: no such folder or hub id, a damaged one, or the embedded target's package is missing.
-            ValueError: an unknown dtype or device; weights missing; a model whose logits are not head(feature).
+            ValueError: an unknown dtype or device; weights missing, or larger than the memory for them; a model whose
+                logits are not head(feature).
         """
-        device = choose_device(device)
+        device = home_device(parallel, device)
         if device.startswith("cuda"):
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         if dtype is not None:
             dtype = choose_dtype(dtype, device)
         disable_progress_bar()  # loading takes seconds, and its bar would cut through ours
         source = _folder(name)
+        placed = placement(name, source, dtype, device, parallel, spared)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True
+                source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True, **placed
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             needs = "config.json, tokenizer.json and model.safetensors"
@@ -94,7 +129,25 @@ class Target(nn.Module):
             raise ValueError(
                 f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew"
             )
-        return cls(model.to(device).requires_grad_(False), tokenizer, name)
+        check_placement(model, parallel)
+        target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)
+        if target.device.type == "cuda" and placed:
+            torch.cuda.set_device(target.device)  # where the draft computes, and what clocks measure
+        if parallel == "tensors" and not together:
+            target._lead_or_follow()
+        return target
+
+    def _lead_or_follow(self) -> None:
+        """Return on rank 0; the others serve it, and end."""
+        part = Part(self.model, self._new_store)
+        if this_rank().rank == 0:
+            self.leader = Leader(part, self.device)
+            return
+        empty = self.embed_head.embedding[:0].clone()
+        self.embed_head = EmbedHead(empty, empty)  # rank 0 alone makes logits
+        with self.without_defaults():
+            follow(part, self.device)
+        raise SystemExit
 
     @property
     def device(self) -> torch.device:
@@ -109,18 +162,25 @@ class Target(nn.Module):
         """As options and files name it, e.g. bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether its steps can be CUDA graphs: not if they go from device to device, or wait for other processes."""
+        return self.device.type == "cuda" and not self.spans_devices
+
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """An empty cache of `batch` rows and `capacity` slots."""
-        store = SlotStore(
-            layers=self.config.num_hidden_layers,
-            batch=batch,
-            capacity=capacity,
-            heads=self.spec.kv_heads,
-            head_dim=self.spec.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
-        return TreeCache(store)
+        if self.leader is not None:
+            return TreeCache(SharedStore(self.leader, len(self.kv_layout), batch, capacity))
+        return TreeCache(self._new_store(batch, capacity))
+
+    def _new_store(self, batch: int, capacity: int) -> Store:
+        """Of this process's keys and values."""
+        devices, (heads, *_) = zip(*self.kv_layout, strict=True)
+        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "heads": heads, "head_dim": self.spec.head_dim}
+        sizes["dtype"] = self.dtype
+        if set(devices) == {self.device}:
+            return SlotStore(layers=len(devices), device=self.device, **sizes)
+        return SpreadStore(list(devices), self.device, **sizes)
 
     # --- trees, behind a cache ---
 
@@ -159,23 +219,18 @@ class Target(nn.Module):
             slots.pack(packed)
             tokens, positions = packed.gather(tokens), packed.gather(positions)
         with self._as_decoded():
-            output = self.model.base_model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                output_hidden_states=bool(layers),
+            output = self._forward(
+                cache, input_ids=tokens, attention_mask=mask, position_ids=positions, output_hidden_states=bool(layers)
             )
-        features = output.last_hidden_state
-        return features, torch.cat([output.hidden_states[i] for i in layers], dim=-1) if layers else features
+        features = output.last_hidden_state.to(self.device)
+        return features, torch.cat(self._inner(output, layers), dim=-1) if layers else features
 
     # --- whole texts, without a cache ---
 
     def text_features(self, tokens: Tensor) -> Tensor:
         """Features of whole right-padded texts: (B, T) -> (B, T, D). Padding changes nothing before it."""
         with self._as_decoded():
-            return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            return self._forward(None, input_ids=tokens).last_hidden_state.to(self.device)
 
     def text_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`text_features`, and the outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
@@ -188,14 +243,24 @@ class Target(nn.Module):
         """
         self.check_layers(layers)
         with self._as_decoded():
-            output = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        return output.last_hidden_state, torch.stack([output.hidden_states[i] for i in layers], dim=2)
+            output = self._forward(None, input_ids=tokens, output_hidden_states=True)
+        return output.last_hidden_state.to(self.device), torch.stack(self._inner(output, layers), dim=2)
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Raise ValueError where `text_layers` cannot give one of them."""
         last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
+
+    def _forward(self, cache: TreeCache | None, **inputs: Any) -> Any:
+        """The output of the base model, in this process, or in all that share it."""
+        if self.leader is not None:
+            return self.leader.forward(cache, **inputs)
+        return self.model.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
+
+    def _inner(self, output: Any, layers: tuple[int, ...]) -> list[Tensor]:
+        """Outputs of decoder layers, which are on their own devices."""
+        return [output.hidden_states[i].to(self.device) for i in layers]
 
     # --- the model as it decodes ---
 
@@ -227,7 +292,7 @@ class Target(nn.Module):
         self.model.generation_config = GenerationConfig()
         try:
             with self._as_decoded():
-                yield self.model
+                yield self.leader or self.model
         finally:
             self.model.generation_config = usual
 
@@ -238,7 +303,7 @@ class Target(nn.Module):
         """Raise NotImplementedError where logits are not head(feature), or features differ behind cache and mask."""
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self._as_decoded():
-            logits = self.model(tokens, use_cache=False).logits
+            logits = self.model(tokens, use_cache=False).logits.to(self.device)
         ours = self.embed_head.logits(self.text_features(tokens))
         if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise NotImplementedError(

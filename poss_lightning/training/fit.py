@@ -43,6 +43,7 @@ from poss_lightning.ranges import Seed, refuse_numbers
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.strategies import prepare
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
@@ -308,7 +309,9 @@ class _Cli(LightningCLI):
             trainer = self._get(config, "trainer")
             if trainer.precision == "auto":
                 trainer.precision = choose_precision(str(trainer.accelerator))
-        return super().instantiate_trainer(**more)
+        trainer = super().instantiate_trainer(**more)
+        prepare(trainer.strategy)
+        return trainer
 
     def before_fit(self) -> None:
         checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
@@ -377,6 +380,7 @@ def _quieten() -> None:
     """Warnings and lines of Lightning that say what config.yaml tells, or advertise."""
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")  # metrics sum by themselves
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why

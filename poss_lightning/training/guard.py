@@ -13,7 +13,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.schedule import Step
 from poss_lightning.features.stream import Batch
 from poss_lightning.files import atomic
-from poss_lightning.training.strategies import gather_draft
+from poss_lightning.training.strategies import save_draft
 
 BATCH, NOTE = "batch.safetensors", "note.json"
 TENSORS = ("tokens", "features", "draft_input", "greedy", "counts", "positions")
@@ -49,9 +49,7 @@ def report_nonfinite(trainer: Trainer, draft: Specialists, batches: list[Batch],
         torch.distributed.all_gather_object(everywhere, local)
     findings = "; ".join(filter(None, everywhere)) or locate_gradients(draft, batches)
     folder = Path(trainer.log_dir or trainer.default_root_dir) / f"not-finite-{trainer.global_step}"
-    undivided = gather_draft(draft)  # all processes must join it
-    if trainer.is_global_zero:
-        undivided.save_pretrained(folder)
+    save_draft(draft, folder, writes=trainer.is_global_zero)
     if local or not any(everywhere):
         save_batches(folder / f"rank-{trainer.global_rank}", batches, findings)
     return f"step {trainer.global_step}: {findings}; {folder} reproduces it"

@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 from poss_lightning.draft.attention import ROWS
 from poss_lightning.draft.specialists import DraftConfig
-from poss_lightning.training.costs import count_head_parameters, count_parameters, shapes, widths
+from poss_lightning.training.costs import (
+    count_head_parameters,
+    count_parameters,
+    count_specialist_parameters,
+    muon_matrices,
+    shapes,
+    widths,
+)
+from poss_lightning.training.muon import waves
 from poss_lightning.training.setup import Setup
 
 BUCKET = 200_000_000  # numbers; Lightning's reduce_bucket_size of DeepSpeed, allocated however small the draft is
@@ -63,6 +71,16 @@ def most_tokens(setup: Setup, limit: float) -> int:
 
     fitting = bisect_right(range(2, MOST), limit, key=peak)
     return fitting + 1 if fitting else 0
+
+
+def checkpoint_bytes(setup: Setup) -> tuple[float, float]:
+    """Bytes of a checkpoint, weights and moments in float32, and of the first process's own copy while it is written.
+
+    A tensor that is whole on the device goes from there into the file; parts are gathered on the CPU first.
+    """
+    count = count_parameters(setup.config)
+    file = (4 + _moment_bytes(setup, count)) * count
+    return file, 0 if setup.strategy in ("one", "ddp") else file
 
 
 def unroll_bytes(setup: Setup) -> float:
@@ -148,10 +166,7 @@ def _update(setup: Setup) -> Memory:
     if setup.offload:
         return parts
     if setup.optimizer == "muon":
-        # Of one matrix at a time: its step, three times in bfloat16 while it is made orthogonal, and two squares of
-        # its smaller side.
-        matrices = [shape for shape in shapes(setup.config) if len(shape) == 2]
-        return parts._replace(optimizer=parts.optimizer + max(8 * n * m + 4 * min(n, m) ** 2 for n, m in matrices))
+        return parts._replace(optimizer=parts.optimizer + _muon_bytes(setup))
     largest = max(shape.numel() for shape in shapes(setup.config))
     if setup.strategy == "fsdp2":
         largest /= setup.processes
@@ -159,6 +174,18 @@ def _update(setup: Setup) -> Memory:
     on_cpu = parts.optimizer if setup.zero else 8 * largest
     workspace = on_cpu if setup.device == "cpu" else parts.optimizer / 2
     return parts._replace(optimizer=parts.optimizer + workspace)
+
+
+def _muon_bytes(setup: Setup) -> float:
+    """Of one matrix: its step, three times in bfloat16 as it is made orthogonal, and two squares of its smaller side.
+
+    Beside it are the steps in bfloat16 of those that other processes make at the same time.
+    """
+    most = 0
+    for wave in waves(muon_matrices(setup.config), setup.processes):
+        own = max(6 * matrix.numel() + 4 * min(matrix.shape) ** 2 for matrix in wave)
+        most = max(most, own + 2 * sum(matrix.numel() for matrix in wave))
+    return most
 
 
 def _memory_at(moment: str, setup: Setup, activations: float = 0, loss: float = 0) -> Memory:
@@ -193,7 +220,7 @@ def _moment_bytes(setup: Setup, count: int) -> float:
     """Bytes for each parameter, on average: two moments of AdamW, one of Muon for a matrix."""
     if setup.optimizer == "adamw":
         return 8
-    return 8 - 4 * sum(shape.numel() for shape in shapes(setup.config) if len(shape) == 2) / count
+    return 8 - 4 * sum(matrix.numel() for matrix in muon_matrices(setup.config)) / count
 
 
 def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
@@ -206,12 +233,13 @@ def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
         casts = _cast_bytes(setup.config) if item == 2 and moment != "update" else 0
         return DraftBytes(4, gradients, _moment_bytes(setup, count), casts)
     if setup.strategy == "fsdp2":
-        # Gathered from the first pass to the end of backward; then all gradients go into one float32 buffer, and from
-        # there into shards. gloo clones the buffer.
-        reduction = 4 + max(item, 4 * share) if setup.device == "cuda" else 8 + 4 * share
-        gradients = {"forward": 4 * share, "backward": 0, "reduction": reduction, "update": 4 * share}
-        gathered = item * count if moment in ("forward", "backward") else 0
-        return DraftBytes(4 * share, gradients[moment], 8 * share, gathered)
+        # Gathered from a specialist's first pass to the end of its backward; then its gradients go into a float32
+        # buffer, and from there into shards. gloo clones the buffer.
+        specialist = count_specialist_parameters(setup.config)
+        group = max(specialist, count - len(setup.config.allocation) * specialist)
+        buffer = group * (4 + item if setup.device == "cuda" else 8) if backward else 0
+        gathered = item * (group if moment == "reduction" else count) if moment != "update" else 0
+        return DraftBytes(4 * share, 4 * share, 8 * share, gathered, buffer)
     away = 0 if setup.offload else share
     masters, moments = 4 * away, 8 * away
     update = (item + 4) * away if moment == "update" else 0  # gradients as they were reduced, and in float32

@@ -61,7 +61,7 @@ class SpecialistTraining(lightning.LightningModule):
             behind a chain's first miss do not count; None, all count alike. In training alone.
         gamma: weight of a pass relative to the one before.
         optimizer: "adamw"; or "muon" for all matrices but a head, and AdamW for the rest. Muon needs fewer steps to the
-            same loss, and undivided matrices in each process.
+            same loss, and undivided matrices in each process; processes share the work of its step.
         learning_rate: of both optimizers, at the end of warm-up.
         betas: of AdamW.
         weight_decay: of both optimizers.
@@ -186,7 +186,8 @@ class SpecialistTraining(lightning.LightningModule):
         adamw_args = {"lr": hp["learning_rate"], "betas": tuple(hp["betas"]), "weight_decay": hp["weight_decay"]}
         if hp["optimizer"] == "muon":
             heads = [self.draft.lm_head.weight] if self.draft.config.own_head else []
-            optimizer = Muon(parameters, **adamw_args, heads=heads)
+            share = {"rank": self.trainer.global_rank, "world": self.trainer.world_size}
+            optimizer = Muon(parameters, **adamw_args, heads=heads, **share)
         else:
             optimizer = torch.optim.AdamW(parameters, **adamw_args)
         total = self.trainer.estimated_stepping_batches

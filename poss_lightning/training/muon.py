@@ -7,13 +7,16 @@ So is a head, as is usual: its rows are tokens, many of them rare, and their ste
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at 0 of those that keep singular values near 1
 STEPS = 5
 LENGTH = 0.2  # root mean square of an AdamW step, in learning rates
+M = TypeVar("M", bound=Tensor)
 
 
 class Muon(torch.optim.AdamW):
@@ -24,6 +27,7 @@ class Muon(torch.optim.AdamW):
         lr, betas, weight_decay: as in AdamW; learning rate and weight decay hold for matrices too.
         momentum: of matrices.
         heads: matrices among `params` that are left to AdamW.
+        rank, world: of the processes that have the same parameters and gradients, and share the work of a step.
     """
 
     def __init__(
@@ -34,7 +38,10 @@ class Muon(torch.optim.AdamW):
         weight_decay: float = 0.0,
         momentum: float = 0.95,
         heads: Sequence[Tensor] = (),
+        rank: int = 0,
+        world: int = 1,
     ):
+        self.rank, self.world = rank, world
         params, head_ids = list(params), {id(head) for head in heads}
         matrices = [p for p in params if p.ndim == 2 and id(p) not in head_ids]
         others = [p for p in params if p.ndim != 2 or id(p) in head_ids]
@@ -58,19 +65,39 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_matrices(self, group: dict) -> None:
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            if not (state := self.state[p]):
-                state |= {
-                    "step": torch.zeros(()),
-                    "momentum": torch.zeros_like(p.grad),
-                }  # AdamW's state_dict has a step
-            average = state["momentum"]
-            average.lerp_(p.grad, 1 - group["momentum"])
-            step = orthogonalize(p.grad.lerp(average, group["momentum"]))
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(step.to(p.dtype), alpha=-group["lr"] * LENGTH * max(p.shape) ** 0.5)
+        """Of as many matrices as there are processes, each makes one and sends it to the others; and so on."""
+        matrices = [p for p in group["params"] if p.grad is not None]
+        for wave in waves(matrices, self.world):
+            steps = [self._orthogonal_step(p, group["momentum"], turn == self.rank) for turn, p in enumerate(wave)]
+            if self.world > 1:
+                for sent in [dist.broadcast(step, turn, async_op=True) for turn, step in enumerate(steps)]:
+                    sent.wait()
+            for p, step in zip(wave, steps, strict=True):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(step.to(p.dtype), alpha=-group["lr"] * LENGTH * max(p.shape) ** 0.5)
+
+    def _orthogonal_step(self, p: Tensor, momentum: float, own: bool) -> Tensor:
+        """The step of a matrix, if it is this process's own; else room for it. Every process keeps the momentum."""
+        assert p.grad is not None
+        if not (state := self.state[p]):
+            state |= {"step": torch.zeros(()), "momentum": torch.zeros_like(p.grad)}  # AdamW's state_dict has a step
+        average = state["momentum"]
+        average.lerp_(p.grad, 1 - momentum)
+        if not own:
+            return torch.empty_like(p, dtype=torch.bfloat16)
+        return orthogonalize(p.grad.lerp(average, momentum)).contiguous()
+
+
+def waves(matrices: Iterable[M], world: int) -> list[list[M]]:
+    """Matrices in groups of `world`, whose members take about as long: the longest first."""
+    ordered = sorted(matrices, key=lambda matrix: orthogonalize_flops(matrix.shape), reverse=True)
+    return [ordered[start : start + world] for start in range(0, len(ordered), world)]
+
+
+def orthogonalize_flops(shape: torch.Size) -> int:
+    """FLOPs of the products in `orthogonalize`."""
+    n, m = min(shape), max(shape)
+    return STEPS * (4 * n * n * m + 2 * n**3)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from poss_lightning.ranges import (
     check_numbers,
 )
 from poss_lightning.target.spec import TargetSpec
-from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
-from poss_lightning.training.memory import memory, most_tokens
+from poss_lightning.training.costs import count_parameters, count_specialist_parameters, muon_flops, step_flops
+from poss_lightning.training.memory import checkpoint_bytes, memory, most_tokens
 from poss_lightning.training.setup import Setup
 
 GIB, GB = 2**30, 10**9
@@ -190,7 +190,19 @@ def epoch_flops(setup: Setup, corpus_tokens: float) -> float:
 
 
 def _epoch_hours(setup: Setup, corpus_tokens: float, rate: float) -> float:
-    return epoch_flops(setup, corpus_tokens) / (rate * 1e12 * setup.processes) / 3600
+    return (epoch_flops(setup, corpus_tokens) + _optimizer_flops(setup, corpus_tokens)) / _hourly(setup, rate)
+
+
+def _optimizer_flops(setup: Setup, corpus_tokens: float) -> float:
+    """FLOPs of an epoch's steps of Muon, which all processes share; AdamW has no products."""
+    if setup.optimizer == "adamw":
+        return 0
+    return muon_flops(setup.config) * corpus_tokens / (setup.tokens * setup.processes * setup.accumulate)
+
+
+def _hourly(setup: Setup, rate: float) -> float:
+    """FLOPs of all processes in an hour."""
+    return rate * 1e12 * setup.processes * 3600
 
 
 def _draft_config(spec: TargetSpec, allocation: list[int], depth: int | None, **options: Any) -> DraftConfig:
@@ -214,6 +226,9 @@ def _describe_processes(setup: Setup) -> str:
 
 def _describe(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate: float) -> list[str]:
     config, spec, peak = setup.config, setup.config.target, memory(setup)
+    steps = _optimizer_flops(setup, corpus_tokens) / _hourly(setup, rate)
+    muon = f", {steps:.2f} of them in Muon's steps" if steps else ""
+    file, held = checkpoint_bytes(setup)
     hours, size = _epoch_hours(setup, corpus_tokens, rate), token_bytes(config, stored)
     parts = {name: value for name, value in peak._asdict().items() if name != "moment"}
     fits = "fits" if peak.total <= gpu * GIB else "does not fit"
@@ -226,8 +241,9 @@ def _describe(setup: Setup, gpu: float, stored: str, corpus_tokens: float, rate:
         f"  {'peak':<14}{peak.total / GIB:9.2f} GiB  in the {peak.moment}; {fits} in {gpu:g} GiB",
         "",
         f"  largest batch {most_tokens(setup, gpu * GIB):9d} tokens",
+        f"  checkpoint    {file / GB:9.1f} GB; {held / GB:.1f} GB of CPU memory of the first process as it is written",
         f"  store         {size:9d} bytes a token; {size * corpus_tokens / GB:.1f} GB for {corpus_tokens:.3g} tokens",
-        f"  an epoch      {hours:9.2f} hours at {rate:g} TFLOP/s a process",
+        f"  an epoch      {hours:9.2f} hours at {rate:g} TFLOP/s a process{muon}",
     ]
 
 

@@ -5,22 +5,47 @@ Lightning file with undivided float32 weights and AdamW moments. So every strate
 other, on any number of processes, and `poss export` needs no process group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.files import atomic
 
+CALLS = ("queries", "keys_values", "after_attention")  # of a specialist, in the unroll
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
+# How long a process waits for another, which may be at a checkpoint or at a slow disk: Lightning's 30 minutes end a
+# training whose first process writes 20 GB, or a validation that is longer on one process.
+WAIT = timedelta(hours=4)
+
+
+def prepare(strategy: Strategy) -> None:
+    """Let a trainer's strategy wait long enough, and write checkpoints as a stream; before its processes meet."""
+    if hasattr(strategy, "_timeout"):
+        strategy._timeout = WAIT  # pyright: ignore[reportAttributeAccessIssue], of all that run several processes
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:  # and not one that the user chose
+        strategy.checkpoint_io = Streamed()
+
+
+def save_draft(draft: Specialists, folder: Path, writes: bool) -> None:
+    """Write the draft in training, undivided and in float32, as a folder. All processes must call it; one `writes`."""
+    state = gather_state(draft, keep=writes)
+    if writes:
+        _undivided(draft, state).save_pretrained(folder)
 
 
 def gather_draft(draft: Specialists) -> Specialists:
@@ -28,16 +53,27 @@ def gather_draft(draft: Specialists) -> Specialists:
 
     Tensors that are so already are shared, not copied.
     """
-    state = gather_state(draft)
+    return _undivided(draft, gather_state(draft))
+
+
+def gather_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """The undivided state of a module in training, weights in float32, on the CPU. All processes must call it.
+
+    A process that does not `keep` it takes part, tensor by tensor, and has no copy: {}.
+    """
+    state = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        undivided = _gather(value).detach()
+        if keep:
+            state[name] = undivided.cpu()
+    return state
+
+
+def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
     with torch.device("meta"):  # draws no random numbers
         undivided = Specialists(draft.config, state.get("vocabulary"))
     undivided.load_state_dict(state, assign=True)
     return undivided
-
-
-def gather_state(module: nn.Module) -> dict[str, Tensor]:
-    """The undivided state of a module in training, weights in float32, on the CPU. All processes must call it."""
-    return {name: _gather(value).detach().cpu() for name, value in module.state_dict(keep_vars=True).items()}
 
 
 def _gather(value: Tensor) -> Tensor:
@@ -52,11 +88,23 @@ def _gather(value: Tensor) -> Tensor:
     return value
 
 
+class Streamed(TorchCheckpointIO):
+    """Writes a checkpoint tensor by tensor; Lightning's own would hold the complete file in memory first."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+        """Write it complete or not at all; to an address as Lightning does."""
+        if "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        with atomic(path) as temporary:
+            torch.save(checkpoint, temporary)
+
+
 class FSDP2(ModelParallelStrategy):
     """Weights, gradients and optimizer sharded over all processes by torch's fully_shard.
 
-    The draft is one group: its weights are gathered once for each batch, its gradients are scattered once for each
-    step. With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
+    Every specialist is a group, and what is left of the draft another: weights are gathered once for each batch, while
+    passes before theirs compute; gradients are scattered once for each step, while those of earlier passes are made.
+    With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
     `SpecialistTraining.configure_model` calls `shard`.
     """
 
@@ -73,9 +121,16 @@ class FSDP2(ModelParallelStrategy):
         """Shard the draft's parameters in place; a sharded draft stays as it is."""
         if isinstance(draft, FSDPModule):
             return
-        mixed = self.precision_plugin.precision == "bf16-mixed"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-        fully_shard(draft.to(self.root_device), mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+        policy = MixedPrecisionPolicy()
+        if self.precision_plugin.precision == "bf16-mixed":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        mesh = self.device_mesh["data_parallel"]
+        draft.to(self.root_device)
+        inside = replace(policy, cast_forward_inputs=False)  # rotary angles stay in float32
+        for layer in draft.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=False)
+        fully_shard(draft, mesh=mesh, mp_policy=policy)
+        _gather_at_first_calls(draft)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -88,6 +143,28 @@ class FSDP2(ModelParallelStrategy):
         finally:
             for module in sharded:
                 module.set_requires_gradient_sync(True)
+
+
+def _gather_at_first_calls(draft: Specialists) -> None:
+    """Let FSDP2 see the first call of every specialist in a batch, and no other.
+
+    Before that call it gathers the weights. Backward runs calls in the reverse of their order, so behind that call all
+    gradients of the specialist are there: they are scattered once, and the weights freed.
+    """
+    fresh: set[nn.Module] = set()  # not yet called in this batch
+    draft.register_forward_pre_hook(lambda *_: fresh.update(draft.layers))
+    for layer in draft.layers:
+        for name in CALLS:
+            plain = getattr(layer, name)
+            register_fsdp_forward_method(layer, name)
+            setattr(layer, name, partial(_call, fresh, layer, plain, getattr(layer, name)))
+
+
+def _call(fresh: set[nn.Module], layer: nn.Module, plain: Callable, hooked: Callable, *inputs: Any) -> Any:
+    if layer not in fresh:
+        return plain(*inputs)
+    fresh.discard(layer)
+    return hooked(*inputs)
 
 
 class DeepSpeed(DeepSpeedStrategy):
@@ -199,10 +276,10 @@ class DeepSpeed(DeepSpeedStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        return gather_state(self.lightning_module)
+        return gather_state(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """AdamW's undivided state; `optimizer` is ZeRO's wrapper around it."""
+        """AdamW's undivided state, on the first process; `optimizer` is ZeRO's wrapper around it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
@@ -211,8 +288,9 @@ class DeepSpeed(DeepSpeedStrategy):
         state = {}
         for i, parameter in enumerate(parameters if steps else []):
             full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
-            moments = {name: moment.cpu() for name, moment in full.items() if moment is not None}
-            state[i] = {"step": steps[0].cpu().clone(), **moments}
+            if self.is_global_zero:
+                moments = {name: moment.cpu() for name, moment in full.items() if moment is not None}
+                state[i] = {"step": steps[0].cpu().clone(), **moments}
         return {"state": state, "param_groups": [group | {"params": list(range(len(parameters)))}]}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:

@@ -11,6 +11,7 @@ from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.merge import merge
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.files import temporary_path
 from tests.support.stores import contents, make_conversations
 from tests.support.tiny import tiny_target
 
@@ -30,8 +31,8 @@ def parts(target, tmp_path_factory) -> list[str]:
 def test_a_merged_store_has_all_samples_in_order(parts, tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(os, "link", lambda *args: (_ for _ in ()).throw(OSError("no links here")))
-    (tmp_path / ".whole.tmp").mkdir()
-    (tmp_path / ".whole.tmp" / "shard-00000.arrow").write_text("of a killed one")
+    temporary_path(tmp_path / "whole").mkdir()
+    (temporary_path(tmp_path / "whole") / "shard-00000.arrow").write_text("of a killed one")
     merge(parts, str(tmp_path / "whole"))
     verify_files(tmp_path / "whole")
     whole, own = FeatureStore(tmp_path / "whole"), [FeatureStore(part) for part in parts]

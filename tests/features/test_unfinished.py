@@ -18,7 +18,7 @@ from poss_lightning.features.extract import UNFINISHED, plan_shards, tokenize, w
 from poss_lightning.features.manifest import verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.shards import write_shard
-from poss_lightning.files import sha256
+from poss_lightning.files import sha256, temporary_path
 from poss_lightning.ranks import Rank, order, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
@@ -40,7 +40,7 @@ def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options
     read = shards.read_batch
 
     def slow(*given):
-        if Path(arguments[1], ".shard-00001.arrow.tmp").exists():
+        if temporary_path(Path(arguments[1], "shard-00001.arrow")).exists():
             half.set()
             time.sleep(60)
         return read(*given)
@@ -68,7 +68,7 @@ def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monk
     assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
     process.kill()
     process.join()
-    assert ".shard-00001.arrow.tmp" in contents(killed) and "manifest.json" not in contents(killed)
+    assert temporary_path(killed / "shard-00001.arrow").exists() and "manifest.json" not in contents(killed)
     extract(str(corpus), str(killed), tiny_folder, **sizes)
     monkeypatch.undo()
     extract(str(corpus), str(whole), tiny_folder, **sizes)
@@ -86,6 +86,16 @@ def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
         ]
     assert [done.result() for done in work] == [None] * world
     assert contents(tmp_path) == contents(whole) and not (tmp_path / "unfinished").exists()
+
+
+def test_a_shard_that_others_left_at_the_last_moment_is_seen(whole, target, tmp_path, monkeypatch):
+    """Rank 1 is at it while rank 0 looks; it then ends, and rank 0 sees no receipt: late, or never to come."""
+    work = Work(tmp_path / UNFINISHED)
+    other = work.part("shard-00001")
+    other.__enter__()
+    monkeypatch.setattr(extraction.time, "sleep", lambda _: other.__exit__(None, None, None))
+    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
+    assert contents(tmp_path) == contents(whole)
 
 
 def test_nobody_begins_anew_in_a_store_that_another_has_just_finished(whole, target):
@@ -173,4 +183,4 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
     monkeypatch.setattr("poss_lightning.extract.write_store", lambda *arguments, **options: None)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"messages": make_conversations(1)[0].messages}) + "\n")
     extract(str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), device=device)
-    assert asked == [("embedded", "auto", expected)]
+    assert asked == [("embedded", "auto", expected, "none")]

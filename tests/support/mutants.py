@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "EAGLE-3: the engine reads each layer one too early",
         "target/model.py",
-        "torch.cat([output.hidden_states[i] for",
-        "torch.cat([output.hidden_states[i - 1] for",
+        "torch.cat(self._inner(output, layers)",
+        "torch.cat(self._inner(output, [i - 1 for i in layers])",
         "target/test_target.py evaluation/test_replay.py",
     ),
     Mutant(
@@ -423,6 +423,20 @@ MUTANTS = (
         "if earlier.get(fact, facts[fact]) != facts[fact]:",
         "if False:",
         "evaluation/test_benchmark.py",
+    ),
+    Mutant(
+        "tensor parallelism: the other ranks keep what a round wrote where it was written",
+        "target/followers.py",
+        'self.leader.call("change", self.number, "move", source, destination)',
+        "self.leader.part.change(self.number, 'move', source, destination)",
+        "target/test_parallel.py",
+    ),
+    Mutant(
+        "tensor parallelism: ranks that train take the features of rank 0's batch",
+        "features/online.py",
+        "made = outputs if rank == own else made",
+        "made = outputs if rank == 0 else made",
+        "target/test_parallel.py",
     ),
 )
 

@@ -6,6 +6,7 @@ A run leaves the weights, a checkpoint of every second step, what the callbacks 
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -19,7 +20,7 @@ from poss_lightning import cli
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft
+from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft, prepare
 
 STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
 DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
@@ -56,6 +57,7 @@ class Reductions(lightning.Callback):
 
     def __init__(self):
         self.now, self.steps = 0, Counter()
+        self.scattered: list[int] = []  # of the last step, in order
         for name in dir(dist):
             if name.startswith(("all_reduce", "reduce")) and name != "reduce_op":
                 setattr(dist, name, self.counted(getattr(dist, name), place=int("scatter" in name)))
@@ -63,7 +65,9 @@ class Reductions(lightning.Callback):
     def counted(self, function, place: int):
         def reduce(*args, **kwargs):
             tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
-            self.now += sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
+            count = sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
+            self.now += count
+            self.scattered += [count] * place
             return function(*args, **kwargs)
 
         return reduce
@@ -75,9 +79,23 @@ class Reductions(lightning.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, *_):
         self.now, self.step = 0, trainer.global_step + 1  # what checkpoints gather is not counted
+        self.scattered.clear()
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.steps[self.step] += self.now
+
+
+def keeps_no_copy(trainer: lightning.Trainer) -> None:
+    """Where processes share weights and moments, only the first has a copy of all at a checkpoint."""
+    save = trainer.strategy.save_checkpoint
+
+    def checked(checkpoint: dict, *where: Any, **options: Any) -> None:
+        moments = [state for optimizer in checkpoint["optimizer_states"] for state in optimizer.get("state", {})]
+        shares = isinstance(trainer.strategy, FSDP2 | DeepSpeed) and not trainer.is_global_zero
+        assert bool(checkpoint["state_dict"] and moments) is not shares
+        save(checkpoint, *where, **options)
+
+    trainer.strategy.save_checkpoint = checked
 
 
 def main(store: str, initial: str, runs: list[dict]) -> None:
@@ -110,8 +128,11 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             ],
             **QUIET,
         )
+        prepare(trainer.strategy)
+        keeps_no_copy(trainer)
         trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
         draft = gather_draft(module.draft)
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))
+            (folder / "scattered.json").write_text(json.dumps(reductions.scattered))

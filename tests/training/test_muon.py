@@ -1,9 +1,15 @@
 """Muon: its steps are orthogonal, as long as they should be, torch's own, and kept with a checkpoint."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from poss_lightning.training.muon import LENGTH, Muon, orthogonalize
+from poss_lightning.training import muon
+from poss_lightning.training.muon import LENGTH, Muon, orthogonalize, orthogonalize_flops, waves
+from tests.support.processes import forked, printed
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]
 
@@ -48,6 +54,54 @@ def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(count):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(ours[0], parameters()[0], atol=0.1 * LENGTH * 0.01)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """What two processes come to by steps of which each makes every other matrix."""
+    folder = tmp_path_factory.mktemp("shared")
+    assert forked(folder / "log", 2, share_steps, folder) == [0, 0], printed(folder / "log")
+    return folder
+
+
+def share_steps(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    made = []
+    muon.orthogonalize = lambda matrix: (made.append(matrix.shape), orthogonalize(matrix))[1]
+    torch.save(take_steps(rank=rank, world=2), folder / f"{rank}.pt")
+    assert len(made) == 4 * (2 if rank == 0 else 1)  # of three matrices
+    torch.distributed.destroy_process_group()
+
+
+def take_steps(**share: int) -> list[torch.Tensor]:
+    """Parameters and state after four steps."""
+    own = parameters()
+    optimizer = Muon(own, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, **share)
+    for step in range(4):
+        gradients(own, step)
+        optimizer.step()
+    return [*(p.detach() for p in own), *(optimizer.state[p]["momentum"] for p in own[:3])]
+
+
+def test_two_processes_take_the_steps_of_one_bitwise(shared):
+    """Each makes its own matrices orthogonal, and sends them to the other."""
+    alone = take_steps()
+    for rank in range(2):
+        assert all(map(torch.equal, torch.load(shared / f"{rank}.pt"), alone))
+
+
+def test_processes_begin_with_the_longest_and_have_like_ones_at_a_time():
+    sizes = [(2, 2), (8, 2), (8, 8), (2, 9), (7, 8)]
+    groups = waves([torch.empty(size) for size in sizes], 2)
+    assert [[tuple(p.shape) for p in group] for group in groups] == [[(8, 8), (7, 8)], [(2, 9), (8, 2)], [(2, 2)]]
+
+
+def test_flops_are_those_that_torch_counts():
+    for shape in SHAPES:
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(torch.randn(shape))
+        assert counter.get_total_flops() == orthogonalize_flops(torch.Size(shape))
 
 
 def test_a_stored_state_goes_on_bitwise():

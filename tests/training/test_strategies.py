@@ -15,11 +15,14 @@ The numbers are accumulated batches. At 4 batches a step the third is short: it 
 
 import json
 import pickle
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file, save_file
 
 from poss_lightning.draft.specialists import Specialists
@@ -27,8 +30,11 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
+from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
-from poss_lightning.training.strategies import DeepSpeed
+from poss_lightning.training.memory import checkpoint_bytes
+from poss_lightning.training.setup import Setup
+from poss_lightning.training.strategies import FSDP2, DeepSpeed, Streamed, prepare
 from tests.support import ranks
 from tests.support.processes import forked, printed
 from tests.support.ranks import DATA, EAGLE3, MODEL
@@ -215,6 +221,16 @@ def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
             assert 0 <= extra <= 4  # the norm that clips, an overflow flag
 
 
+@pytest.mark.parametrize("batches", ["2", "4"])
+def test_fsdp2_scatters_a_specialist_as_soon_as_its_passes_are_done(trained, initial, batches):
+    """Backward ends with the first pass, so the last specialist is on its way while the others compute."""
+    start = load_file(initial)
+    layers = [sum(v.numel() for name, v in start.items() if name.startswith(f"layers.{n}.")) for n in range(2)]
+    rest = start["fc.weight"].numel() + start["fc.bias"].numel()
+    scattered = json.loads((trained / "fsdp2" / batches / "scattered.json").read_text())
+    assert scattered == [layers[1], layers[0], rest]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_stays_near(trained, reference, initial, strategy):
     """Arithmetic in bfloat16; masters, moments and what a checkpoint holds in float32."""
@@ -249,6 +265,46 @@ def test_the_draft_comes_out_of_training_and_out_of_its_checkpoint(trained, tmp_
         draft = Specialists.from_pretrained(folder)
         assert draft.config.allocation == tuple(MODEL["allocation"])
         assert all(torch.equal(value, weights(run)[name]) for name, value in draft.state_dict().items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_checkpoint_is_as_large_as_planned(trained, strategy):
+    """12 bytes a parameter, names and numbers beside them; the other processes kept no copy (`ranks.keeps_no_copy`)."""
+    run = trained / strategy / "4"
+    config = Specialists.from_pretrained(run / "draft-last").config
+    setup = Setup(config=config, tied=False, tokens=160, strategy=strategy, processes=1 if strategy == "one" else 2)
+    file, held = checkpoint_bytes(setup)
+    assert 0 <= (run / "step=4.ckpt").stat().st_size - file < 40_000 < file / 4
+    assert held == (0 if strategy in ("one", "ddp") else file)
+
+
+def test_a_checkpoint_is_whole_or_the_one_before(tmp_path, monkeypatch):
+    path, io = tmp_path / "folder" / "last.ckpt", Streamed()
+    io.save_checkpoint({"step": torch.tensor(1)}, path)
+    monkeypatch.setattr(torch, "save", lambda checkpoint, path: (path.write_bytes(b"half"), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        io.save_checkpoint({"step": torch.tensor(2)}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1} and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, FSDP2, pytest.param(DeepSpeed, marks=needs_deepspeed)])
+def test_processes_wait_for_the_first_one_s_checkpoint(make):
+    """Lightning's own, 30 minutes, end a training whose first process is at a slow disk."""
+    strategy = make()
+    prepare(strategy)
+    assert strategy._timeout >= timedelta(hours=2) and type(strategy.checkpoint_io) is Streamed
+
+
+def test_the_first_process_says_whether_a_draft_is_the_best(monkeypatch, tmp_path):
+    """By a bit of rounding this process would not save, and the others would wait for it."""
+    saved: list[str] = []
+    monkeypatch.setattr(DraftFolders, "_save", lambda self, trainer, module, name: saved.append(name))
+    trainer = SimpleNamespace(sanity_checking=False, fast_dev_run=False, state=SimpleNamespace(fn="fit"))
+    trainer.callback_metrics, trainer.strategy = {"val/tau_tree": 2.0}, SimpleNamespace(broadcast=lambda _: 2.5)
+    folders = DraftFolders()
+    folders.best = 2.0
+    folders.on_validation_end(trainer, None)
+    assert saved == ["draft-last", "draft-best"] and folders.best == 2.5
 
 
 class Bomb:
