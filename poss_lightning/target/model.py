@@ -196,8 +196,6 @@ class Target(nn.Module):
         last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
-        if twice := {layer for layer in layers if layers.count(layer) > 1}:
-            raise ValueError(f"layers has {min(twice)} twice; name each layer once")
 
     # --- the model as it decodes ---
 
