@@ -182,7 +182,7 @@ BAD = [
     ((*FIT, "[2]", "--model.betas", "[0.9,2]"), "model.betas is (0.9, 2.0); 2.0 must lie between 0 and 0.999999999"),
     ((*FIT, "[60,60]"), "allocation is [60, 60]; it must be a list of positive integers, e.g. [2, 2, 2], of 64 pos"),
     (("plan", "--allocation", "[1000000000]"), "allocation is [1000000000]; 1000000000 must lie between 1 and 64"),
-    ((*EXTRACT, "out", *FLOAT, "--layers", "[1,1]"), "layers has 1 twice; name each layer once"),
+    ((*EXTRACT, "out", *FLOAT, "--layers", "[1,1]"), "layers is [1, 1]; name each layer once"),
     (
         ("answer", "o.jsonl", *FLOAT, "--max_new_tokens", "600"),
         "no prompt leaves room for it: {inputs}/target reads 512",

@@ -70,8 +70,9 @@ class Muon(torch.optim.AdamW):
         for wave in waves(matrices, self.world):
             steps = [self._orthogonal_step(p, group["momentum"], turn == self.rank) for turn, p in enumerate(wave)]
             if self.world > 1:
-                for sent in [dist.broadcast(step, turn, async_op=True) for turn, step in enumerate(steps)]:
-                    sent.wait()
+                works = [dist.broadcast(step, turn, async_op=True) for turn, step in enumerate(steps)]
+                for work in works:
+                    work.wait()  # pyright: ignore[reportOptionalMemberAccess] of every process of a group
             for p, step in zip(wave, steps, strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(step.to(p.dtype), alpha=-group["lr"] * LENGTH * max(p.shape) ** 0.5)
