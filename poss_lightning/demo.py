@@ -23,6 +23,7 @@ from poss_lightning.reports.compare import compare
 from poss_lightning.reports.report import report
 from poss_lightning.reports.summary import group
 from poss_lightning.target.model import Target, causal_ancestors
+from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import step_flops
 from poss_lightning.training.fit import fit_once
 
@@ -127,6 +128,8 @@ def demo(
     check_folder(out, NOTE)
     folder, began, device = Path(out), time.perf_counter(), choose_device(device)
     asked = {"conversations": conversations, "steps": steps, "limit": limit, "max_new_tokens": max_new_tokens}
+    if not (folder / NOTE).exists():
+        _check_fit(Target.load(target, dtype=None, device="cpu").spec, [start_from, trained], vocabulary_size)
     sizes, dtype = plan(folder, target, start_from, minutes, asked, dtype, device)
 
     store = str(folder / "features")
@@ -150,6 +153,16 @@ def demo(
     print(_exactness(Path(exact)))
     print(f"\nThe page: {folder / 'report.html'}   ({time.perf_counter() - began:.0f} s)")
     print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
+
+
+def _check_fit(target: TargetSpec, drafts: list[str | None], vocabulary_size: int) -> None:
+    """Raise ValueError where a draft, or the vocabulary of those to come, is not of the target."""
+    if vocabulary_size > target.vocab_size:
+        most = target.vocab_size
+        raise ValueError(f"vocabulary_size is {vocabulary_size}; it must lie between 1 and the target's {most}")
+    for draft in filter(None, drafts):
+        if difference := Specialists.from_pretrained(draft).config.target.difference(target):
+            raise ValueError(f"draft {draft} was trained for another target: {difference}")
 
 
 # --- how much of it ---

@@ -77,7 +77,7 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
     "report": (),
-    "demo": (*TINY, "--start_from", "{inputs}/no-weights"),
+    "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }
 BROKEN = {"merge": ("[{inputs}/store,{inputs}/store]",), "export": ("{inputs}/contradicting",)}
 
@@ -89,4 +89,4 @@ def test_a_refusal_leaves_nothing(inputs, tmp_path, command):
     arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *REFUSED[command])]
     with unchanged(tmp_path, inputs):
         result = run_in(tmp_path, command, *arguments)
-    says(result, command, "")
+    says(result, command, "vocabulary_size is 32768; it must lie between 1 and the target" if command == "demo" else "")
