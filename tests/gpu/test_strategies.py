@@ -11,7 +11,7 @@ from tests.support.processes import forked, printed
 from tests.support.ranks import accelerator_of
 from tests.support.steps import difference, plain_steps, weights, write_initial
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # on the CPU tests/training/test_strategies.py says more
 HAS_DEEPSPEED = find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
 TORCH, ZERO = ["ddp", "fsdp2"], ["zero1", "zero2", "zero3"]
@@ -59,7 +59,6 @@ def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, initial, o
     assert found < NEAR
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*TORCH, *(pytest.param(name, marks=needs_deepspeed) for name in ZERO)])
 def test_two_processes_take_the_steps_of_one(initial, one, two, strategy):
     assert difference(weights(two / strategy), weights(one), initial) < NEAR
