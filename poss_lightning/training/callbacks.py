@@ -157,7 +157,7 @@ class Throughput(lightning.Callback):
             slots=slots,
             context=keys / tokens,
         )
-        self.totals += torch.stack([slots, slots.new_tensor(tokens), flops]).to(self.totals)  # no wait for the device
+        self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # no wait for the device
         self.batch_ended = time.monotonic()
         if trainer.global_step >= self.step + trainer.log_every_n_steps:  # pyright: ignore[reportAttributeAccessIssue]
             self._log(trainer, pl_module)

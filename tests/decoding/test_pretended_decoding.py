@@ -17,7 +17,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.model import Target
+from poss_lightning.target.model import Target, causal_ancestors
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE, tensors_of
 from tests.support.pretended_graphs import replace_cuda
@@ -184,10 +184,9 @@ def test_replayed_acceptance_is_the_hosts(pair):
     assert rounds[0] == rounds[1] and rounds[0][0][0]
 
 
+@torch.inference_mode()
 def read_text(target, text, layers):
-    with torch.inference_mode():
-        if not layers:
-            features = target.text_features(text[None])[0]
-            return features, features.new_zeros(len(text), 0, features.shape[-1])
-        features, outputs = target.text_layers(text[None], layers)
-        return features[0], outputs[0]
+    """Features (T, D), and the outputs of the layers (T, n, D)."""
+    causal, cache = causal_ancestors(len(text), text.device), target.new_cache(1, len(text))
+    features, inputs = target.forward_tree(text[None], causal, cache, layers=layers)
+    return features[0], inputs[0].unflatten(-1, (-1, features.shape[-1]))[:, : len(layers)]

@@ -23,6 +23,7 @@ from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.target.model import Target
+from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE, tensors_of
@@ -126,7 +127,7 @@ def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | N
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[waits],
+        callbacks=[Throughput(), waits],
         **(settings or {}),
     )
     trainer.fit(module, FeatureData(store, batch_tokens=256, validation=0.2, noise=0.0))
