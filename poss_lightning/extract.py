@@ -71,8 +71,8 @@ def extract(
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     check_folder(out, *OURS)
-    if twice := {layer for layer in layers or () if (layers or []).count(layer) > 1}:
-        raise ValueError(f"layers has {min(twice)} twice; name each layer once")
+    if layers and len(set(layers)) < len(layers):
+        raise ValueError(f"layers is {layers}; name each layer once")
     rank = share_of(parallel)
     _check_engine(engine, tensor_parallel, rank)
     conversations = read_conversations(corpus, split, limit)

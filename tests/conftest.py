@@ -11,10 +11,12 @@ import torch
 
 from poss_lightning import cli
 from poss_lightning.target.model import Target
+from tests.support import pretended
 from tests.support.inputs import write_inputs
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 torch.set_num_threads(1)  # tiny matrices: threads only cost
+pretended.register()
 
 
 @pytest.fixture(scope="session")

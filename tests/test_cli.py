@@ -479,7 +479,8 @@ def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
     for command, *before in commands:
         poss(command, *before, "out.jsonl", "--config", file)
     given = yaml.safe_load(file.read_text())
-    assert asked == [(given["target"], given.get("dtype", "auto"), given.get("device", "auto"))] * len(commands)
+    wanted = given["target"], given.get("dtype", "auto"), given.get("device", "auto"), "none"
+    assert asked == [wanted] * len(commands)
 
 
 def test_the_six_suites_are_the_hub_s(poss, monkeypatch):

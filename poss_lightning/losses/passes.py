@@ -195,7 +195,8 @@ class _Losses(torch.autograd.Function):
                 else head_gradient.mul_(largest).to(draft_head.dtype)
             )
             ctx.save_for_backward(gradient, kept, pass_weights)
-        weighted = (sums * sums.new_tensor([terms.weights.get(name, 0.0) for name in terms.names])[:, None]).sum(0)
+        by_name = zip(terms.names, sums, strict=True)  # weights stay on the host: a tensor of them would wait
+        weighted = torch.stack([terms.weights.get(name, 0.0) * of_term for name, of_term in by_name]).sum(0)
         ctx.mark_non_differentiable(weighted, sums, top_rows)
         return (pass_weights * weighted).sum(), weighted, sums, top_rows
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks import published, published_mask
 from poss_lightning.draft import attention, unroll
 from poss_lightning.draft.attention import Packing
-from poss_lightning.losses import pass_losses
+from poss_lightning.losses.passes import pass_losses
 from tests.support import naive
 from tests.support.tiny import tiny_draft
 

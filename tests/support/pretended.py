@@ -56,7 +56,7 @@ class PretendedDevice(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        _register()
+        register()
         self.waits: list[Wait] = []
         self.captures = 0
         self.graph: Graph | None = None
@@ -127,8 +127,11 @@ class PretendedDevice(TorchDispatchMode):
 
 
 @cache
-def _register() -> tuple[torch.library.Library, ...]:
-    """Tell torch of the device, once, and not before a test needs it; what is returned must be kept."""
+def register() -> tuple[torch.library.Library, ...]:
+    """Tell torch of the device, once, before anything has a gradient: autograd counts devices when it first runs.
+
+    What is returned must be kept.
+    """
     _setup_privateuseone_for_python_backend("pretend", backend_module=_Module())
     others, listed = (torch.library.Library(namespace, "IMPL", AUTOCAST) for namespace in ("_", "aten"))
     others.fallback(torch.library.fallthrough_kernel)

@@ -37,7 +37,7 @@ MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary
 PASSES = 3
 
 # Laws by counts, at most. A log is written at some steps only, and may wait.
-WAITS_A_BATCH = 2 * PASSES + 4  # to find the slots that count, in forward and backward
+WAITS_A_BATCH = 1  # to find the slots that count
 WAITS_A_STEP = 1  # whether all is finite
 
 
