@@ -22,7 +22,7 @@ SIZES = {"conversations": 12, "turns": 2, "batch_size": 4, "user_tokens": 6, "an
 def loads_at_once(monkeypatch):
     """Any name but one is a folder of the tiny target; it is loaded from memory."""
     targets = {"tiny": tiny_target(0), "other": tiny_target(1)}
-    monkeypatch.setattr(module.Target, "load", lambda name, dtype, device: targets[name])
+    monkeypatch.setattr(module.Target, "load", lambda name, dtype, device, parallel: targets[name])
     return targets["tiny"]
 
 

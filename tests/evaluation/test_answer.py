@@ -16,7 +16,7 @@ TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["Th
 @pytest.fixture(autouse=True)
 def target(monkeypatch):
     target = tiny_target(0)
-    monkeypatch.setattr(module.Target, "load", lambda name, dtype, device: target)
+    monkeypatch.setattr(module.Target, "load", lambda name, dtype, device, parallel: target)
     return target
 
 

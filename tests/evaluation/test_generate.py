@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from poss_lightning.decoding import decoder
+from poss_lightning import clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
@@ -67,7 +67,7 @@ def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys)
 
 def test_what_watching_takes_does_not_count(target, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(decoder.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
 
     def watch(step: Progress) -> None:
         now[0] += 5
