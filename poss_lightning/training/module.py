@@ -169,8 +169,8 @@ class SpecialistTraining(lightning.LightningModule):
         adamw_args = {"lr": hp["learning_rate"], "betas": tuple(hp["betas"]), "weight_decay": hp["weight_decay"]}
         if hp["optimizer"] == "muon":
             heads = [self.draft.lm_head.weight] if self.draft.config.own_head else []
-            share = {"rank": self.trainer.global_rank, "world": self.trainer.world_size}
-            optimizer = Muon(parameters, **adamw_args, heads=heads, **share)
+            rank, world = self.trainer.global_rank, self.trainer.world_size
+            optimizer = Muon(parameters, **adamw_args, heads=heads, rank=rank, world=world)
         else:
             optimizer = torch.optim.AdamW(parameters, **adamw_args)
         total = self.trainer.estimated_stepping_batches

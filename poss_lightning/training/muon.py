@@ -7,7 +7,7 @@ So is a head, as is usual: its rows are tokens, many of them rare, and their ste
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -70,8 +70,9 @@ class Muon(torch.optim.AdamW):
         for wave in waves(matrices, self.world):
             steps = [self._orthogonal_step(p, group["momentum"], turn == self.rank) for turn, p in enumerate(wave)]
             if self.world > 1:
-                for sent in [dist.broadcast(step, turn, async_op=True) for turn, step in enumerate(steps)]:
-                    sent.wait()
+                sent: list[Any] = [dist.broadcast(step, turn, async_op=True) for turn, step in enumerate(steps)]
+                for work in sent:
+                    work.wait()
             for p, step in zip(wave, steps, strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(step.to(p.dtype), alpha=-group["lr"] * LENGTH * max(p.shape) ** 0.5)
