@@ -41,20 +41,22 @@ def main() -> None:
     draft = Specialists.from_pretrained(given.draft)
     questions = read_suites(given.suites, given.limit)[: given.first]
     prompts = [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    print(f"{len(prompts)} prompts, {given.new} tokens, {given.draft}, {given.depth} drafted a round, float32")
     with tempfile.TemporaryDirectory() as folder:
         served = Path(folder) / "served"
         convert(given.draft, str(served), output_format="vllm")
         there = serve(embedded.folder(), prompts, given.new, served, "eagle", given.depth)
-        plain = serve(embedded.folder(), prompts, given.new)
+    report("vLLM", there, given.depth)
     here = draft_here(target, draft, prompts, given.new, given.depth)
-    print(f"{len(prompts)} prompts, {given.new} tokens, {given.draft}, {given.depth} drafted a round, float32")
-    print(
-        f"{count_equal([each.tokens for each in there], [each.tokens for each in plain])} answers as vLLM's plain ones"
-    )
-    print(f"{count_equal(there, here)} answers with the rounds and drafted tokens of ours")
-    for name, answers in (("vLLM", there), ("ours", here)):
-        rounds = sum(len(answer.rounds) for answer in answers)
-        print(f"{name}: {rounds} rounds, accepted by position {acceptance(answers, given.depth)}")
+    report("ours", here, given.depth)
+    print(f"{count_equal(there, here)} answers with the same rounds and drafted tokens", flush=True)
+    plain = serve(embedded.folder(), prompts, given.new)
+    print(f"{count_equal([each.tokens for each in there], [each.tokens for each in plain])} answers as without a draft")
+
+
+def report(name: str, answers: list[Answer], depth: int) -> None:
+    rounds = sum(len(answer.rounds) for answer in answers)
+    print(f"{name}: {rounds} rounds, accepted by position {acceptance(answers, depth)}", flush=True)
 
 
 if __name__ == "__main__":
