@@ -38,6 +38,7 @@ class Case:
     smaller: bool = False  # a vocabulary without every seventh token
     depth: int = 6
     plugin: bool = True  # whether vLLM alone cannot load it
+    steps: int = 150  # it learns for; EAGLE-3.1 learns sooner, and would accept everything
 
 
 CASES = {
@@ -54,11 +55,11 @@ CASES = {
     "single layer with a vocabulary": Case([6], smaller=True),
     "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
     "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0}),
-    "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False),
+    "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
     "eagle3, fc_norm": Case([6], {"kind": "eagle3", "fc_norm": True}, plugin=False),
     "eagle3, norm_output": Case([6], {"kind": "eagle3", "norm_output": True}, plugin=False),
-    "eagle3.1, specialists": Case([2, 2, 2], {"kind": "eagle3", "fc_norm": True, "norm_output": True}),
-    "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}),
+    "eagle3.1, specialists": Case([2, 2, 2], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, steps=20),
+    "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),
 }
 
@@ -88,7 +89,7 @@ def make_draft(case: Case, target: Target) -> Specialists:
     vocabulary = every[every % 7 > 0] if case.smaller else None
     draft = tiny_draft(target, case.allocation, depth=6, vocabulary=vocabulary, **case.config)
     draft.scale.uniform_(0.5, 2)
-    teach(draft, target, PROMPTS, LIMIT)
+    teach(draft, target, PROMPTS, LIMIT, case.steps)
     return draft
 
 
