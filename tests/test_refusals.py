@@ -20,10 +20,11 @@ WRITERS = {  # what comes before the name of what is written, and after
     "vocabulary": (("{inputs}/draft", "{inputs}/corpus.jsonl"), ("--size", "40", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
+    "histogram": (("{inputs}/suite.jsonl", "--out"), ()),
     "report": (("{inputs}/suite.jsonl", "--out"), ()),
     "demo": (("--out",), TINY),
 }
-FILES = ("synthesize", "answer", "report")  # what they write is a file, the others' a folder
+FILES = ("synthesize", "answer", "histogram", "report")  # what they write is a file, the others' a folder
 
 
 def test_every_command_that_writes_is_walked():
@@ -76,6 +77,7 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "vocabulary": ("--size", "321", "--target", "{inputs}/target"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
+    "histogram": (),
     "report": (),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }

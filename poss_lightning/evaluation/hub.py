@@ -82,8 +82,8 @@ SIX = {
     ),
 }
 
-# SPEED-Bench (arXiv 2604.09557), pinned: 80 questions of each of 11 subjects, and 1,536 of each input length, a third of
-# them easy to guess, a third hard, a third mixed. Some texts are left out there; see `forms.turns`.
+# SPEED-Bench (arXiv 2604.09557), pinned: 80 questions of each of 11 subjects; and 1,536 of each input length, a third
+# easy to guess, a third hard, a third mixed. Some texts are left out there; see `forms.turns`.
 SPEED_BENCH = {
     name: HubSuite("nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4", config, "test", questions)
     for name, config, questions in (
