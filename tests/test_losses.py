@@ -157,7 +157,7 @@ def test_slot_weights_by_hand():
     assert found[0].tolist() == [[1.0, 1.0, 1.0, 1.0, 1.0]]
     assert found[1, 0, 1:].tolist() == [1.0, 0.0, 0.0, 1.0] and found[2, 0, 2:].tolist() == [1.0, 0.0, 0.0]
     found = rounds(chances, hits.float(), counted)
-    #                              one round begins at slot 0 and accepts two, the next at slot 3, and accepts to the end
+    # one round begins at slot 0 and accepts two, the next begins at slot 3
     assert found[0, 0].tolist() == [1.0, UNMET, UNMET, 1.0, UNMET]
     assert found[1, 0, 1:].tolist() == [1.0, UNMET, UNMET, 1.0] and found[2, 0, 2:].tolist() == [1.0, UNMET, UNMET]
 

@@ -12,7 +12,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.replay import greedy_mismatch, replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import counted_passes
-from poss_lightning.losses.slot_weights import rounds
+from poss_lightning.losses import slot_weights
 from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -116,7 +116,7 @@ def test_rounds_that_weigh_in_a_loss_are_those_of_chains(target, plain, allocati
         hits = (proposed[:, :, :-1] == sample.tokens[2:]).float()
         counts = counted_passes(len(sample.tokens), np.array(sample.spans))[:-2]
         counted = counts >= torch.arange(1, 7)[:, None, None]
-        met = rounds(hits, hits, counted) == 1  # (6, 1, T-2)
+        met = slot_weights.rounds(hits, hits, counted) == 1  # (6, 1, T-2)
         begins = met[0, 0].nonzero()[:, 0].tolist()
         starts = [len(prompt) - 1 + sum(a + 1 for a in accepted[:i]) for i in range(len(accepted))]
         assert begins[: len(starts)] == starts and len(begins) - len(starts) in (0, 1)
