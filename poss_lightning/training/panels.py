@@ -22,8 +22,8 @@ def _lines(tag: str) -> list:
     return ["Multiline", [tag]]
 
 
-# Category, chart, and the tags in it: a regular expression, matched from a tag's beginning. TensorBoard draws all lines of
-# a run in one colour. So a chart holds one measurement, and runs are compared by laying them over each other.
+# Category, chart, and the tags in it: a regular expression, matched from a tag's beginning. TensorBoard draws all lines
+# of a run in one colour. So a chart holds one measurement, and runs are compared by laying them over each other.
 LAYOUT = {
     "τ: tokens a round": {
         "in trees (replayed)": _lines(r"val/tau_tree$"),

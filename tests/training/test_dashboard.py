@@ -177,7 +177,7 @@ def test_forged_tokens_are_one_line_of_text_in_the_projector(tiny_folder, tmp_pa
 
 
 def test_nothing_that_is_written_is_read_as_markdown(run):
-    """TensorBoard turns texts and descriptions into HTML, and shows names and values as they are: so we write no others."""
+    """TensorBoard turns texts and descriptions into HTML, so there are none; names and values it shows as they are."""
     reader = plugin_event_accumulator.EventAccumulator(str(run.folder)).Reload()
     assert "text" not in reader.ActivePlugins()
     for tag in (tag for name in reader.ActivePlugins() for tag in reader.PluginTagToContent(name)):
