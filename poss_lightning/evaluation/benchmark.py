@@ -278,6 +278,7 @@ class Run:
             tokens=decoded.tokens,
             text=self.target.chat.text(decoded.tokens),
             pieces=_pieces(self.target, decoded.tokens),
+            question=question.turns[turn],
         )
 
     def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:

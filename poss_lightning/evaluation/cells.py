@@ -42,6 +42,7 @@ SCHEMA = pa.schema(
         "tokens": pa.list_(pa.int64()),
         "text": pa.string(),
         "pieces": pa.list_(pa.string()),
+        "question": pa.dictionary(pa.int32(), pa.string()),
     }
 )
 

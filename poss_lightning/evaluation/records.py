@@ -45,6 +45,7 @@ class Record:
         tokens: the new token ids, up to and with the stop token.
         text: the new tokens decoded together.
         pieces: the text of each new token, where recorded.
+        question: what the user wrote in this turn, where recorded.
 
     Raises:
         ValueError: a field has a wrong type or range, or `accepted` does not fit `new_tokens`.
@@ -63,6 +64,7 @@ class Record:
     tokens: list[int]
     text: str
     pieces: list[str] | None = None
+    question: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, *(field.name for field in fields(self)))
@@ -265,7 +267,7 @@ def _read_bytes(file: Path) -> bytes:
 
 def _record(place: str, values: dict[str, Any]) -> Record:
     known = {field.name for field in fields(Record)}
-    if missing := sorted(known - values.keys() - {"pieces"}):
+    if missing := sorted(known - values.keys() - {"pieces", "question"}):
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     try:
         return Record(**{name: value for name, value in values.items() if name in known})
@@ -340,4 +342,5 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tokens": (_are_naturals, "a list of token ids"),
     "text": (lambda value: isinstance(value, str), "a string"),
     "pieces": (_are_texts, "a list of strings, one a token"),
+    "question": (lambda value: value is None or isinstance(value, str), "a string"),
 }

@@ -89,6 +89,7 @@ def replay(
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_names(drafts)
     folder, features = Path(out), FeatureStore(store)
+    config["target"] = features.target.name
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
     embed_head, loaded, methods = features.embed_head().to(device, getattr(torch, dtype)), {}, {}

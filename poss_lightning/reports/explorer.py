@@ -61,9 +61,10 @@ class ShownAnswer:
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """One prompt's answers, by method."""
+    """One prompt's answers, by method, and its question, where recorded."""
 
     title: str
+    question: str | None
     answers: list[ShownAnswer]
 
 
@@ -88,7 +89,8 @@ def decoded_texts(
         for name, by_key in methods.items():
             record, recorded_rounds = by_key[key], rounds.get((*key[:3], name), [])
             answers.append(ShownAnswer(record, spans(record, depths[name]), steps(record, recorded_rounds, most)))
-        prompts_shown.append(ShownPrompt(f"{key[0]}, prompt {key[1]}", answers))
+        question = next((one.record.question for one in answers if one.record.question is not None), None)
+        prompts_shown.append(ShownPrompt(f"{key[0]}, prompt {key[1]}", question, answers))
     return prompts_shown
 
 

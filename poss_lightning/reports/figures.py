@@ -1,4 +1,7 @@
-"""The figures of the page: acceptance, seconds and training as charts, a colour a method or choice."""
+"""The figures of the page: acceptance, seconds and training as charts, a colour a method or choice.
+
+Charts of the same methods make a panel, which has one legend. Those of the same measure have the same axes.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +9,16 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from poss_lightning.reports.charts import Curve, colour_class, line_chart, stacked_chart
+from poss_lightning.reports.charts import (
+    CROWDED,
+    Curve,
+    Effect,
+    colour_class,
+    forest_chart,
+    line_chart,
+    stacked_chart,
+)
+from poss_lightning.reports.findings import Effects
 from poss_lightning.reports.scalars import Scalars, mean, mean_over_runs, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import Answers
@@ -34,42 +46,89 @@ DEPTHS = {"val_loss": "validation loss", "val_pos_acc_unroll": "pos-acc in the u
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, and the name and colour of each of its series."""
+    """A chart and its title."""
 
     title: str
     chart: Markup
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Charts of the same series, and the name and classes of each series; `crowded`: too many to colour them all."""
+
+    figures: list[Figure]
+    legend: list[tuple[str, str]]
+    crowded: bool = False
+
+
+@dataclass(frozen=True)
+class Depths:
+    """Training depth by depth: figures by choice, with the same axes and one legend."""
+
+    figures: dict[str, list[Figure]]
     legend: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Training:
-    """The figures of training runs.
+class _Plot:
+    """A chart to be drawn; those of one measure have the same axes, and those by step the same steps."""
 
-    Attributes:
-        ends: by depth at the last validation, a curve a choice.
-        steps: by step, a curve a choice.
-        depths: of each choice by step, a curve a depth.
-        seeds: the most runs that a choice has.
-    """
-
-    ends: list[Figure]
-    steps: list[Figure]
-    depths: dict[str, list[Figure]]
-    seeds: int
+    title: str
+    measure: str
+    x_label: str
+    curves: list[Curve]
 
 
-def assign_colours(names: Iterable[str]) -> dict[str, int]:
-    """Give every name a colour, the same in all figures."""
-    return {name: place for place, name in enumerate(dict.fromkeys(names))}
+def assign_colours(names: Iterable[str], reference: str | None = None) -> dict[str, int]:
+    """Give every name a colour, the same in all figures; the first to the reference."""
+    ordered = list(dict.fromkeys(names))
+    ordered.sort(key=lambda name: name != reference)
+    return {name: place for place, name in enumerate(ordered)}
 
 
-def position_figure(shares: Mapping[str, Sequence[Estimate]], colours: dict[str, int]) -> Figure | None:
-    """pos-acc by position, a curve a method; None where nothing was accepted."""
-    curves = [_curve(name, colours[name], dict(enumerate(estimates, 1))) for name, estimates in shares.items()]
-    return _lines("pos-acc by position", curves, "position", "pos-acc", integer_ticks=True)
+def forest_figure(effects: Effects) -> Figure:
+    """The reference, then the others from the largest effect to the smallest."""
+    no_effect = next(iter(effects.gains.values())).no_effect
+    nan, own = math.nan, effects.own
+    rows = [Effect(effects.reference, no_effect, nan, nan, own.text(".3f"), detail="the reference")]
+    known = {name: gain for name, gain in effects.gains.items() if math.isfinite(gain.value)}
+    for name, gain in sorted(known.items(), key=lambda entry: -entry[1].value):
+        label = "identical" if gain.identical else _with_interval(gain, effects.form)
+        detail = ", ".join(filter(None, [gain.significance(), gain.detectable_text(effects.form.replace("+", ""))]))
+        rows.append(Effect(name, gain.value, gain.low, gain.high, label, gain.direction, detail and f"({detail})"))
+    return Figure(effects.title, forest_chart(rows, no_effect, effects.title))
 
 
-def seconds_figure(methods: dict[str, Answers]) -> Figure:
+def _with_interval(gain: Estimate, form: str) -> str:
+    return gain.text(form) + (f" ({gain.interval(form)})" if gain.interval(form) else "")
+
+
+def choice_panel(
+    shares: Mapping[str, Sequence[Estimate]], runs: dict[str, list[Scalars]], colours: dict[str, int]
+) -> Panel | None:
+    """Acceptance as it was measured, then what trainings logged: a curve a method or choice. None without any."""
+    measured = [_curve(name, colours[name], dict(enumerate(estimates, 1))) for name, estimates in shares.items()]
+    plots = [_Plot("pos-acc by position", "pos-acc", "position", [curve for curve in measured if curve.x])]
+    plots += [_Plot(title, _measure(tag), "depth", _ends(tag, runs, colours)) for tag, title in ENDS.items()]
+    plots += [_Plot(title, _measure(tag), "step", _steps(tag, runs, colours)) for tag, title in STEPS.items()]
+    figures = [figure for figure in _draw(plots) if figure]
+    legend = [(name, colour_class(colour)) for name, colour in colours.items()]
+    return Panel(figures, legend, len(legend) >= CROWDED) if figures else None
+
+
+def depth_figures(runs: dict[str, list[Scalars]]) -> Depths:
+    """What each choice's trainings logged by step, a curve a depth."""
+    wanted = [(choice, tag, title) for choice in runs for tag, title in DEPTHS.items()]
+    plots = [_Plot(title, tag, "step", _depths(tag, runs[choice])) for choice, tag, title in wanted]
+    figures: dict[str, list[Figure]] = {}
+    for (choice, _, _), figure in zip(wanted, _draw(plots), strict=True):
+        if figure:
+            figures.setdefault(choice, []).append(figure)
+    deepest = max((curve.colour for plot in plots for curve in plot.curves), default=-1)
+    return Depths(figures, [(f"depth {k + 1}", colour_class(k)) for k in range(deepest + 1)])
+
+
+def seconds_panel(methods: dict[str, Answers]) -> Panel:
     """Milliseconds per new token by method, stacked by part; `rest` is the time outside the named parts."""
     rows: dict[str, list[float]] = {}
     present = {part for answers in methods.values() for record in answers.values() for part in record.seconds}
@@ -82,47 +141,45 @@ def seconds_figure(methods: dict[str, Answers]) -> Figure:
         rows[name] = [*parts, max(total - sum(parts), 0.0)]
     names = [*measured, "rest"]
     legend = [(name, colour_class(place)) for place, name in enumerate(names)]
-    return Figure("Milliseconds per new token", stacked_chart(rows, names, "ms"), legend)
+    return Panel([Figure("Milliseconds per new token", stacked_chart(rows, names, "ms"))], legend)
 
 
-def training_figures(runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Training:
-    """The figures of every choice's runs, where these logged the scalars."""
-    ends = [figure for tag, title in ENDS.items() if (figure := _ends(tag, title, runs, colours))]
-    steps = [figure for tag, title in STEPS.items() if (figure := _steps(tag, title, runs, colours))]
-    depths = {
-        choice: figures
-        for choice, trainings in runs.items()
-        if (figures := [figure for tag, title in DEPTHS.items() if (figure := _depths(tag, title, trainings))])
-    }
-    return Training(ends, steps, depths, max(map(len, runs.values()), default=0))
+def _measure(tag: str) -> str:
+    """What a tag measures: pos-acc and τ in several ways, anything else in one."""
+    return next((measure for measure in ("pos_acc", "tau") if measure in tag), tag).replace("_", "-")
 
 
-def _ends(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
+def _ends(tag: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> list[Curve]:
     """`tag` at the last validation by depth, a curve a choice, averaged over the runs that have it."""
-    curves = []
+    curves: list[Curve] = []
     for choice, trainings in runs.items():
         last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in trainings]
         depths = sorted(set().union(*last))
         means = {k: mean([end[k] for end in last if k in end]) for k in depths}
         curves.append(_curve(choice, colours[choice], means))
-    return _lines(title, curves, "depth", title, integer_ticks=True)
+    return [curve for curve in curves if curve.x]
 
 
-def _steps(tag: str, title: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> Figure | None:
+def _steps(tag: str, runs: dict[str, list[Scalars]], colours: dict[str, int]) -> list[Curve]:
     """`tag` by step, a curve a choice."""
     curves = []
     for choice, trainings in runs.items():
         means = mean_over_runs([run[tag] for run in trainings if tag in run])
         curves.append(_curve(choice, colours[choice], means))
-    return _lines(title, curves, "step", title, points=2)
+    return _longer(curves)
 
 
-def _depths(tag: str, title: str, runs: list[Scalars]) -> Figure | None:
+def _depths(tag: str, runs: list[Scalars]) -> list[Curve]:
     """One choice's `tag` by step, a curve a depth."""
     runs_by_depth = [series_by_depth(run, tag) for run in runs]
     depths = sorted(set().union(*runs_by_depth))
     means = {k: mean_over_runs([series[k] for series in runs_by_depth if k in series]) for k in depths}
-    return _lines(title, [_curve(f"depth {k}", k - 1, means[k]) for k in depths], "step", title, points=2)
+    return _longer([_curve(f"depth {k}", k - 1, means[k]) for k in depths])
+
+
+def _longer(curves: list[Curve]) -> list[Curve]:
+    """Those that are a line: two points or more."""
+    return [curve for curve in curves if len(curve.x) > 1]
 
 
 def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
@@ -131,12 +188,20 @@ def _curve(name: str, colour: int, means: dict[int, Estimate]) -> Curve:
     return Curve(name, colour, list(means), value, low if spread else (), high if spread else ())
 
 
-def _lines(
-    title: str, curves: list[Curve], x_label: str, y_label: str, *, integer_ticks: bool = False, points: int = 1
-) -> Figure | None:
-    """A chart of the curves that have so many points at least; None where none has."""
-    drawn = [curve for curve in curves if len(curve.x) >= points]
-    if not drawn:
-        return None
-    legend = [(curve.name, colour_class(curve.colour)) for curve in drawn]
-    return Figure(title, line_chart(drawn, x_label, y_label, integer_ticks), legend)
+def _draw(plots: list[_Plot]) -> list[Figure | None]:
+    """Each plot's figure; None where it has no curve."""
+    return [
+        Figure(
+            plot.title,
+            line_chart(
+                plot.curves,
+                plot.x_label,
+                plot.title,
+                integer_ticks=plot.x_label != "step",
+                beside=[curve for other in plots if other.measure == plot.measure for curve in other.curves],
+            ),
+        )
+        if plot.curves
+        else None
+        for plot in plots
+    ]

@@ -17,9 +17,11 @@ from poss_lightning.evaluation.records import (
 )
 from poss_lightning.reports.costs import cost_table, read_costs
 from poss_lightning.reports.seeds import Cells, summarise_seeds
-from poss_lightning.reports.statistics import Estimate
+from poss_lightning.reports.statistics import Comparison, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary, summarise
 from poss_lightning.reports.tables import (
+    GAIN,
+    RATIO,
     Measured,
     Table,
     group_by_choice,
@@ -34,6 +36,19 @@ AUTO = (
 )
 
 
+NAMED = 4  # methods with one verdict that are named in a sentence; more are counted
+
+
+class Effects(NamedTuple):
+    """One measure of every method, compared with the reference's."""
+
+    title: str
+    reference: str
+    own: Estimate  # the reference's own value
+    gains: dict[str, Comparison]  # of the others
+    form: str  # how a gain is written
+
+
 class Findings(NamedTuple):
     """What records say."""
 
@@ -42,6 +57,7 @@ class Findings(NamedTuple):
     made: str  # how the intervals were computed
     shares: Mapping[str, Sequence[Estimate]]  # pos-acc of every method that drafts
     tables: list[Table]
+    effects: list[Effects]  # none without a reference that drafts
     answers: list[Record]  # of one training of each method
     cells: list[tuple[str, int]]  # choice and seed of these trainings, where the folders have them
 
@@ -96,8 +112,11 @@ def _find_over_prompts(summaries: list[MethodSummary], baseline: str | None, ref
     )
     shares = {row.method: row.pos_acc for row in overall if row.rounds}
     tables = method_tables(summaries, baseline, reference)
-    headline = write_headline(overall, baseline)
-    return Findings(headline=headline, note=note, made="", shares=shares, tables=tables, answers=[], cells=[])
+    effects = _effects_over_prompts(overall, reference)
+    headline = " ".join([write_headline(overall, baseline), *map(write_verdicts, effects[-1:])])
+    return Findings(
+        headline=headline, note=note, made="", shares=shares, tables=tables, effects=effects, answers=[], cells=[]
+    )
 
 
 def _find_over_seeds(cells: Cells, baseline: str, reference: str | None, depths: dict[str, int]) -> Findings:
@@ -108,15 +127,62 @@ def _find_over_seeds(cells: Cells, baseline: str, reference: str | None, depths:
         f"{len(overall)} choices, {len(cells)} trainings. Under each mean over seeds stand its 95 % interval for other "
         "seeds, and the standard deviation of one training."
     )
+    effects = _effects_over_seeds(overall, reference)
     return Findings(
-        headline=write_seed_headline(overall, baseline, reference),
+        headline=" ".join([write_seed_headline(overall, baseline), *map(write_verdicts, effects[:1])]),
         note=note,
         made="intervals from the spread over seeds and prompts",
         shares={choice: [one.mean for one in position_summaries(measured)] for choice, measured in overall.items()},
         tables=seed_tables(summaries, reference),
+        effects=effects,
         answers=[],
         cells=[],
     )
+
+
+def _effects_over_prompts(overall: list[MethodSummary], reference: str | None) -> list[Effects]:
+    """τ, and the speed where it was measured."""
+    drafted = {row.method: row for row in overall if row.rounds}
+    if reference not in drafted:
+        return []
+    own = drafted[reference]
+    taus = {name: row.tau_macro_gain for name, row in drafted.items() if row.tau_macro_gain}
+    speeds = {name: row.speed_gain for name, row in drafted.items() if row.speed_gain}
+    return _known(
+        Effects(f"τ macro − {reference}", reference, own.tau_macro, taus, GAIN),
+        Effects(f"tokens/s × {reference}", reference, own.tokens_per_second, speeds, RATIO),
+    )
+
+
+def _effects_over_seeds(overall: dict[str, Measured], reference: str | None) -> list[Effects]:
+    """τ, and the speed-up where it was measured."""
+    if reference is None:
+        return []
+    effects = []
+    for measure, title, form in (("tau_macro", "τ macro −", GAIN), ("speed_up", "speed-up ×", RATIO)):
+        measured = {name: row[measure] for name, row in overall.items() if measure in row}
+        gains = {name: one.gain for name, one in measured.items() if one.gain}
+        if gains:
+            effects.append(Effects(f"{title} {reference}", reference, measured[reference].mean, gains, form))
+    return _known(*effects)
+
+
+def _known(*effects: Effects) -> list[Effects]:
+    """Those with a gain that the records define."""
+    return [one for one in effects if any(gain.value == gain.value for gain in one.gains.values())]  # nan is not itself
+
+
+def write_verdicts(effects: Effects) -> str:
+    """Say who is shown to differ from the reference, and in which direction; and of whom no difference is shown."""
+    by_verdict: dict[str, list[str]] = {"larger": [], "smaller": [], "identical": [], "no difference shown": []}
+    for name, gain in effects.gains.items():
+        by_verdict["identical" if gain.identical else gain.direction or "no difference shown"].append(name)
+    verdicts = "; ".join(
+        f"{verdict} for {', '.join(names) if len(names) <= NAMED else f'{len(names)} of {len(effects.gains)}'}"
+        for verdict, names in by_verdict.items()
+        if names
+    )
+    return f"{effects.title}, after Holm's correction: {verdicts}."
 
 
 def write_headline(overall: list[MethodSummary], baseline: str | None) -> str:
@@ -140,8 +206,8 @@ def write_headline(overall: list[MethodSummary], baseline: str | None) -> str:
     )
 
 
-def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: str | None) -> str:
-    """Say which choice has the largest τ, its speed, and how it compares with the reference."""
+def write_seed_headline(overall: dict[str, Measured], baseline: str) -> str:
+    """Say which choice has the largest τ, and its speed."""
     _, measured = max(overall.items(), key=lambda entry: entry[1]["tau_macro"].mean.value)
     tau = measured["tau_macro"]
     tied = [name for name, other in overall.items() if other["tau_macro"].mean.text() == tau.mean.text()]
@@ -150,13 +216,7 @@ def write_seed_headline(overall: dict[str, Measured], baseline: str, reference: 
     if "speed_up" in measured:
         speed = measured["speed_up"].mean
         words += f", at {speed.text()} times the speed of {baseline}{_within(speed)}"
-    if len(tied) > 1 or tau.gain is None or not tau.gain.significance():
-        return f"{words}."
-    verdict = tau.gain.direction or "no difference shown"
-    return (
-        f"{words}. Against {reference} it is {tau.gain.text('+.2f')}{_within(tau.gain, '+.2f')}, "
-        f"{tau.gain.significance()} after Holm's correction: {verdict}."
-    )
+    return f"{words}."
 
 
 def choose_cells(cells: Cells) -> list[tuple[str, int]]:
@@ -183,5 +243,5 @@ def _names(names: list[str], one: str, several: str) -> str:
     return f"{names[0]} {one}" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} {several}"
 
 
-def _within(value: Estimate, form: str = ".2f") -> str:
-    return f" (95 % interval {value.interval(form)})" if value.interval(form) else ""
+def _within(value: Estimate) -> str:
+    return f" (95 % interval {value.interval()})" if value.interval() else ""

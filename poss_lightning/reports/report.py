@@ -1,7 +1,7 @@
 """`poss report`: one HTML page over benchmark records and training runs, complete in itself."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from poss_lightning.files import atomic, check_file
 from poss_lightning.ranges import CountOrNone, Draws, Seed, check_numbers
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
-from poss_lightning.reports.figures import assign_colours, position_figure, seconds_figure, training_figures
+from poss_lightning.reports.figures import assign_colours, choice_panel, depth_figures, forest_figure, seconds_panel
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import group
@@ -49,21 +49,28 @@ def report(
     """
     check_file(out, ".html")
     facts = read_runs(records)
+    title, circumstances = name_records(records), describe_runs(facts.values())
     findings = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
     if findings.cells:
         runs = runs or list(facts)
         facts = {folder: entries for folder, entries in facts.items() if _cell(folder) in findings.cells}
     methods = group(findings.answers)
     trained = group_by_choice(read_scalars(runs or []))
-    colours = assign_colours([*findings.shares, *trained])
+    colours = assign_colours([*findings.shares, *trained], reference)
     most = {name: len(findings.shares.get(name, ())) for name in methods}
     page = _template().render(
+        title=title,
+        circumstances=circumstances,
         findings=findings,
         reference=reference,
-        positions=position_figure(findings.shares, colours),
+        forests=[forest_figure(effects) for effects in findings.effects],
+        choices=choice_panel(findings.shares, trained, colours),
+        series=len(colours),
         # Seconds of trainings that were decoded one after another do not compare.
-        seconds=seconds_figure(methods) if has_seconds(findings.answers) and len(findings.cells) < 2 else None,
-        training=training_figures(trained, colours),
+        seconds=seconds_panel(methods) if has_seconds(findings.answers) and len(findings.cells) < 2 else None,
+        depths=depth_figures(trained),
+        trained=bool(trained),
+        seeds=max(map(len, trained.values()), default=0),
         texts=decoded_texts(methods, read_rounds(facts), most, prompts),
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {findings.made}",
@@ -74,6 +81,27 @@ def report(
 
 
 # --- the page ---
+
+
+def name_records(records: Iterable[str | Path] | str | Path) -> str:
+    """What the page is called: the folders of its records, each with the one above, as experiments/methods."""
+    paths = [records] if isinstance(records, str | Path) else records
+    folders = [path.parent if path.is_file() else path for path in (Path(path).absolute() for path in paths)]
+    return ", ".join(dict.fromkeys("/".join(folder.parts[1:][-2:]) for folder in folders))
+
+
+def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
+    """Target, dates and machines of runs, in this order, as far as their run.json have them."""
+    targets, dates, machines = [], [], []
+    for run in runs:
+        config = run["config"] if isinstance(run.get("config"), dict) else {}
+        targets.append(config.get("target"))
+        dates.append(str(run.get("started") or "")[: len("2026-11-22")])
+        machines.append(", ".join(str(run[fact]) for fact in ("machine", "device") if run.get(fact)))
+    days = sorted(filter(None, dates))
+    named = [f"target {target}" for target in dict.fromkeys(targets) if target]
+    span = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    return [words for words in (*named, span, *dict.fromkeys(machines)) if words]
 
 
 def format_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

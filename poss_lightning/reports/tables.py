@@ -8,6 +8,7 @@ from poss_lightning.reports.seeds import SeedSummary
 from poss_lightning.reports.statistics import Comparison, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary
 
+GAIN, RATIO, PERCENT = "+z.3f", ".3f", "+z.1f"  # how comparisons are written; z: no sign before a zero but +
 Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
 
 
@@ -73,7 +74,7 @@ def method_tables(summaries: list[MethodSummary], baseline: str | None, referenc
     if drafted:
         shares = [([row.method], [make_cell(share.percent(), ".0f") for share in row.pos_acc]) for row in drafted]
         tables.append(Table("pos-acc by position, %", ["method"], places, shares, folded=True))
-    gains = [([row.method], [make_cell(gain.percent(), "+.1f") for gain in row.pos_acc_gain]) for row in drafted]
+    gains = [([row.method], [make_cell(gain.percent(), PERCENT) for gain in row.pos_acc_gain]) for row in drafted]
     if any(cells for _, cells in gains):
         tables.append(
             Table(
@@ -107,10 +108,10 @@ def _methods(rows: list[MethodSummary], baseline: str | None) -> Table:
 def _against(rows: list[MethodSummary], reference: str) -> Table:
     columns = [("τ micro −", reference), ("τ macro −", reference), ("speed ×", reference)]
     cells = [
-        [make_cell(row.tau_micro_gain, "+.2f"), make_cell(row.tau_macro_gain, "+.2f"), make_cell(row.speed_gain)]
+        [make_cell(row.tau_micro_gain, GAIN), make_cell(row.tau_macro_gain, GAIN), make_cell(row.speed_gain, RATIO)]
         for row in rows
     ]
-    return Table(f"Against {reference}", ["method"], columns, _named(rows, cells))
+    return Table(f"Against {reference}", ["method"], columns, _named(rows, cells), folded=True)
 
 
 def _by_suite(rows: list[MethodSummary], baseline: str | None, reference: str | None) -> Table:
@@ -124,7 +125,7 @@ def _by_suite(rows: list[MethodSummary], baseline: str | None, reference: str | 
             (
                 [row.suite, row.method],
                 [make_cell(row.tau_micro), make_cell(row.tau_macro)]
-                + ([make_cell(row.tau_macro_gain, "+.2f")] if reference else [])
+                + ([make_cell(row.tau_macro_gain, GAIN)] if reference else [])
                 + [_plain(row.speed_up.get(baseline or "")), Cell(str(row.prompts))],
             )
             for row in rows
@@ -166,7 +167,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     by_suite = [([suite, name], row) for suite in suites for name, row in group_by_choice(summaries, suite).items()]
     if by_suite:
         rows = [
-            (names, _means(row) + ([make_cell(row["tau_macro"].gain, "+.2f")] if reference else []))
+            (names, _means(row) + ([make_cell(row["tau_macro"].gain, GAIN)] if reference else []))
             for names, row in by_suite
         ]
         columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
@@ -177,7 +178,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
     if reference and len(shares) > 1:
         rows = [
-            ([name], [make_cell(one.gain and one.gain.percent(), "+.1f") for one in positions])
+            ([name], [make_cell(one.gain and one.gain.percent(), PERCENT) for one in positions])
             for name, positions in shares.items()
             if name != reference
         ]
@@ -210,8 +211,8 @@ def _mean(one: SeedSummary | None, form: str) -> Cell:
 
 def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> Table:
     """Against the reference, for other prompts than these as well, or for these alone."""
-    measures = [("tau_macro", "τ macro −", "+.2f"), ("tau_micro", "τ micro −", "+.2f")]
-    measures += [("speed_up", "speed-up ×", ".2f"), ("tokens_per_second", "tokens/s ×", ".2f")]
+    measures = [("tau_macro", "τ macro −", GAIN), ("tau_micro", "τ micro −", GAIN)]
+    measures += [("speed_up", "speed-up ×", RATIO), ("tokens_per_second", "tokens/s ×", RATIO)]
     title = f"Against {reference}, other seeds, " + ("these prompts" if these_prompts else "other prompts")
     gain = "gain_these_prompts" if these_prompts else "gain"
     columns = [("pairs",), *((words, reference) for _, words, _ in measures)]
@@ -220,4 +221,4 @@ def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> 
         values = [(measured.get(measure), form) for measure, _, form in measures]
         gains = [make_cell(getattr(one, gain, None), form) for one, form in values]
         rows.append(([name], [Cell(str(len(measured["tau_macro"].pairs))), *gains]))
-    return Table(title, ["choice"], columns, rows, folded=these_prompts)
+    return Table(title, ["choice"], columns, rows, folded=True)

@@ -18,23 +18,30 @@ LABELS = ("label", "token", "kind", "following", "slot", "__seq_next__")  # of a
 DECIMALS = 4  # of its coordinates
 
 
-def _lines(*tags: str) -> list:
-    return ["Multiline", list(tags)]
+def _lines(tag: str) -> list:
+    return ["Multiline", [tag]]
 
 
-# Category, chart, and the tags in it: regular expressions, matched from a tag's beginning.
+# Category, chart, and the tags in it: a regular expression, matched from a tag's beginning. TensorBoard draws all lines
+# of a run in one colour. So a chart holds one measurement, and runs are compared by laying them over each other.
 LAYOUT = {
+    "τ: tokens a round": {
+        "in trees (replayed)": _lines(r"val/tau_tree$"),
+        "in chains (replayed)": _lines(r"val/tau_chain$"),
+    },
     "Acceptance of each position": {
         "in trees (replayed)": _lines(r"val_pos_acc_tree/depth_\d+$"),
         "in chains (replayed)": _lines(r"val_pos_acc_chain/depth_\d+$"),
         "unrolled (teacher-forced), validation": _lines(r"val_pos_acc_unroll/depth_\d+$"),
         "unrolled (teacher-forced), training": _lines(r"train_pos_acc_unroll/depth_\d+$"),
-        "τ: tokens a round": _lines(r"val/tau_(tree|chain)$", "probe/tau$"),
+    },
+    "Loss, all depths together": {
+        "validation": _lines(r"val/loss$"),
+        "training": _lines(r"train/loss$"),
     },
     "Loss of each depth": {
         "validation": _lines(r"val_loss/depth_\d+$"),
         "training": _lines(r"train_loss/depth_\d+$"),
-        "all depths together": _lines("(train|val)/loss$"),
         "validation, features (smooth L1)": _lines(r"val_feature_loss/depth_\d+$"),
         "validation, tokens (cross-entropy)": _lines(r"val_token_loss/depth_\d+$"),
         "validation, likeliest ten": _lines(r"val_topk_loss/depth_\d+$"),

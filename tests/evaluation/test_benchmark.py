@@ -104,6 +104,11 @@ def test_pieces_make_the_text(whole):
         assert "".join(record.pieces) == record.text and len(record.pieces) == record.new_tokens
 
 
+def test_a_record_keeps_its_question(whole):
+    turns = {question["question_id"]: question["turns"] for question in QUESTIONS}
+    assert all(record.question == turns[record.id][record.turn] for record in read_records(whole))
+
+
 def test_rounds_of_the_first_question_are_those_of_its_records(whole):
     rounds = read_rounds([whole])
     records = [r for r in read_records(whole) if r.id == 7 and r.repeat == 0 and r.method in ("chain", "poss")]

@@ -5,8 +5,10 @@ import json
 import re
 from dataclasses import asdict
 
+import pyarrow.parquet as pq
 import pytest
 
+from poss_lightning.evaluation.cells import pack
 from poss_lightning.evaluation.records import (
     Record,
     check_drafts,
@@ -27,14 +29,14 @@ RECORD = {
 def test_written_records_are_read_back(tmp_path):
     records = [
         Record(**RECORD),
-        Record(**{**RECORD, "id": "two", "pieces": list("abcdefg")}),
+        Record(**{**RECORD, "id": "two", "pieces": list("abcdefg"), "question": "Wie groß?\n"}),
         Record(**{**RECORD, "method": "generate", "accepted": []}),
         Record(**{**RECORD, "accepted": [3, 0, 5]}),  # the last round was cut
         Record(**{**RECORD, "new_tokens": 1, "tokens": [2], "accepted": []}),  # the prefill's token was a stop
     ]
     (tmp_path / "records.jsonl").write_text("\n".join(map(to_line, records)) + "\n", encoding="utf-8")
     assert read_records([tmp_path]) == read_records(str(tmp_path / "records.jsonl")) == records
-    assert "pieces" not in json.loads(to_line(records[0]))
+    assert not {"pieces", "question"} & json.loads(to_line(records[0])).keys()  # as in older files
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_written_records_are_read_back(tmp_path):
         ({"turn": True}, "turn is True; it must be an integer"),
         ({"accepted": [3, 1, 1]}, "which emits 8 to 9 tokens"),
         ({"text": None}, "text is None; it must be a string"),
+        ({"question": ["Why?"]}, "question is ['Why?']; it must be a string"),
     ],
 )
 def test_unlawful_records_are_named_by_file_line_and_field(tmp_path, change, said):
@@ -145,6 +148,17 @@ def test_run_facts_tolerate_gaps(tmp_path):
     assert list(runs) == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert find_depths(runs) == {"poss-2": 6}
     check_drafts(runs)
+
+
+def test_a_cell_keeps_its_questions_beside_older_cells_without_any(tmp_path):
+    for choice, question in (("old", {}), ("new", {"question": "Why?"})):
+        pack(tmp_path, choice, 0, {}, [{**RECORD, "pieces": None, "method": choice, **question}])
+    schema = pq.read_schema(tmp_path / "records.parquet")
+    older = pq.read_table(tmp_path / "records.parquet", columns=[name for name in schema.names if name != "question"])
+    cells = read_cells(tmp_path)
+    assert {choice: cell[0].question for (choice, _), cell in cells.items()} == {"old": None, "new": "Why?"}
+    pq.write_table(older, tmp_path / "records.parquet")  # as versions before questions were kept wrote it
+    assert [record.question for record in read_records(tmp_path)] == [None, None]
 
 
 def test_two_drafts_of_one_name_are_refused():

@@ -2,9 +2,9 @@
 
     python tests/support/look.py [page.html] [--out FOLDER]
 
-Fails on an error of a script, anything asked of the outside, a page wider than its window, or rounds that do not turn
-by arrow key. Leaves phone-light.png, desktop-dark.png and so on in `runs/look`. Without a page it makes one of a sweep
-made up for it.
+Fails on an error of a script, anything asked of the outside, a page wider than its window, a table whose names scroll
+away or leave no room, a name of many whose curves stay grey, or rounds that do not turn by arrow key. Leaves
+phone-light.png, desktop-dark.png and so on in `runs/look`. Without a page it makes one of a sweep made up for it.
 
 The browser is Chromium, its windows never narrower than 500 px: so the page stands in a frame as wide as asked.
 """
@@ -59,6 +59,22 @@ if (explorer) {
 }
 page.querySelectorAll("details").forEach((details) => { details.open = true; });
 wide("all opened");
+page.querySelectorAll(".wide").forEach((table) => {
+  const name = table.querySelector("td.name"), edge = table.getBoundingClientRect();
+  if (!name) return;
+  table.scrollLeft = table.scrollWidth;
+  const { left, width: taken } = name.getBoundingClientRect();
+  if (left < edge.left - 1) told.push(`the names of “${table.ariaLabel}” scroll away`);
+  if (taken > edge.width / 2) told.push(`the names of “${table.ariaLabel}” take ${taken} of ${edge.width} px`);
+  table.scrollLeft = 0;
+});
+const pointed = page.querySelector(".crowded > .legend span:last-of-type");
+if (pointed) {
+  const stroke = (series) => window_.getComputedStyle(page.querySelector(`.crowded svg .${series}`)).stroke;
+  const series = pointed.className.match(/n\d+/)[0], grey = stroke(series);
+  pointed.focus();
+  if (stroke(series) === grey || stroke("n1") !== grey) told.push(`${pointed.innerText} is not lit alone`);
+}
 document.body.dataset.told = JSON.stringify({ told, height, explorer: !!explorer });
 """
 
@@ -73,8 +89,7 @@ def look(page: Path, out: Path) -> list[str]:
     with TemporaryDirectory() as folder:
         for name, width in WIDTHS.items():
             frame = Path(folder) / f"{name}.html"
-            frame.write_text(framed(page.read_text(encoding="utf-8"), width, 900, ASK), encoding="utf-8")
-            told = asked(browser, frame, width)
+            told = asked(browser, page, frame, width)
             wrong += [f"{name}: {words}" for words in dict.fromkeys(told["told"])]
             height = min(told["height"], TALLEST)
             frame.write_text(framed(page.read_text(encoding="utf-8"), width, height, ""), encoding="utf-8")
@@ -94,8 +109,9 @@ def framed(page: str, width: int, height: int, script: str) -> str:
     )
 
 
-def asked(browser: str, frame: Path, width: int) -> dict:
-    """What the script in the frame's parent noted."""
+def asked(browser: str, page: Path, frame: Path, width: int) -> dict:
+    """What the script in the parent of the page's frame noted; writes the parent as `frame`."""
+    frame.write_text(framed(page.read_text(encoding="utf-8"), width, 900, ASK), encoding="utf-8")
     dom = run(browser, frame, width, 900, "--dump-dom", "--virtual-time-budget=5000")
     if not (found := re.search(r'data-told="([^"]*)"', dom)):
         raise RuntimeError(f"the page did not load: {dom[:300]!r}")

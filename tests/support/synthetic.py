@@ -46,6 +46,7 @@ def _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness) ->
         tokens=list(range(length)),
         text=" ".join(f"w{place}" for place in range(length)),
         pieces=[f"w{place} " for place in range(length)],
+        question=f"What is {suite} {prompt}, asked the {turn + 1}. time?",
     )
 
 

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
+from tokenizers import Tokenizer
+from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
@@ -24,6 +28,7 @@ from poss_lightning.training.dashboard import Dashboard, pick_slots
 from poss_lightning.training.module import SpecialistTraining
 
 DEPTH, EVERY = 4, 10**6
+FORGED = "<img src=x onerror=alert(1)> **bold** [link](x) \x1b[2J"  # a name, or what somebody wrote
 
 
 def fit(store, folder, logger, steps, **options):
@@ -52,18 +57,35 @@ def fit(store, folder, logger, steps, **options):
 
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
+    folder = tmp_path_factory.mktemp("run") / FORGED
     training, trainer, _ = fit(store, folder, TensorBoardLogger(folder, name="", version=""), steps=20)
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
     return SimpleNamespace(folder=folder, training=training, trainer=trainer, events=events)
 
 
-def test_no_chart_is_empty(run):
+def written_layout(events):
+    content = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    return layout_pb2.Layout.FromString(content)
+
+
+def test_a_chart_shows_one_measurement_and_none_is_empty(run):
+    """Several runs in one chart are told apart by colour, several measurements of one run are not."""
     tags = run.events.Tags()["scalars"]
-    charts = [patterns for category in panels.LAYOUT.values() for _, patterns in category.values()]
-    for pattern in (pattern for patterns in charts for pattern in patterns if pattern != "probe/tau$"):
-        assert any(re.match(pattern, tag) for tag in tags), f"{pattern} is no scalar"
-    assert "custom_scalars__config__" in run.events.Tags()["tensors"]
+    for category in written_layout(run.events).category:
+        for chart in category.chart:
+            (pattern,) = chart.multiline.tag
+            shown = [tag for tag in tags if re.match(pattern, tag)]
+            assert shown, f"{pattern} is no scalar"
+            family = {re.sub(r"/depth_\d+$", "/depth_k", tag) for tag in shown}
+            assert len(family) == 1, f"{chart.title}: {family}"
+            assert ("each" in category.title) == family.pop().endswith("/depth_k")
+
+
+def test_tau_stands_first_trees_apart_from_chains(run):
+    first = written_layout(run.events).category[0]
+    shown = {chart.title: list(chart.multiline.tag) for chart in first.chart}
+    assert first.title.startswith("τ")
+    assert shown == {"in trees (replayed)": ["val/tau_tree$"], "in chains (replayed)": ["val/tau_chain$"]}
 
 
 def test_histograms_are_the_drift_slot_by_slot(run):
@@ -133,6 +155,38 @@ def test_tokens_are_spelt_where_the_tokenizer_is_at_hand(tiny_folder):
     assert (
         panels.load_speller("somebody/unknown")(7) == "7" and panels.load_speller("no folder, no id/ at all/")(7) == "7"
     )
+
+
+def test_forged_tokens_are_one_line_of_text_in_the_projector(tiny_folder, tmp_path):
+    forged = f"{FORGED}\t\n\r\u2028</script>"
+    tokenizer = Tokenizer.from_file(f"{tiny_folder}/tokenizer.json")
+    tokenizer.add_tokens([forged])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    token = tokenizer.token_to_id(forged)
+    features, labels = panels.make_points(
+        torch.zeros(2, 3), torch.ones(1, 2, 3), [token] * 2, [1] * 2, panels.load_speller(str(tmp_path))
+    )
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_embedding(features, labels, None, 1, "features", list(panels.LABELS))
+    lines = (
+        (tmp_path / "00001" / "features" / "metadata.tsv").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    )
+    spelt = FORGED.replace("\x1b", "\\x1b").replace(" ", "·") + r"\t\n\r\u2028</script>"
+    assert len(lines) == 1 + 4 and all(line.isprintable() for line in "".join(lines).split("\t"))
+    assert [line.split("\t")[1] for line in lines[1:]] == [spelt] * 4
+
+
+def test_nothing_that_is_written_is_read_as_markdown(run):
+    """TensorBoard turns texts and descriptions into HTML, so there are none; names and values it shows as they are."""
+    reader = plugin_event_accumulator.EventAccumulator(str(run.folder)).Reload()
+    assert "text" not in reader.ActivePlugins()
+    for tag in (tag for name in reader.ActivePlugins() for tag in reader.PluginTagToContent(name)):
+        assert not reader.SummaryMetadata(tag).summary_description
+    experiment, begun = hyperparameters.start_summaries({"start_from": FORGED, "seed": 1}, depth=2)
+    told = metadata.parse_experiment_plugin_data(experiment.value[0].metadata.plugin_data.content)
+    assert not told.description and not any(one.description for one in [*told.hparam_infos, *told.metric_infos])
+    row = metadata.parse_session_start_info_plugin_data(begun.value[0].metadata.plugin_data.content)
+    assert row.hparams["start_from"].string_value == FORGED
 
 
 def test_a_figure_shows_every_kind_that_was_logged(run):
