@@ -21,6 +21,8 @@ TRAINER = {
 }
 VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
+    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package"),
+    "copy": ("poss_lightning.shipped", "a config of the package, as a file to edit"),
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
