@@ -21,6 +21,8 @@ TRAINER = {
 }
 VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
+    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package"),
+    "copy": ("poss_lightning.shipped", "a config of the package, as a file to edit"),
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
@@ -28,6 +30,7 @@ TOOLS = {
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder, in any dtype"),
     "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),
+    "push": ("poss_lightning.push", "a draft and its model card to the Hugging Face hub"),
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),

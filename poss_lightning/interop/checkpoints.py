@@ -22,8 +22,7 @@ def load_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no JSON object; or it is of vLLM's speculators format, whose sizes and switches have other
-            names.
+        ValueError: it is no JSON object.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -34,11 +33,6 @@ def load_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(stored, dict):
         raise ValueError(f"{path} is a {type(stored).__name__}; it must be an object")
-    if kind := stored.get("speculators_model_type"):
-        raise ValueError(
-            f"{path} is of the speculators format ({kind}), which is not read: only what EAGLE, HASS, PosS and SPEED "
-            "publish is"
-        )
     return stored
 
 

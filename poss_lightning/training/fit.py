@@ -356,7 +356,8 @@ class _Cli(LightningCLI):
         if (anew or "SLURM_RESTART_COUNT" in os.environ) and not last.is_file():
             return
         if has_outputs(folder):
-            how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
+            other = "choose another name or save_dir of its logger"
+            how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else other
             raise FileExistsError(f"{folder} holds a training already: {how}")
 
 

@@ -1,5 +1,6 @@
 """A training as a function of its options: how they are put together, and that each command takes them."""
 
+import csv
 import inspect
 import warnings
 
@@ -66,6 +67,35 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, capsys):
     capsys.readouterr()
     validate(FitOptions.compose([], options | {"ckpt_path": str(last)}))
     assert "val/loss" in capsys.readouterr().out
+
+
+def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
+    """With all callbacks of a training; the folder has what it has with TensorBoard."""
+    trainer = {
+        "precision": "32-true",
+        "max_steps": 2,
+        "log_every_n_steps": 1,
+        "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}},
+        "enable_progress_bar": False,
+    }
+    model, data = {"allocation": [1, 1]}, {"store": store, "validation": 0.2}
+    fit(FitOptions.compose(["trainer/cpu.yaml"], {"model": model, "data": data, "trainer": trainer}))
+    folder = tmp_path / "run"
+    with (folder / "metrics.csv").open() as file:
+        scalars = set(next(csv.reader(file)))
+    assert {"train/loss", "train/learning_rate", "val/loss", "val/tau_tree", "val_drift_l2/depth_2"} <= scalars
+    assert {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"} <= scalars
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
+
+
+def test_weights_and_biases_go_by_the_loggers_name():
+    """Its options parse where wandb is not installed, too."""
+    logger = {"class_path": "WandbLogger", "init_args": {"project": "poss", "save_dir": "runs/a", "offline": True}}
+    model, data = {"allocation": [1]}, {"store": "any"}
+    parsed = parse([], {"model": model, "data": data, "trainer": {"logger": logger}}).trainer["logger"]
+    assert parsed["class_path"] == "lightning.pytorch.loggers.WandbLogger"
+    assert parsed["init_args"].items() >= logger["init_args"].items()
 
 
 def test_nobody_is_advised_to_sum_what_is_summed():
