@@ -282,6 +282,25 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     assert poss("fit", *small, *ONE, *AGAIN).code is None
 
 
+def test_a_training_goes_on_in_its_own_folder_where_folders_are_numbered(poss, small, tmp_path, caplog):
+    caplog.set_level("INFO", "poss_lightning")
+    names = ("--trainer.logger.save_dir", "runs", "--trainer.logger.name")
+    command = ("fit", *small, *SHORT, "--trainer.logger", "TensorBoardLogger", *names)
+    last = "runs/hass/version_0/checkpoints/last.ckpt"
+    assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
+    goes_on = ("fit", "--config", "runs/hass/version_0/config.yaml", "--ckpt_path", last)
+    assert poss(*goes_on, "--trainer.max_steps", "2").code is None
+    assert [folder.name for folder in (tmp_path / "runs/hass").iterdir()] == ["version_0"]
+    assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
+    assert "another folder" not in caplog.text and "a new training" not in caplog.text
+
+    fork = poss(*goes_on, "--trainer.logger.name", "fork", "--trainer.max_steps", "3")
+    assert fork.code is None and (tmp_path / "runs/fork/version_0/draft-best/model.safetensors").is_file()
+    assert f"the training of {last} goes on in another folder, runs/fork/version_0" in caplog.text
+    assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
+    assert f"a new training begins in runs/hass/version_1; --ckpt_path {last} goes on" in caplog.text
+
+
 def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):
     """A kill before its first checkpoint leaves a draft and nothing to go on with."""
     data = {"store": str(inputs / "store"), "validation": 0.2}

@@ -39,6 +39,12 @@ class DraftFolders(lightning.Callback):
         self.monitor, self.sign = monitor, 1 if mode == "max" else -1
         self.best, self.validated = -math.inf, False
 
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        """A training that goes on in another folder finds its best draft anew: that folder has none."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if not trainer.strategy.broadcast((folder / "draft-best").is_dir()):
+            self.best = -math.inf
+
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":  # pyright: ignore[reportAttributeAccessIssue]
             return

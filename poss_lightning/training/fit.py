@@ -43,11 +43,14 @@ from poss_lightning.ranges import Seed, refuse_numbers
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.resume import folder_of, stay_in_folder
 from poss_lightning.training.strategies import prepare
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
 COMMANDS = ("fit", "validate", "test")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,14 +314,22 @@ class _Cli(LightningCLI):
                 trainer.precision = choose_precision(str(trainer.accelerator))
         trainer = super().instantiate_trainer(**more)
         prepare(trainer.strategy)
+        if checkpoint := self._get(self.config, "ckpt_path"):
+            stay_in_folder(trainer, checkpoint)
         return trainer
 
     def before_fit(self) -> None:
         checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
         by_itself = checkpoint and SLURMEnvironment.detect()  # Lightning goes on with it
         trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
-        if not self._has_checkpoint() and not trial and not by_itself:
-            self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
+        has_checkpoint = self._has_checkpoint()
+        if trial:
+            return
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if not has_checkpoint and not by_itself:
+            self._check_unused(folder)
+        if self.trainer.is_global_zero:
+            self._say_where(folder)
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -344,6 +355,15 @@ class _Cli(LightningCLI):
         if path and path not in ("best", "last", "hpc") and "://" not in path and not Path(path).exists():
             raise FileNotFoundError(f"{path}: no such file")  # "best" and addresses are Lightning's to find
         return bool(path)
+
+    def _say_where(self, folder: Path) -> None:
+        """A line, where somebody may look for this training in the folder of another one."""
+        checkpoint = self._get(self.config, "ckpt_path")
+        others = sorted(folder.parent.glob("version_*/checkpoints/last.ckpt"), key=os.path.getmtime)
+        if checkpoint and Path(checkpoint).exists() and folder_of(checkpoint) != folder.resolve():
+            logger.info("the training of %s goes on in another folder, %s", checkpoint, folder)
+        elif not checkpoint and others and folder.name.startswith("version_"):
+            logger.info("a new training begins in %s; --ckpt_path %s goes on with the one there", folder, others[-1])
 
     def _check_unused(self, folder: Path) -> None:
         """Raise where a training has left something.
