@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
 import lightning
@@ -18,7 +19,10 @@ from poss_lightning import __version__, cli, extract
 from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import FINISHED, fit_once
+from poss_lightning.training.help import SAID
+from poss_lightning.training.module import SpecialistTraining
 from tests.support.command import Poss, Result, left, says
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -341,11 +345,20 @@ def test_an_export_says_what_it_wrote(poss, inputs, target):
     assert out == f"out: allocation [1, 1], for {target.spec.name}, in bfloat16\n"
 
 
-def test_the_help_of_a_training_begins_with_what_is_ours(poss):
-    said = poss("fit", "--help").out
+def test_the_help_of_a_training_has_what_is_ours_and_all_of_it_when_asked(poss, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = poss("fit", "--help").out, poss("fit", "--help", "all").out
+    assert short.count("\n") < 230 and "poss fit --help all has the rest" in short.splitlines()[-1]
     ours = ("model.allocation", "data.store", "trainer.max_steps")
-    places = [re.search(rf"^  --{option}[ ,]", said, re.MULTILINE).start() for option in ours]
-    assert places == sorted(places)
+    for said in (short, whole):
+        places = [re.search(rf"^  --{option}[ ,]", said, re.MULTILINE).start() for option in ours]
+        assert places == sorted(places)
+    options = {said: set(re.findall(r"^  --([\w.]+)", said, re.MULTILINE)) for said in (short, whole)}
+    assert options[short] < options[whole] and "trainer.plugins" not in short
+    signatures = {"model": SpecialistTraining, "data": FeatureData}
+    mine = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
+    assert mine - options[short] == {"model.store"}  # which the data give
+    assert set(SAID) <= options[short]
 
 
 # --- what works ---

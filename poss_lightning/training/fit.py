@@ -42,6 +42,7 @@ from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed, refuse_numbers
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
+from poss_lightning.training.help import PRECISION, choose_help
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import folder_of, stay_in_folder
 from poss_lightning.training.strategies import prepare
@@ -238,8 +239,8 @@ def _add_parts(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(
         Trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
     )
-    known = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
-    parser.add_argument("--trainer.precision", type=str, default="auto", help=known)
+    trainer = (parser.groups or {})["trainer"]
+    trainer.add_argument("--trainer.precision", type=str, default="auto", help=PRECISION)
     parser.set_defaults({"trainer.use_distributed_sampler": False})  # FeatureData shares its batches out itself
     parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
@@ -295,6 +296,8 @@ class _Cli(LightningCLI):
         _add_parts(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if isinstance(args, list):
+            args = choose_help(self._parser(args[0]), args)
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:

@@ -48,6 +48,7 @@ def stay_in_folder(trainer: lightning.Trainer, checkpoint: str | Path) -> None:
     """Let loggers that number their folders take that of the checkpoint again, if it is theirs, and not a next one."""
     folder = folder_of(checkpoint)
     for logger in trainer.loggers:
-        numbers = isinstance(logger, CSVLogger | TensorBoardLogger) and logger._version is None
-        if numbers and Path(logger.root_dir).resolve() == folder.parent:
+        if not isinstance(logger, CSVLogger | TensorBoardLogger) or logger._version is not None:
+            continue
+        if Path(logger.root_dir or "").resolve() == folder.parent:
             logger._version = folder.name
