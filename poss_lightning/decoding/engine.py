@@ -104,6 +104,11 @@ class Speculative(Decoder):
         """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
         return self.budgets[1].costs if 1 in self.budgets else None
 
+    @property
+    def why_plain(self) -> str | None:
+        """Why `tree: auto` gave up drafting texts that are decoded alone, in a line; None where it did not."""
+        return self.budgets[1].why_plain() if 1 in self.budgets else None
+
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`."""
@@ -112,7 +117,11 @@ class Speculative(Decoder):
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
         self.request_id = request_id = self.request_id + 1
-        yield Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
+        began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
+        if outputs.active:
+            self._drop_finished(outputs)
+            self._budget(clock)  # measures before the text begins: it tells so in a line
+        yield began
         while outputs.active:
             if self.request_id != request_id:
                 raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
