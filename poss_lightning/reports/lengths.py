@@ -78,11 +78,12 @@ def _table(
 
 
 def _tau(counts: Floats, sums: Floats | None) -> Cell:
-    """τ (micro), to which a round counts 1 and what it accepted; empty where there is no round."""
+    """τ (micro), to which a round counts 1 and what it accepted; empty where no prompt has a round."""
     if sums is None:
         return Cell("")
     none = np.zeros(len(sums))
-    return make_cell(estimate(statistics.tau_micro(counts, Sums(sums, none, none)), len(sums)))
+    taus = statistics.tau_micro(counts, Sums(sums, none, none))
+    return make_cell(estimate(taus if (sums[:, 0] > 0).sum() > 1 else taus[:1], len(sums)))  # one has no spread
 
 
 def _names(columns: list) -> list[str]:

@@ -53,6 +53,13 @@ def test_what_never_varies_has_no_table(tmp_path):
     assert not length_tables({"eagle": {("chat", 0, 0, 0): answer([1, 2])}})
 
 
+def test_a_column_of_one_prompt_has_no_interval():
+    long = answer([1] * 30)
+    answers = {("chat", 0, 0, 0): long, ("chat", 1, 0, 0): answer([1, 2]), ("chat", 2, 0, 0): answer([0, 2])}
+    ((_, (short, rest)),) = length_tables({"eagle": answers})[0].rows
+    assert short.notes and rest.text == "2.00" and not rest.notes
+
+
 def test_compare_shows_them(tmp_path):
     (tmp_path / "records.jsonl").write_text("".join(to_line(record) + "\n" for record in make_records()))
     titles = [table.title for table in find(tmp_path, resamples=20).tables]
