@@ -8,10 +8,11 @@ import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import signature
 
-from poss_lightning.terminal import printable
+from poss_lightning.terminal import announced, mute_deepspeed, printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -60,6 +61,7 @@ def _run_line() -> None:
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
     logger.handlers = [Lines()]
+    mute_deepspeed()
     try:
         run(command, sys.argv[2:])
     except ArgumentError as error:
@@ -84,9 +86,11 @@ def run(command: str, arguments: list[str]) -> None:
     arguments = locate_configs(arguments)
     for file in config_files(arguments):
         read_config(file)  # a broken one is named
+    with announced("loading the libraries") if sys.stderr.isatty() else nullcontext():
+        module = import_module("poss_lightning.training.fit" if command in TRAINER else TOOLS[command][0])
     if command in TRAINER:
-        return import_module("poss_lightning.training.fit").run_command(command, arguments)
-    tool = getattr(import_module(TOOLS[command][0]), command)
+        return module.run_command(command, arguments)
+    tool = getattr(module, command)
     arguments = _complete_switches(arguments, tool)
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}

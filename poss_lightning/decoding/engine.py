@@ -24,6 +24,7 @@ from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import announced
 
 SHARE = 4  # a row may take this many times its share of a batch's nodes
 logger = logging.getLogger(__name__)
@@ -247,6 +248,7 @@ class Speculative(Decoder):
             return partial(self.graphs.run_alone, ("timed", name), work)
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
-        measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
+        with announced("timing them"):
+            measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
         self.graphs.clear()
         return measured

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS
 from poss_lightning.files import atomic_folder
+from poss_lightning.terminal import announced
 
 PICKLED = "pytorch_model.bin"
 FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
@@ -42,6 +43,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     return stored
 
 
+@announced("reading the tensors of a draft")
 def load_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, from one file or from shards with an index; .safetensors is preferred to .bin.
 
@@ -83,6 +85,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     return stored
 
 
+@announced("writing a draft")
 def write_folder(
     folder: Path, tensors: dict[str, Tensor], config: str, *, pickled: bool = False, token_map: list[int] | None = None
 ) -> None:

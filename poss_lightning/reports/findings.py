@@ -27,6 +27,7 @@ from poss_lightning.reports.tables import (
     position_summaries,
     seed_tables,
 )
+from poss_lightning.terminal import announced
 
 AUTO = (
     " Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ "
@@ -46,6 +47,7 @@ class Findings(NamedTuple):
     cells: list[tuple[str, int]]  # choice and seed of these trainings, where the folders have them
 
 
+@announced("reading records, and drawing what intervals need")
 def find(
     records: Iterable[str | Path] | str | Path,
     *,

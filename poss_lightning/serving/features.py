@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from poss_lightning.features.reading import TargetReader, TextFeatures
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import announced
 
 LOCK = ".lock"  # behind the name of a file: held by the worker until the file is complete
 PROBE = 24  # tokens, from all over the vocabulary, of the text by which engine and target are compared
@@ -137,7 +138,12 @@ def vllm_reader(
         ValueError: as `EngineReader`; or vLLM is not installed, or does not start.
     """
     longest = min(max_length, target.spec.context)
-    return EngineReader(target, layers, lambda written: Vllm(target, written, longest, tensor_parallel), device)
+
+    def start(written: tuple[int, ...]) -> Vllm:
+        with announced("starting vLLM"):
+            return Vllm(target, written, longest, tensor_parallel)
+
+    return EngineReader(target, layers, start, device)
 
 
 class Vllm:

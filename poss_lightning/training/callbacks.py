@@ -88,6 +88,8 @@ class StepLines(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self.began, self.first, self.told = time.monotonic(), trainer.global_step, trainer.global_step
+        if not sys.stderr.isatty() and trainer.is_global_zero:
+            logger.info("step %d of %d: training begins", self.first, int(trainer.estimated_stepping_batches))
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
         step = trainer.global_step

@@ -40,6 +40,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed, refuse_numbers
+from poss_lightning.terminal import is_verbose
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.help import PRECISION, choose_help
@@ -400,7 +401,9 @@ class _SaveConfig(SaveConfigCallback):
 
 
 def _quieten() -> None:
-    """Warnings and lines of Lightning that say what config.yaml tells, or advertise."""
+    """Drop warnings and lines of Lightning that say what config.yaml tells, or advertise, unless the user asks."""
+    if is_verbose():
+        return
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place
