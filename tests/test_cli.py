@@ -415,7 +415,8 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     sizes = ("--conversations", "4", "--batch_size", "4", "--user_tokens", "6", "--answer_tokens", "8")
     assert poss("synthesize", "corpus.jsonl", *target, *sizes).code is None
     assert poss("extract", "corpus.jsonl", "store", *target).code is None
-    assert "every file is as it was written" in poss("extract", "corpus.jsonl", "store", "--verify", "true").out
+    verified = poss("extract", "corpus.jsonl", "store", "--verify", "true")
+    assert "every file is as it was written" in verified.out and "verify: 100%" in verified.err
     plain = poss("generate", "Hi", *target, "--max_new_tokens", "9").out
     drafted = poss("generate", "Hi", *target, "--max_new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
     assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "τ" in drafted and "same tokens" in drafted
