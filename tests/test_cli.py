@@ -373,6 +373,12 @@ def test_help_and_version_are_there_at_once():
         assert heavy == "False" and int(modules) < 200 and done.stderr == ""
 
 
+def test_tables_of_records_need_no_torch():
+    """Its import alone takes seconds."""
+    look = "import sys, poss_lightning.reports.compare, poss_lightning.reports.allocate; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_a_reader_who_has_seen_enough_is_no_error():
     """`poss --help | head -1`"""
     command = [sys.executable, "-m", "poss_lightning.cli", "--help"]

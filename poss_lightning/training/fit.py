@@ -409,6 +409,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")  # metrics sum by themselves
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging")  # steps count on
+    warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")  # of megabytes
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
     for module in modules:

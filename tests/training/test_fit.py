@@ -1,6 +1,7 @@
 """A training as a function of its options: how they are put together, and that each command takes them."""
 
 import inspect
+import sys
 import warnings
 
 import pytest
@@ -80,8 +81,9 @@ def test_nobody_is_advised_to_sum_what_is_summed():
     assert [str(each.message) for each in heard] == ["another"]
 
 
-def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog):
+def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog, monkeypatch):
     caplog.set_level("INFO")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
     model = {"allocation": [2]}
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": None, "limit_val_batches": 0}
     steps = {"max_steps": 4, "log_every_n_steps": 2, "accelerator": "cpu", "precision": "32-true"}
