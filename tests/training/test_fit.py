@@ -112,8 +112,8 @@ def test_nobody_is_advised_to_sum_what_is_summed():
 
 
 def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)  # where config.yaml goes
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
     model = {"allocation": [2]}
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": None, "limit_val_batches": 0}
