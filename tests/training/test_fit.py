@@ -110,7 +110,8 @@ def test_nobody_is_advised_to_sum_what_is_summed():
     assert [str(each.message) for each in heard] == ["another"]
 
 
-def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog):
+def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where config.yaml goes without a logger
     caplog.set_level("INFO")
     model = {"allocation": [2]}
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": None, "limit_val_batches": 0}
