@@ -123,6 +123,25 @@ def test_a_term_and_its_gradient_are_the_definition_s_in_float64(name, own, betw
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+def test_a_term_of_a_script_is_one_like_the_others(monkeypatch):
+    """A line of `TERMS` is all: its weight, its sum, and its gradient, which is autograd's of the definition."""
+
+    def hellinger(log_p, log_q):
+        return 1 - ((log_p + log_q) / 2).exp().sum(-1)
+
+    with pytest.raises(ValueError, match="loss has the term 'hellinger'; terms are feature, token, topk, total_var"):
+        gradients({"hellinger": 1.0})
+    monkeypatch.setitem(TERMS, "hellinger", by_autograd(hellinger))
+    wide, features, counts, head = doubled(problem())
+    ours = pass_losses(wide, features, counts, head, weights={"hellinger": 0.7}, chunk=4)
+    log_p = (features @ head.T).log_softmax(-1)
+    values = [hellinger(log_p, (x @ head.T).log_softmax(-1)) * (counts >= k) for k, x in enumerate(wide, 1)]
+    twin = torch.stack([value.sum() for value in values])
+    torch.testing.assert_close(ours.terms["hellinger"], twin.detach(), rtol=0, atol=1e-10)
+    for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, 0.7 * twin.sum())), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
 def test_terms_add_up_and_one_by_autograd_is_the_same(monkeypatch):
     def value(log_p, log_q):
         return (log_q.exp() * (log_q - log_p)).sum(-1)

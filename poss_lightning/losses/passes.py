@@ -23,7 +23,6 @@ from poss_lightning.losses.slot_weights import SLOT_WEIGHTS
 from poss_lightning.losses.terms import TERMS, Distributions
 
 ENTROPIES = ("token", "topk")  # always found, as both are one product
-NAMES = ("feature", *ENTROPIES, *TERMS)
 DEFAULT = MappingProxyType({"feature": 1.0, "token": 0.1, "topk": 1.0})
 
 
@@ -37,10 +36,15 @@ class PassLosses(NamedTuple):
     top_rows: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts, or without find_top
 
 
+def term_names() -> tuple[str, ...]:
+    """All that a loss may have: those of `TERMS` when it is asked, so that a script may add one."""
+    return ("feature", *ENTROPIES, *TERMS)
+
+
 def check_weights(weights: Mapping[str, float], predicts_feature: bool) -> None:
     """Raise ValueError for an unknown term, a weight below 0, none above, or a feature loss where none is predicted."""
-    if unknown := [name for name in weights if name not in NAMES]:
-        raise ValueError(f"loss has the term {unknown[0]!r}; terms are {', '.join(NAMES)}")
+    if unknown := [name for name in weights if name not in term_names()]:
+        raise ValueError(f"loss has the term {unknown[0]!r}; terms are {', '.join(term_names())}")
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise ValueError(f"the weight of {name} in loss is {weight}; it must be 0 or a number above")
@@ -149,7 +153,7 @@ class _Terms(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """Those whose sums are found."""
-        return tuple(name for name in NAMES if name in ENTROPIES or self.weights.get(name))
+        return tuple(name for name in term_names() if name in ENTROPIES or self.weights.get(name))
 
     @property
     def others(self) -> dict[str, float]:

@@ -163,6 +163,7 @@ LIKELY = {  # by option: what makes a command run at all, tried as often as anyt
     "run": "{inputs}/mine",
     "folder": "{inputs}/mine",
     "name": "draft/poss2.yaml",
+    "repo": "OWNER/draft",
     "out": "out",
 }
 SUITES = "[{inputs}/suite.jsonl]"
