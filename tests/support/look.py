@@ -81,8 +81,7 @@ document.body.dataset.told = JSON.stringify({ told, height, explorer: !!explorer
 
 def look(page: Path, out: Path) -> list[str]:
     """What is wrong with the page; leaves its screenshots in `out`."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    if (browser := find_browser()) is None:
         sys.exit(f"error: none of {', '.join(BROWSERS)} found; on Debian: apt-get install chromium")
     out.mkdir(parents=True, exist_ok=True)
     wrong = []
@@ -98,6 +97,11 @@ def look(page: Path, out: Path) -> list[str]:
                 options = [f"--screenshot={picture}", f"--blink-settings=preferredColorScheme={number}"]
                 run(browser, frame, width, height, *options)
     return wrong
+
+
+def find_browser() -> str | None:
+    """The path of a Chromium; None where there is none."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def framed(page: str, width: int, height: int, script: str) -> str:
