@@ -71,7 +71,7 @@ page.querySelectorAll(".wide").forEach((table) => {
 const pointed = page.querySelector(".crowded > .legend span:last-of-type");
 if (pointed) {
   const stroke = (series) => window_.getComputedStyle(page.querySelector(`.crowded svg .${series}`)).stroke;
-  const series = pointed.className.match(/n\d+/)[0], grey = stroke(series);
+  const series = pointed.className.match(/n[0-9]+/)[0], grey = stroke(series);
   pointed.focus();
   if (stroke(series) === grey || stroke("n1") !== grey) told.push(`${pointed.innerText} is not lit alone`);
 }
