@@ -8,10 +8,11 @@ import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import signature
 
-from poss_lightning.terminal import printable
+from poss_lightning.terminal import announced, mute_deepspeed, printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -21,6 +22,8 @@ TRAINER = {
 }
 VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
+    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package"),
+    "copy": ("poss_lightning.shipped", "a config of the package, as a file to edit"),
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
@@ -28,6 +31,7 @@ TOOLS = {
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder, in any dtype"),
     "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),
+    "push": ("poss_lightning.push", "a draft and its model card to the Hugging Face hub"),
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
@@ -35,6 +39,7 @@ TOOLS = {
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "allocate": ("poss_lightning.reports.allocate", "an allocation from the drift of a single layer"),
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals"),
+    "histogram": ("poss_lightning.reports.histogram", "rounds by accepted tokens, of records or an engine's metrics"),
     "report": ("poss_lightning.reports.report", "one HTML page of records and runs"),
     "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),
 }
@@ -60,6 +65,7 @@ def _run_line() -> None:
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
     logger.handlers = [Lines()]
+    mute_deepspeed()
     try:
         run(command, sys.argv[2:])
     except ArgumentError as error:
@@ -84,9 +90,11 @@ def run(command: str, arguments: list[str]) -> None:
     arguments = locate_configs(arguments)
     for file in config_files(arguments):
         read_config(file)  # a broken one is named
+    with announced("loading the libraries") if sys.stderr.isatty() else nullcontext():
+        module = import_module("poss_lightning.training.fit" if command in TRAINER else TOOLS[command][0])
     if command in TRAINER:
-        return import_module("poss_lightning.training.fit").run_command(command, arguments)
-    tool = getattr(import_module(TOOLS[command][0]), command)
+        return module.run_command(command, arguments)
+    tool = getattr(module, command)
     arguments = _complete_switches(arguments, tool)
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}

@@ -152,6 +152,13 @@ def conf(name: str) -> Path:
     raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")
 
 
+def conf_names() -> list[str]:
+    """Names of all files of conf/, those in its folders first."""
+    folder = conf("demo.yaml").parent
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+    return sorted(names, key=lambda name: ("/" not in name, name))
+
+
 def find_config(name: str) -> str:
     """The YAML file of that path, or else of that name in conf/, which may stand before it.
 

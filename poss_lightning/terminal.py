@@ -1,6 +1,68 @@
-"""What others wrote, as a terminal may show it: names, messages, and what models answer."""
+"""What a terminal shows: text, bars and warnings of others; and while something takes long, what that is."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partialmethod
+from threading import Event, Thread
+
+VERBOSE = "POSS_VERBOSE"  # where it is set, libraries show their own bars and warnings, too
+FIRST, NEXT = 3.0, 10.0  # seconds until something that goes on is announced, and announced again
+
+logger = logging.getLogger(__name__)
 
 
 def printable(text: str) -> str:
     """The text with its control characters spelt out, but for line ends and tabs: they might steer the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Log what is done within the block if it takes long, and again with its seconds until it is done."""
+    done, began = Event(), time.monotonic()
+
+    def announce() -> None:
+        wait = FIRST
+        while not done.wait(wait):
+            logger.info("%s: %.0f s", what, time.monotonic() - began)
+            wait = NEXT
+
+    thread = Thread(target=announce, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def is_verbose() -> bool:
+    """Whether libraries may show what they like."""
+    return bool(os.environ.get(VERBOSE))
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Within the block no bar of tqdm is shown, whoever makes it, unless the user asks for it."""
+    from tqdm import tqdm  # `poss --help` need not wait for it
+
+    usual = tqdm.__init__
+    if not is_verbose():
+        tqdm.__init__ = partialmethod(usual, disable=True)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = usual
+
+
+def mute_deepspeed() -> None:
+    """Drop its line that this machine has no GPU, which it prints wherever it is imported, unless the user asks."""
+    if not is_verbose():
+        logging.getLogger("DeepSpeed").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")

@@ -17,6 +17,16 @@ from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 torch.set_num_threads(1)  # tiny matrices: threads only cost
 pretended.register()
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checkout_stays_as_it_is():
+    """No test leaves a file of its own in the checkout's root, where commands write by default."""
+    before = {path.name for path in ROOT.iterdir()}
+    yield
+    new = {path.name for path in ROOT.iterdir()} - before
+    assert not {name for name in new if not name.startswith(".")}, f"tests left {sorted(new)} in {ROOT}"
 
 
 @pytest.fixture(scope="session")

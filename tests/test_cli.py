@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
 import lightning
@@ -18,7 +19,10 @@ from poss_lightning import __version__, cli, extract
 from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import FINISHED, fit_once
+from poss_lightning.training.help import SAID
+from poss_lightning.training.module import SpecialistTraining
 from tests.support.command import Poss, Result, left, says
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -282,6 +286,25 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     assert poss("fit", *small, *ONE, *AGAIN).code is None
 
 
+def test_a_training_goes_on_in_its_own_folder_where_folders_are_numbered(poss, small, tmp_path, caplog):
+    caplog.set_level("INFO", "poss_lightning")
+    names = ("--trainer.logger.save_dir", "runs", "--trainer.logger.name")
+    command = ("fit", *small, *SHORT, "--trainer.logger", "TensorBoardLogger", *names)
+    last = "runs/hass/version_0/checkpoints/last.ckpt"
+    assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
+    goes_on = ("fit", "--config", "runs/hass/version_0/config.yaml", "--ckpt_path", last)
+    assert poss(*goes_on, "--trainer.max_steps", "2").code is None
+    assert [folder.name for folder in (tmp_path / "runs/hass").iterdir()] == ["version_0"]
+    assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
+    assert "another folder" not in caplog.text and "a new training" not in caplog.text
+
+    fork = poss(*goes_on, "--trainer.logger.name", "fork", "--trainer.max_steps", "3")
+    assert fork.code is None and (tmp_path / "runs/fork/version_0/draft-best/model.safetensors").is_file()
+    assert f"the training of {last} goes on in another folder, runs/fork/version_0" in caplog.text
+    assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
+    assert f"a new training begins in runs/hass/version_1; --ckpt_path {last} goes on" in caplog.text
+
+
 def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):
     """A kill before its first checkpoint leaves a draft and nothing to go on with."""
     data = {"store": str(inputs / "store"), "validation": 0.2}
@@ -322,11 +345,20 @@ def test_an_export_says_what_it_wrote(poss, inputs, target):
     assert out == f"out: allocation [1, 1], for {target.spec.name}, in bfloat16\n"
 
 
-def test_the_help_of_a_training_begins_with_what_is_ours(poss):
-    said = poss("fit", "--help").out
+def test_the_help_of_a_training_has_what_is_ours_and_all_of_it_when_asked(poss, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = poss("fit", "--help").out, poss("fit", "--help", "all").out
+    assert short.count("\n") < 230 and "poss fit --help all has the rest" in short.splitlines()[-1]
     ours = ("model.allocation", "data.store", "trainer.max_steps")
-    places = [re.search(rf"^  --{option}[ ,]", said, re.MULTILINE).start() for option in ours]
-    assert places == sorted(places)
+    for said in (short, whole):
+        places = [re.search(rf"^  --{option}[ ,]", said, re.MULTILINE).start() for option in ours]
+        assert places == sorted(places)
+    options = {said: set(re.findall(r"^  --([\w.]+)", said, re.MULTILINE)) for said in (short, whole)}
+    assert options[short] < options[whole] and "trainer.plugins" not in short
+    signatures = {"model": SpecialistTraining, "data": FeatureData}
+    mine = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
+    assert mine - options[short] == {"model.store"}  # which the data give
+    assert set(SAID) <= options[short]
 
 
 # --- what works ---
@@ -339,6 +371,12 @@ def test_help_and_version_are_there_at_once():
         done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
         heavy, modules = done.stdout.split()[-2:]
         assert heavy == "False" and int(modules) < 200 and done.stderr == ""
+
+
+def test_tables_of_records_need_no_torch():
+    """Its import alone takes seconds."""
+    look = "import sys, poss_lightning.reports.compare, poss_lightning.reports.allocate; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_a_reader_who_has_seen_enough_is_no_error():
@@ -383,7 +421,8 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     sizes = ("--conversations", "4", "--batch_size", "4", "--user_tokens", "6", "--answer_tokens", "8")
     assert poss("synthesize", "corpus.jsonl", *target, *sizes).code is None
     assert poss("extract", "corpus.jsonl", "store", *target).code is None
-    assert "every file is as it was written" in poss("extract", "corpus.jsonl", "store", "--verify", "true").out
+    verified = poss("extract", "corpus.jsonl", "store", "--verify", "true")
+    assert "every file is as it was written" in verified.out and "verify: 100%" in verified.err
     plain = poss("generate", "Hi", *target, "--max_new_tokens", "9").out
     drafted = poss("generate", "Hi", *target, "--max_new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
     assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "τ" in drafted and "same tokens" in drafted

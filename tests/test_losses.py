@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poss_lightning.losses.passes import pass_losses
-from poss_lightning.losses.slot_weights import SLOT_WEIGHTS, dpace, until_failure
+from poss_lightning.losses.slot_weights import SLOT_WEIGHTS, UNMET, dpace, rounds, until_failure
 from poss_lightning.losses.terms import TERMS, by_autograd
 from tests.support import naive
 
@@ -156,6 +156,10 @@ def test_slot_weights_by_hand():
     #                              chains: 0 hits, hits, misses; 1 misses; 2 misses; 3 hits, hits; 4 hits
     assert found[0].tolist() == [[1.0, 1.0, 1.0, 1.0, 1.0]]
     assert found[1, 0, 1:].tolist() == [1.0, 0.0, 0.0, 1.0] and found[2, 0, 2:].tolist() == [1.0, 0.0, 0.0]
+    found = rounds(chances, hits.float(), counted)
+    # one round begins at slot 0 and accepts two, the next begins at slot 3
+    assert found[0, 0].tolist() == [1.0, UNMET, UNMET, 1.0, UNMET]
+    assert found[1, 0, 1:].tolist() == [1.0, UNMET, UNMET, 1.0] and found[2, 0, 2:].tolist() == [1.0, UNMET, UNMET]
 
 
 @pytest.mark.parametrize("name", SLOT_WEIGHTS)

@@ -11,6 +11,7 @@ from tests.support.command import run_in, says, unchanged
 
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # what comes before the name of what is written, and after
+    "copy": (("draft/poss2.yaml",), ()),
     "synthesize": ((), TINY),
     "answer": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
@@ -20,10 +21,12 @@ WRITERS = {  # what comes before the name of what is written, and after
     "vocabulary": (("{inputs}/draft", "{inputs}/corpus.jsonl"), ("--size", "40", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
+    "histogram": (("{inputs}/suite.jsonl", "--out"), ()),
     "report": (("{inputs}/suite.jsonl", "--out"), ()),
     "demo": (("--out",), TINY),
 }
-FILES = ("synthesize", "answer", "report")  # what they write is a file, the others' a folder
+# What these write is a file, the others' a folder.
+ENDINGS = {"copy": ".yaml", "synthesize": ".jsonl", "answer": ".jsonl", "histogram": ".jsonl", "report": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
@@ -37,7 +40,7 @@ def place(tmp_path, tiny_folder) -> Path:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "notes.txt").write_text("mine")
-    for ending in (".jsonl", ".html"):
+    for ending in (".jsonl", ".html", ".yaml"):
         (tmp_path / f"folder{ending}").mkdir()
     return tmp_path
 
@@ -58,8 +61,7 @@ PLACES = [  # for a folder, for a file, and what is said
 @pytest.mark.parametrize(("folder", "file", "words"), PLACES, ids=range(len(PLACES)))
 def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, folder, file, words):
     before, after = WRITERS[command]
-    ending = ".html" if command == "report" else ".jsonl"
-    name = (file if command in FILES else folder).replace("{ending}", ending)
+    name = (file if command in ENDINGS else folder).replace("{ending}", ENDINGS.get(command, ""))
     arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *after)]
     with unchanged(place, inputs):
         result = run_in(place, command, *arguments)
@@ -67,6 +69,7 @@ def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, f
 
 
 REFUSED = {  # what each command that writes finds out last, when it has loaded all
+    "copy": (),
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
     "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
@@ -76,16 +79,21 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "vocabulary": ("--size", "321", "--target", "{inputs}/target"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
+    "histogram": (),
     "report": (),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }
-BROKEN = {"merge": ("[{inputs}/store,{inputs}/store]",), "export": ("{inputs}/contradicting",)}
+BROKEN = {
+    "copy": ("draft/poss9.yaml",),
+    "merge": ("[{inputs}/store,{inputs}/store]",),
+    "export": ("{inputs}/contradicting",),
+}
 
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_a_refusal_leaves_nothing(inputs, tmp_path, command):
     before = BROKEN.get(command, WRITERS[command][0])
-    name = "out.html" if command == "report" else "out.jsonl" if command in FILES else "out"
+    name = "out" + ENDINGS.get(command, "")
     arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *REFUSED[command])]
     with unchanged(tmp_path, inputs):
         result = run_in(tmp_path, command, *arguments)

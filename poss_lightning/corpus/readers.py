@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from tqdm import tqdm
+
 from poss_lightning.ranges import Count, check_numbers
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ def read_conversations(source: str, split: str = "train", limit: Count | None = 
     conversations: dict[str, Conversation] = {}
     unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "record"
     faults, skipped = [], 0
-    for number, raw in _records(source, split):
+    for number, raw in tqdm(_records(source, split), desc=f"read {source}", unit=unit, delay=5, leave=False):
         try:
             conversation = _conversation(raw, f"{_stem(source)}:{number}")
         except Malformed as error:

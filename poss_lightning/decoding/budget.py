@@ -57,6 +57,10 @@ class Budget(Protocol):
         """Take a round into account: the tree that was verified, its ancestors (B, N, N), and the verdict."""
         ...
 
+    def why_plain(self) -> str | None:
+        """Why it gave up drafting, for some rounds or for good; None where it did not."""
+        ...
+
 
 class Fixed:
     """Every tree has its full depth, and as many nodes.
@@ -86,6 +90,9 @@ class Fixed:
 
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
         """Nothing to learn."""
+
+    def why_plain(self) -> str | None:
+        return None
 
 
 class Calibration:
@@ -125,6 +132,8 @@ class RoundStatistics:
         self.reached = [2.0] * depth
         self.plain_step = costs.verify[1]
         self.tokens, self.seconds = 4 * 1.5, 4 * self.plain_step  # of a row; to begin with, a hopeful guess
+        self.plain_rounds = 0
+        self.drafted = torch.zeros(3, dtype=torch.float64)  # rounds that drafted; their tokens and seconds, of a row
 
     @property
     def rate(self) -> float:
@@ -143,10 +152,13 @@ class RoundStatistics:
     def add(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: list[int], steps: int, nodes: int) -> None:
         """A round of `steps` draft steps and `nodes` verified nodes a row, of which only the active rows count."""
         accepted = verdict.accepted[active].tolist()
-        self.tokens = MEMORY * self.tokens + 1 + sum(accepted) / len(accepted)
-        self.seconds = MEMORY * self.seconds + steps * self.costs.draft_step + self.costs.verify[nodes]
+        tokens = 1 + sum(accepted) / len(accepted)
+        seconds = steps * self.costs.draft_step + self.costs.verify[nodes]
+        self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
         if steps == 0:
+            self.plain_rounds += 1
             return
+        self.drafted += torch.tensor([1, tokens, seconds])
         end = verdict.path[active].max(dim=1).values  # the deepest node accepted: parents come before children
         on_path = ancestors[active, end]  # (B, N)
         verified = tree.tokens[active] != ABSENT
@@ -157,6 +169,15 @@ class RoundStatistics:
         for k in range(steps):
             self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)
             self.continued[k] = MEMORY * self.continued[k] + sum(count > k for count in accepted)
+
+    def why_plain(self) -> str:
+        """What the rounds that drafted cost and brought, where plain decoding is faster."""
+        rounds, tokens, seconds = self.drafted.tolist()
+        needed = seconds / rounds / self.plain_step
+        return (
+            f"tree: auto gave up drafting: {rounds:.0f} rounds that drafted took {needed:.2f} plain steps each on this "
+            f"machine, and so needed τ {needed:.2f}; they had {tokens / rounds:.2f}"
+        )
 
 
 class PerRound:
@@ -205,6 +226,9 @@ class PerRound:
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
         self.statistics.add(tree, ancestors, verdict, self.active, self.steps, self.nodes)
 
+    def why_plain(self) -> str | None:
+        return self.statistics.why_plain() if self.statistics.plain_rounds else None
+
 
 class Settled:
     """Settles on one depth and size after some full rounds: no round synchronises with the device.
@@ -242,6 +266,9 @@ class Settled:
         self.trials.append((tree.scores[self.active], ancestors.sum(-1)[self.active] - 1))
         if len(self.trials) == SETTLE:
             self.plan = self._best()
+
+    def why_plain(self) -> str | None:
+        return self.statistics.why_plain() if self.plan and self.plan[0] == 0 else None
 
     def _best(self) -> tuple[int, int]:
         """The depth and the size with the most tokens a second over the trees of the trials."""

@@ -1,12 +1,12 @@
 """What a round costs on this machine: the time of a draft step, and of verifying trees of several sizes."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
-from poss_lightning.machine import best_seconds
+if TYPE_CHECKING:
+    import torch
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
@@ -44,7 +44,7 @@ def measure(
     steps: int,
     verify: Callable[[int], Callable[[], object]],
     nodes: int,
-    device: torch.device,
+    device: "torch.device",
 ) -> Costs:
     """Time draft steps and verification here and now.
 
@@ -53,6 +53,8 @@ def measure(
         verify: n -> what verifies n nodes a row.
         nodes: the most that a tree may have.
     """
+    from poss_lightning.machine import best_seconds  # `poss compare` reads costs, and need not wait for torch
+
     works = {0: draft} | {n: verify(n) for n in (*(n for n in MEASURED if n < nodes), nodes)}
     seconds = best_seconds(works, device=device, enough=ENOUGH)
     return Costs.interpolate(seconds.pop(0) / steps, seconds)

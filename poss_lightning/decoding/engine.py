@@ -24,6 +24,7 @@ from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import announced
 
 SHARE = 4  # a row may take this many times its share of a batch's nodes
 logger = logging.getLogger(__name__)
@@ -104,6 +105,11 @@ class Speculative(Decoder):
         """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
         return self.budgets[1].costs if 1 in self.budgets else None
 
+    @property
+    def why_plain(self) -> str | None:
+        """Why `tree: auto` gave up drafting texts that are decoded alone, in a line; None where it did not."""
+        return self.budgets[1].why_plain() if 1 in self.budgets else None
+
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`."""
@@ -112,7 +118,11 @@ class Speculative(Decoder):
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
         self.request_id = request_id = self.request_id + 1
-        yield Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
+        began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
+        if outputs.active:
+            self._drop_finished(outputs)
+            self._budget(clock)  # measures before the text begins: it tells so in a line
+        yield began
         while outputs.active:
             if self.request_id != request_id:
                 raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
@@ -238,6 +248,7 @@ class Speculative(Decoder):
             return partial(self.graphs.run_alone, ("timed", name), work)
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
-        measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
+        with announced("timing them"):
+            measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
         self.graphs.clear()
         return measured

@@ -279,6 +279,7 @@ class Run:
             text=self.target.chat.text(decoded.tokens),
             pieces=_pieces(self.target, decoded.tokens),
             question=question.turns[turn],
+            category=question.category or None,
         )
 
     def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:

@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         "text": pa.string(),
         "pieces": pa.list_(pa.string()),
         "question": pa.dictionary(pa.int32(), pa.string()),
+        "category": pa.dictionary(pa.int32(), pa.string()),
     }
 )
 

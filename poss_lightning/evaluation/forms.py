@@ -7,6 +7,8 @@ from poss_lightning.corpus import readers
 _NAMES = ("question_id", "id", "conversation_id")
 _CHATS = ("messages", "conversations")
 _FIELDS = ("turns", *_CHATS, "prompt")
+_LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+_ANSWER = {"role": "assistant", "content": "…"}
 _SHOWN = 60  # letters of a wrong value shown in an error
 
 
@@ -19,10 +21,11 @@ def turns(record: dict, field: str | None = None) -> list[str]:
         field: read this one instead; its value may be any that `prompt` may have.
 
     The answers of a conversation are left out, since the model gives its own. Everything between two answers is one
-    turn: its messages, also those of a system, are joined by a blank line.
+    turn: its messages, also those of a system, are joined by a blank line. Where there are no answers at all, as in
+    SPEED-Bench's files, each message of the user is a turn.
 
     Raises:
-        Malformed: there is no such field, or it has no question.
+        Malformed: there is no such field, or it has no question; or SPEED-Bench left the text out.
     """
     fields = (field,) if field else _FIELDS
     name = next((name for name in fields if record.get(name) is not None), None)
@@ -33,13 +36,19 @@ def turns(record: dict, field: str | None = None) -> list[str]:
         )
     value = record[name]
     if name in _CHATS:
-        return _user_turns(record, name)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return _user_turns({"messages": value}, name)
-    texts = [value] if isinstance(value, str) else value
+        texts = _user_turns(record, name)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        texts = _user_turns({"messages": value}, name)
+    else:
+        texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
         shown = repr(value)[:_SHOWN]
         raise readers.Malformed(f"`{name}` is {shown}; it must be a text, or a list of one or more texts")
+    if any(_LEFT_OUT in text for text in texts):
+        raise readers.Malformed(
+            f"`{name}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
+            "speed-bench of NVIDIA-NeMo/Skills) fetches all texts: name a file that it has written"
+        )
     return texts
 
 
@@ -59,8 +68,11 @@ def name(record: dict, number: int) -> int | str:
 
 
 def _user_turns(conversation: dict, field: str) -> list[str]:
-    """The messages between answers, as turns; an empty answer closes the last turn."""
-    messages = readers.make_regular([*readers.messages_of(conversation), {"role": "assistant", "content": "…"}])
+    """The messages between answers, as turns."""
+    messages = readers.messages_of(conversation)
+    if not any(message["role"] == "assistant" for message in messages):
+        messages = [part for message in messages for part in (message, *[_ANSWER] * (message["role"] == "user"))]
+    messages = readers.make_regular([*messages, _ANSWER])
     runs = groupby(messages, key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
     if not turns:

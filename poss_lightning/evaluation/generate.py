@@ -1,5 +1,6 @@
 """`poss generate`: print an answer while it is decoded, and its speed."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,8 @@ from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.terminal import printable
+
+logger = logging.getLogger(__name__)
 
 
 @check_numbers
@@ -114,6 +117,8 @@ def generate(
             answer = _print_answer(question, decoder, show)
             print(f"\n{_speed(answer)}", end="", flush=True)
             print(_comparison(answer, question.answer_plainly(model, answer), model.dtype_name) if compare else "")
+            if isinstance(decoder, Speculative) and (why := decoder.why_plain):
+                logger.info("%s. --tree fixed drafts all the same", why)
         messages.append({"role": "assistant", "content": model.chat.text(answer.tokens)})
 
 

@@ -1,4 +1,4 @@
-"""Questions from data sets on the hub, streamed: the six suites of the papers, and any other."""
+"""Questions from data sets on the hub, streamed: the six suites of the papers, SPEED-Bench, and any other."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ class HubSuite:
         revision: a commit; None for the newest.
         config: of the data set; None for its default.
         split: None for `test`, else `validation`, else the only one.
+        questions: that are asked where the user sets no limit.
         make_record: a row -> a record in a form that `forms.py` knows, or None where the row is no question.
     """
 
@@ -21,6 +22,7 @@ class HubSuite:
     revision: str | None = None
     config: str | None = None
     split: str | None = None
+    questions: int = 80
     make_record: Callable[[dict], dict | None] = lambda row: row
 
 
@@ -79,6 +81,17 @@ SIX = {
         },
     ),
 }
+
+# SPEED-Bench (arXiv 2604.09557), pinned: 80 questions of each of 11 subjects; and 1,536 of each input length, a third
+# easy to guess, a third hard, a third mixed. Some texts are left out there; see `forms.turns`.
+SPEED_BENCH = {
+    name: HubSuite("nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4", config, "test", questions)
+    for name, config, questions in (
+        ("speed_bench", "qualitative", 880),
+        *((f"speed_bench_{length}", f"throughput_{length}", 1536) for length in ("1k", "2k", "8k", "16k", "32k")),
+    )
+}
+KNOWN = SIX | SPEED_BENCH
 
 
 def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:

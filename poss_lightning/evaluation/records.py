@@ -23,6 +23,7 @@ NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
 OURS = (UNFINISHED, "run.json", *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
 DRAFT_FACTS = ("weights", "depth", "nodes", "tree_width")  # of a method in run.json: what makes its rounds
+OPTIONAL = {"pieces", "question", "category"}  # fields of a record
 BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
 
 
@@ -46,6 +47,7 @@ class Record:
         text: the new tokens decoded together.
         pieces: the text of each new token, where recorded.
         question: what the user wrote in this turn, where recorded.
+        category: of the question, where its suite has some.
 
     Raises:
         ValueError: a field has a wrong type or range, or `accepted` does not fit `new_tokens`.
@@ -65,6 +67,7 @@ class Record:
     text: str
     pieces: list[str] | None = None
     question: str | None = None
+    category: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, *(field.name for field in fields(self)))
@@ -267,7 +270,7 @@ def _read_bytes(file: Path) -> bytes:
 
 def _record(place: str, values: dict[str, Any]) -> Record:
     known = {field.name for field in fields(Record)}
-    if missing := sorted(known - values.keys() - {"pieces", "question"}):
+    if missing := sorted(known - values.keys() - OPTIONAL):
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     try:
         return Record(**{name: value for name, value in values.items() if name in known})
@@ -343,4 +346,5 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "text": (lambda value: isinstance(value, str), "a string"),
     "pieces": (_are_texts, "a list of strings, one a token"),
     "question": (lambda value: value is None or isinstance(value, str), "a string"),
+    "category": (lambda value: value is None or isinstance(value, str), "a string"),
 }

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from poss_lightning.corpus import readers
 from poss_lightning.evaluation import forms
-from poss_lightning.evaluation.hub import SIX, HubSuite, stream
+from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
 
 OWN = Path(__file__).parent / "prompts"
 HUB = "hub:"
-PUBLISHED = 80  # questions of a published suite, and so of one from the hub
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,12 @@ def load_suites(sources: list[str] | None = None, limit: Count | None = None) ->
             `FILE`, `FOLDER`: JSON lines (`.jsonl`, `.jsonl.gz`), or a folder of `.jsonl` files; the forms of a record
             are those of `forms.turns`. `FILE?field=NAME` reads another field.
             `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
-            questions of its split. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
+            questions of its split; `hub:speed_bench`, or `hub:speed_bench_1k`, `2k`, `8k`, `16k`, `32k` by length of
+            input: all of SPEED-Bench's. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
             `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's. Options: `?field=NAME`,
             `config`, `split`, `revision`, joined by `&`.
-        limit: the first so many questions of each suite; by default all of a file, and 80 of the hub.
+        limit: the first so many questions of each suite; by default all of a file and of SPEED-Bench, and 80 of other
+            data sets of the hub.
 
     Raises:
         FileNotFoundError: a source is none of them.
@@ -76,7 +77,7 @@ def load_suites(sources: list[str] | None = None, limit: Count | None = None) ->
 
 def _load(source: str, limit: int | None) -> Iterator[Suite]:
     if source.startswith(HUB):
-        yield _from_hub(source, limit or PUBLISHED)
+        yield _from_hub(source, limit)
         return
     place, options = (source, {}) if Path(source).exists() else _options(source, "field")
     for path in _files(place):
@@ -84,12 +85,12 @@ def _load(source: str, limit: int | None) -> Iterator[Suite]:
         yield _suite(Path(path.name.removesuffix(".gz")).stem, str(path), rows, limit, options.get("field"))
 
 
-def _from_hub(source: str, limit: int) -> Suite:
+def _from_hub(source: str, limit: int | None) -> Suite:
     name = source.removeprefix(HUB).partition("?")[0]
     field = None
-    if name in SIX:
+    if name in KNOWN:
         _, options = _options(source, "repo", "config", "split", "revision")
-        suite = replace(SIX[name], revision=None) if "repo" in options else SIX[name]  # the pin is of the original
+        suite = replace(KNOWN[name], revision=None) if "repo" in options else KNOWN[name]  # the pin is of the original
         suite = replace(suite, **options)
     elif "/" in name:
         _, options = _options(source, "field", "config", "split", "revision")
@@ -97,12 +98,12 @@ def _from_hub(source: str, limit: int) -> Suite:
         suite = replace(HubSuite(name), **options)
     else:
         raise FileNotFoundError(
-            f"suite {source!r} is none of {', '.join(HUB + known for known in SIX)}, and no hub:OWNER/NAME"
+            f"suite {source!r} is none of {', '.join(HUB + known for known in KNOWN)}, and no hub:OWNER/NAME"
         )
     try:
         origin, records = stream(source, suite)
         rows = ((f"{source} row {number}", number, record) for number, record in records)
-        return _suite(Path(name).name, origin, rows, limit, field)
+        return _suite(Path(name).name, origin, rows, limit or suite.questions, field)
     except ConnectionError as error:
         offline = ", ".join(own_suites())
         raise ConnectionError(f"{error}; the project's own suites need no network: {offline}") from error
@@ -127,10 +128,10 @@ def _files(source: str) -> list[Path]:
         return inside
     if source in own_suites():
         return [OWN / f"{source}.jsonl"]
-    shipped, six = ", ".join(own_suites()), ", ".join(HUB + name for name in SIX)
+    shipped, known = ", ".join(own_suites()), ", ".join(HUB + name for name in KNOWN)
     raise FileNotFoundError(
         f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {shipped}; "
-        f"the hub has {six}, and hub:OWNER/NAME"
+        f"the hub has {known}, and hub:OWNER/NAME"
     )
 
 

@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from poss_lightning.features.encoding import STORED
 from poss_lightning.files import Hashed, atomic, sha256
 from poss_lightning.target.spec import TargetSpec
@@ -121,6 +123,9 @@ def verify_files(folder: Path) -> None:
     Raises:
         StoreError: as in `check`; or names the first file that is not as it was written.
     """
-    for entry in check(folder).files:
-        if sha256(path := folder / entry.name) != entry.sha256:
-            raise StoreError(f"{path} was changed since it was written: its digest is not the manifest's")
+    entries = check(folder).files
+    with tqdm(total=sum(entry.bytes for entry in entries), unit="B", unit_scale=True, desc="verify") as bar:
+        for entry in entries:
+            if sha256(path := folder / entry.name) != entry.sha256:
+                raise StoreError(f"{path} was changed since it was written: its digest is not the manifest's")
+            bar.update(entry.bytes)

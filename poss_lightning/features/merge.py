@@ -12,6 +12,7 @@ from poss_lightning.features.extract import shard_path
 from poss_lightning.features.manifest import EMBED_HEAD, FileEntry, StoreError
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic_folder, check_new
+from poss_lightning.terminal import announced
 
 ALIKE = ("dtype", "stored", "layers", "max_length")  # fields of manifests
 
@@ -29,10 +30,12 @@ def merge(stores: list[str], out: str) -> None:
             in two of them, by its id.
     """
     check_new(out)
-    opened = [FeatureStore(address) for address in stores]
+    with announced(f"opening {len(stores)} stores"):
+        opened = [FeatureStore(address) for address in stores]
     if not opened:
         raise ValueError("stores is empty; name those to merge, as [a,b]")
-    _check(stores, opened)
+    with announced("comparing their conversations"):
+        _check(stores, opened)
     first, entries = opened[0], []
     shards = [(store.folder / entry.name, entry) for store in opened for entry in store.manifest.shards]
     with atomic_folder(out) as folder:

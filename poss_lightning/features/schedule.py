@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from poss_lightning.terminal import announced
+
 
 class Step(NamedTuple):
     """The optimizer step that a batch is part of: all its batches, of all processes."""
@@ -178,6 +180,7 @@ class Schedule(Sampler[PlannedBatch]):
         for start in range(self._first(), len(batches), self.step_batches):
             yield from self._step(batches[start : start + self.step_batches])[self.rank :: self.world]
 
+    @announced("planning an epoch")
     def batches(self) -> list[list[list[int]]]:
         """The epoch's batches: rows of samples."""
         generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))

@@ -26,6 +26,7 @@ from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check
 from poss_lightning.features.remote import local_copy
 from poss_lightning.target.spec import EmbedHead, TargetSpec
+from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all
 
@@ -139,7 +140,8 @@ class FeatureStore:
         rows = ((batch, row) for batch in self._batches for row in range(batch.num_rows))
         texts = (_values(batch, row, "tokens") for batch, row in rows)
         answers = (text[start:stop] for text, spans in zip(texts, self.spans, strict=True) for start, stop in spans)
-        return most_common_tokens(answers, self.target.vocab_size, size)
+        with announced(f"counting the tokens of the answers in {self.folder}"):
+            return most_common_tokens(answers, self.target.vocab_size, size)
 
     def root_mean_square(self) -> Tensor:
         """Of every dimension of what a draft reads, over some samples: (R,) float32."""

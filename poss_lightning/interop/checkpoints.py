@@ -12,6 +12,7 @@ from torch import Tensor
 
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS
 from poss_lightning.files import atomic_folder
+from poss_lightning.terminal import announced
 
 PICKLED = "pytorch_model.bin"
 FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
@@ -22,8 +23,7 @@ def load_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no JSON object; or it is of vLLM's speculators format, whose sizes and switches have other
-            names.
+        ValueError: it is no JSON object.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -34,14 +34,10 @@ def load_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(stored, dict):
         raise ValueError(f"{path} is a {type(stored).__name__}; it must be an object")
-    if kind := stored.get("speculators_model_type"):
-        raise ValueError(
-            f"{path} is of the speculators format ({kind}), which is not read: only what EAGLE, HASS, PosS and SPEED "
-            "publish is"
-        )
     return stored
 
 
+@announced("reading the tensors of a draft")
 def load_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, from one file or from shards with an index; .safetensors is preferred to .bin.
 
@@ -83,6 +79,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     return stored
 
 
+@announced("writing a draft")
 def write_folder(
     folder: Path, tensors: dict[str, Tensor], config: str, *, pickled: bool = False, token_map: list[int] | None = None
 ) -> None:

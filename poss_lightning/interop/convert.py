@@ -12,20 +12,21 @@ from torch import Tensor
 
 from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, find_draft
 from poss_lightning.files import check_new, fetch
-from poss_lightning.interop import checkpoints, settings
-from poss_lightning.interop.layouts import LAYOUTS, SPEED_ONLY, Layout, check_expressible, find_layout
+from poss_lightning.interop import checkpoints, settings, speculators
+from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import EmbedHead
 
 
 @check_numbers
 def convert(
     source: str,
     out: str,
-    input_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed"] = "ours",
-    output_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "vllm", "sglang"] = "ours",
+    input_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "speculators"] = "ours",
+    output_format: Literal[
+        "ours", "eagle", "hass", "poss", "eagle3", "speed", "speculators", "vllm", "sglang"
+    ] = "ours",
     allocation: list[Position] | None = None,
     target: str = "embedded",
     file: Literal["safetensors", "bin"] = "safetensors",
@@ -69,15 +70,16 @@ def convert(
             raise ValueError(f"{source} was trained for another target: {difference}")
     else:
         folder = fetch(source, "draft", checkpoints.FILES)
-        config, tensors = checkpoints.load_config(folder), checkpoints.load_tensors(folder)
+        stored, tensors = checkpoints.load_config(folder), checkpoints.load_tensors(folder)
         mismatch = f"{source} does not fit --input_format {input_format}"
         with _prefix_errors(mismatch):
+            config = _flatten(stored, LAYOUTS[input_format])
             allocation = _find_allocation(input_format, allocation, tensors)
         loaded = Target.load(target, dtype=None, device="cpu")
         with _prefix_errors(mismatch):
             draft = parse_published(config, tensors, LAYOUTS[input_format], allocation, loaded)
         _check_output(draft.config, output_format, source)
-    _write(draft, Path(out), output_format, pickled=file == "bin", embed_head=loaded.embed_head)
+    _write(draft, Path(out), output_format, pickled=file == "bin", target=loaded)
 
 
 def _load_ours(source: str) -> Draft:
@@ -97,7 +99,7 @@ def parse_published(
     """Turn a published draft into one of ours.
 
     Args:
-        published: content of its config.json.
+        published: content of its config.json, on one level.
         tensors: of its file.
 
     Raises:
@@ -111,10 +113,19 @@ def parse_published(
     return to_ours(tensors, config, layout, ids)
 
 
+def _flatten(stored: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """The content of a config.json on one level."""
+    if layout.nested:
+        return speculators.flatten(stored)
+    if speculators.KIND in stored:
+        raise ValueError("its config.json is of the speculators format: say --input_format speculators")
+    return stored
+
+
 def _find_allocation(input_format: str, allocation: list[int] | None, tensors: Collection[str]) -> list[int]:
     """The allocation of a file with these tensors; a single layer serves all positions, whatever their number."""
     layout, layers = LAYOUTS[input_format], LAYOUTS[input_format].count_layers(tensors)
-    if SPEED_ONLY in tensors and input_format != "speed":
+    if NUMBERED in tensors and input_format not in ("speed", "speculators"):
         raise ValueError("its layers are EAGLE-3's and numbered: say --input_format speed")
     if layers > 1 and not layout.several:
         raise ValueError(f"it has {layers} layers; if they are specialists, say --input_format poss")
@@ -145,9 +156,9 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix}: {error}") from error
 
 
-def _write(draft: Draft, out: Path, output_format: str, *, pickled: bool, embed_head: EmbedHead) -> None:
+def _write(draft: Draft, out: Path, output_format: str, *, pickled: bool, target: Target) -> None:
     """Write the folder, and print how to load it."""
-    config, ids = draft.config, None
+    config, ids, embed_head = draft.config, None, target.embed_head
     if output_format == "ours":
         checkpoints.write_folder(out, draft.state, config.to_json())
         usage = f"allocation {list(config.allocation)}, for {config.target.name}"
@@ -155,6 +166,8 @@ def _write(draft: Draft, out: Path, output_format: str, *, pickled: bool, embed_
         layout = find_layout(output_format, config)
         tensors = to_theirs(draft, layout, embed_head)
         published = settings.publish(config, layout, tensors, embed_head.tied)
+        if layout.nested:
+            published = speculators.nest(published, config.layers, config.allocation[0], target)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         text = json.dumps(published, indent=2) + "\n"
@@ -183,6 +196,8 @@ def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
             return f"vLLM reads it, where poss_lightning is installed too, with {vllm}{positions}}}'"
         case "vllm":
             return f"vLLM reads it with {vllm}{run}}}'"
+        case "speculators":
+            return f"vLLM reads it, and its target with it, with vllm serve {out}"
         case "sglang":
             options = f"--speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
             if config.vocabulary_size and not third:

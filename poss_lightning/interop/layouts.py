@@ -4,7 +4,8 @@ EAGLE, HASS and PosS, as ours, join [embed(x_{t+1}); f_t] along fc's inputs in t
 attention (SafeAILab/EAGLE, eagle/model/cnets1.py; shrango/PosS, HASS/model/cnets_agent_layer_gen.py). EAGLE-3, as ours,
 joins [norm(embed(x_{t+1})); norm(h_t)] for attention in this order, and fuses outputs of inner layers from low to high
 (SafeAILab/EAGLE, eagle/model/cnets.py). SPEED is EAGLE-3 with a layer for each run of positions, all reading one cache
-(shrango/PosS, specforge/specforge/modeling/draft/llama3_poss_eagle.py). All of them rotate queries and keys by halves.
+(shrango/PosS, specforge/specforge/modeling/draft/llama3_poss_eagle.py). The format of the library speculators
+(`speculators.py`) is EAGLE-3 with one numbered layer. All of them rotate queries and keys by halves.
 """
 
 import re
@@ -33,7 +34,7 @@ FC_NORM = "fc_norm.{}.weight"  # both ours and theirs, one a fused layer
 OPTIONAL = ("fc.bias",)  # zeros where it is missing
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
-SPEED_ONLY = "layers.0.hidden_norm.weight"  # its files have this tensor, and no others have
+NUMBERED = "layers.0.hidden_norm.weight"  # files of SPEED and of speculators have this tensor, and no others have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Layout:
         vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
         switches: whether its code knows `fc_norm` and `norm_output` (EAGLE-3.1).
         states_draft: whether its config.json holds ours, and so any allocation, order and kv.
+        nested: whether its config.json is of the library speculators.
     """
 
     kind: str = "eagle2"
@@ -72,6 +74,7 @@ class Layout:
     vocabulary: str | None = None
     switches: bool = False
     states_draft: bool = False
+    nested: bool = False
 
     @property
     def names(self) -> dict[str, str]:
@@ -112,6 +115,10 @@ LAYOUTS = {
     "eagle3": EAGLE3,
     # Runs: two versions of the authors' vLLM (vllm/v1/spec_decode/eagle.py, select_layer_idx).
     "speed": replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared", runs=((3,), (3, 3), (1, 3))),
+    # Its class takes the target's embedding only where it finds NaN, and transformers may leave any numbers there.
+    "speculators": replace(
+        EAGLE3, layer="layers.{}", architecture="Eagle3DraftModel", embedding=True, switches=True, nested=True
+    ),
     "vllm": Layout(embedding=False, bias="attention", even=False),
     "sglang": Layout(
         architecture="LlamaForCausalLMEagle", embedding=False, bias="always", even=False, vocabulary="token_map"
@@ -160,8 +167,8 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         )
     if (config.fc_norm or config.norm_output) and not layout.switches:
         raise ValueError(
-            "it has fc_norm or norm_output (EAGLE-3.1), which this layout's code does not know; --output_format vllm "
-            "or sglang can express it"
+            "it has fc_norm or norm_output (EAGLE-3.1), which this layout's code does not know; --output_format "
+            "vllm, sglang or speculators can express it"
         )
     if layers > 1 and not layout.several:
         raise ValueError(

@@ -65,15 +65,16 @@ def parse(
         rope_theta=None if _is_same(theta, spec.rope_theta) else theta,
     )
     check_layers(config)
-    _check_layer_ids(published, config)
+    _check_layer_ids(published, config, layout)
     return config
 
 
-def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
-    """Raise ValueError where a file names other layers than ours; it counts from 1 (vLLM) or 0 (SGLang)."""
+def _check_layer_ids(published: dict[str, Any], config: DraftConfig, layout: Layout) -> None:
+    """Raise ValueError where a file names other layers than ours; it counts from 1 (vLLM's key) or 0 (SGLang's)."""
     ids = published.get(LAYER_IDS) or (published.get("eagle_config") or {}).get(LAYER_IDS)
     ours = list(config.layers)
-    if ids and ids not in (ours, [layer - 1 for layer in ours]):
+    known = [ours] if layout.nested else [ours, [layer - 1 for layer in ours]]
+    if ids and ids not in known:
         raise ValueError(f"config.json: {LAYER_IDS} is {ids}; a draft of ours for {config.target.name} fuses {ours}")
 
 

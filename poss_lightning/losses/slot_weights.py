@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ALPHA = 0.5  # of D-PACE: the least that a chance is taken for, as published
+UNMET = 0.25  # of `rounds`: the weight of what no round meets
 
 SlotWeights = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,7 +34,21 @@ def until_failure(chances: Tensor, hits: Tensor, counted: Tensor) -> Tensor:
     return _slots(before)
 
 
-SLOT_WEIGHTS: dict[str, SlotWeights] = {"dpace": dpace, "until_failure": until_failure}
+def rounds(chances: Tensor, hits: Tensor, counted: Tensor) -> Tensor:
+    """1 for what the draft meets when it drafts chains of this text, round by round, and `UNMET` for all else.
+
+    The idea is that of on-policy replay (Draft-OPD, 2605.29343): learn most where drafting goes. A round is met up to
+    its first miss, which is included; the next round begins behind it. Of texts that the target wrote greedily, these
+    are the rounds of decoding with a tree width of 1, and they follow the draft as it learns.
+    """
+    chains = _chains(hits * counted)
+    alive = torch.cat([torch.ones_like(chains[:1]), chains.cumprod(0)])  # (K+1, B, T): all k hit before
+    accepted = alive[1:].sum(0).long()  # (B, T) of a round that begins at the slot
+    began = _reach(_firsts(counted[0]), accepted + 1, counted[0])
+    return UNMET + (1 - UNMET) * _slots(alive[:-1] * began)
+
+
+SLOT_WEIGHTS: dict[str, SlotWeights] = {"dpace": dpace, "until_failure": until_failure, "rounds": rounds}
 
 
 def _chains(by_slot: Tensor) -> Tensor:
@@ -51,3 +66,24 @@ def _slots(by_chain: Tensor) -> Tensor:
 def _shifts(passes: Tensor) -> list[int]:
     """By how many slots each pass stands behind its chain's first, or the whole row if that is shorter."""
     return [min(k, passes.shape[-1]) for k in range(len(passes))]
+
+
+def _firsts(counted: Tensor) -> Tensor:
+    """Where spans of counted slots begin: (B, T) -> (B, T)."""
+    return counted & ~pad(counted[:, :-1], (1, 0))
+
+
+def _reach(first: Tensor, steps: Tensor, inside: Tensor) -> Tensor:
+    """Slots that are reached from the `first` by `steps` to the right, again and again; whoever leaves stays away.
+
+    Each turn doubles the steps that it goes: (B, T) three times -> (B, T).
+    """
+    count = first.shape[1]
+    away = torch.full_like(steps[:, :1], count)
+    target = torch.arange(count, device=steps.device) + steps
+    jump = torch.cat([target.clamp(max=count).where(inside, away), away], dim=1)  # (B, T+1), the last slot is away
+    reached = pad(first.long(), (0, 1))
+    for _ in range(count.bit_length()):
+        reached = reached | torch.zeros_like(reached).scatter_reduce(1, jump, reached, "amax")
+        jump = jump.gather(1, jump)
+    return reached[:, :count] * inside

@@ -52,12 +52,15 @@ def compare(
 
 
 def print_tables(
-    tables: Iterable[Table], console: Console | None = None, note: str = "Under each value stands its 95 % interval."
+    tables: Iterable[Table],
+    console: Console | None = None,
+    note: str = "Under each value stands its 95 % interval.",
+    legend: str = LEGEND,
 ) -> None:
     """Print how to read the tables, and then the tables."""
     console = console or Console()
     console.width = max(console.width, WIDTH)
-    console.print(f"\n{note} {LEGEND}\n", markup=False)
+    console.print(f"\n{note} {legend}\n", markup=False)
     for table in tables:
         console.print(_grid(table))
 

@@ -16,9 +16,10 @@ from poss_lightning.evaluation.records import (
     read_sources,
 )
 from poss_lightning.reports.costs import cost_table, read_costs
+from poss_lightning.reports.lengths import length_tables
 from poss_lightning.reports.seeds import Cells, summarise_seeds
 from poss_lightning.reports.statistics import Comparison, Estimate
-from poss_lightning.reports.summary import ALL, MethodSummary, summarise
+from poss_lightning.reports.summary import ALL, MethodSummary, group, summarise
 from poss_lightning.reports.tables import (
     GAIN,
     RATIO,
@@ -29,6 +30,7 @@ from poss_lightning.reports.tables import (
     position_summaries,
     seed_tables,
 )
+from poss_lightning.terminal import announced
 
 AUTO = (
     " Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ "
@@ -62,6 +64,7 @@ class Findings(NamedTuple):
     cells: list[tuple[str, int]]  # choice and seed of these trainings, where the folders have them
 
 
+@announced("reading records, and drawing what intervals need")
 def find(
     records: Iterable[str | Path] | str | Path,
     *,
@@ -100,6 +103,8 @@ def find(
             overall = [row for row in summaries if row.suite == ALL]
             speed_ups = {row.method: row.speed_up[over] for row in overall if over in row.speed_up} if over else {}
             findings.tables.insert(1, cost_table(costs, speed_ups))
+    drafted = {name: found for name, found in group(answers).items() if name not in BASELINES}
+    findings.tables.extend(length_tables(drafted, resamples, seed))
     return findings._replace(cells=chosen, note=findings.note + (AUTO if has_auto_trees(runs) else ""))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from poss_lightning.features.reading import TargetReader, TextFeatures
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import announced, is_verbose
 
 LOCK = ".lock"  # behind the name of a file: held by the worker until the file is complete
 PROBE = 24  # tokens, from all over the vocabulary, of the text by which engine and target are compared
@@ -137,14 +138,20 @@ def vllm_reader(
         ValueError: as `EngineReader`; or vLLM is not installed, or does not start.
     """
     longest = min(max_length, target.spec.context)
-    return EngineReader(target, layers, lambda written: Vllm(target, written, longest, tensor_parallel), device)
+
+    def start(written: tuple[int, ...]) -> Vllm:
+        with announced("starting vLLM"):
+            return Vllm(target, written, longest, tensor_parallel)
+
+    return EngineReader(target, layers, start, device)
 
 
 class Vllm:
     """Reads texts with vLLM and returns the file of each; its processes end with this one."""
 
     def __init__(self, target: Target, written: tuple[int, ...], longest: int, tensor_parallel: int):
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if not is_verbose():
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no request to the outside
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # files are written while this process waits for them
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token behind a text is drawn, and never read

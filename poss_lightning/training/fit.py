@@ -40,14 +40,19 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf, find_config, sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed, refuse_numbers
+from poss_lightning.terminal import is_verbose
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
+from poss_lightning.training.help import PRECISION, choose_help
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.resume import folder_of, stay_in_folder
 from poss_lightning.training.strategies import prepare
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
 COMMANDS = ("fit", "validate", "test")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +240,8 @@ def _add_parts(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(
         Trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
     )
-    known = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
-    parser.add_argument("--trainer.precision", type=str, default="auto", help=known)
+    trainer = (parser.groups or {})["trainer"]
+    trainer.add_argument("--trainer.precision", type=str, default="auto", help=PRECISION)
     parser.set_defaults({"trainer.use_distributed_sampler": False})  # FeatureData shares its batches out itself
     parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
@@ -292,6 +297,8 @@ class _Cli(LightningCLI):
         _add_parts(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        if isinstance(args, list):
+            args = choose_help(self._parser(args[0]), args)
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
@@ -311,14 +318,22 @@ class _Cli(LightningCLI):
                 trainer.precision = choose_precision(str(trainer.accelerator))
         trainer = super().instantiate_trainer(**more)
         prepare(trainer.strategy)
+        if checkpoint := self._get(self.config, "ckpt_path"):
+            stay_in_folder(trainer, checkpoint)
         return trainer
 
     def before_fit(self) -> None:
         checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
         by_itself = checkpoint and SLURMEnvironment.detect()  # Lightning goes on with it
         trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
-        if not self._has_checkpoint() and not trial and not by_itself:
-            self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
+        has_checkpoint = self._has_checkpoint()
+        if trial:
+            return
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if not has_checkpoint and not by_itself:
+            self._check_unused(folder)
+        if self.trainer.is_global_zero:
+            self._say_where(folder)
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -345,6 +360,15 @@ class _Cli(LightningCLI):
             raise FileNotFoundError(f"{path}: no such file")  # "best" and addresses are Lightning's to find
         return bool(path)
 
+    def _say_where(self, folder: Path) -> None:
+        """A line, where somebody may look for this training in the folder of another one."""
+        checkpoint = self._get(self.config, "ckpt_path")
+        others = sorted(folder.parent.glob("version_*/checkpoints/last.ckpt"), key=os.path.getmtime)
+        if checkpoint and Path(checkpoint).exists() and folder_of(checkpoint) != folder.resolve():
+            logger.info("the training of %s goes on in another folder, %s", checkpoint, folder)
+        elif not checkpoint and others and folder.name.startswith("version_"):
+            logger.info("a new training begins in %s; --ckpt_path %s goes on with the one there", folder, others[-1])
+
     def _check_unused(self, folder: Path) -> None:
         """Raise where a training has left something.
 
@@ -356,7 +380,8 @@ class _Cli(LightningCLI):
         if (anew or "SLURM_RESTART_COUNT" in os.environ) and not last.is_file():
             return
         if has_outputs(folder):
-            how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
+            other = "choose another name or save_dir of its logger"
+            how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else other
             raise FileExistsError(f"{folder} holds a training already: {how}")
 
 
@@ -377,12 +402,16 @@ class _SaveConfig(SaveConfigCallback):
 
 
 def _quieten() -> None:
-    """Warnings and lines of Lightning that say what config.yaml tells, or advertise."""
+    """Drop warnings and lines of Lightning that say what config.yaml tells, or advertise, unless the user asks."""
+    if is_verbose():
+        return
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place
     warnings.filterwarnings("ignore", "`torch.distributed")  # DeepSpeed calls what torch has since renamed
     warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")  # metrics sum by themselves
+    warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging")  # steps count on
+    warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")  # of megabytes
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
     for module in modules:

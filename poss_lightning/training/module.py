@@ -58,7 +58,8 @@ class SpecialistTraining(lightning.LightningModule):
             acceptance), `hybrid` (of it and cross-entropy), `reverse_kl`, `jensen_shannon`. None is {feature: 1, token:
             0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts no feature.
         slot_weights: "dpace", a slot counts by what its chain of positions still gains there; "until_failure", slots
-            behind a chain's first miss do not count; None, all count alike. In training alone.
+            behind a chain's first miss do not count; "rounds", what the draft meets when it drafts chains of this text
+            counts most (on-policy); None, all count alike. In training alone.
         gamma: weight of a pass relative to the one before.
         optimizer: "adamw"; or "muon" for all matrices but a head, and AdamW for the rest. Muon needs fewer steps to the
             same loss, and undivided matrices in each process; processes share the work of its step.
@@ -96,7 +97,7 @@ class SpecialistTraining(lightning.LightningModule):
         start_from: str | None = None,
         normalise: bool = True,
         loss: dict[str, Weight] | None = None,
-        slot_weights: Literal["dpace", "until_failure"] | None = None,
+        slot_weights: Literal["dpace", "until_failure", "rounds"] | None = None,
         gamma: Amount = 1.0,
         optimizer: Literal["adamw", "muon"] = "adamw",
         learning_rate: Amount = 3e-5,

@@ -1,6 +1,9 @@
-"""Resume a training within the epoch in which its checkpoint stopped, on any number of processes."""
+"""Resume a training within the epoch in which its checkpoint stopped, on any number of processes, in its folder."""
+
+from pathlib import Path
 
 import lightning
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.datamodule import FeatureData
@@ -34,3 +37,18 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         steps = -(-state["total"] // schedule.step_batches) / -(-state["total"] // state["share"])
         learning_rate = checkpoint["lr_schedulers"][0]
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps)
+
+
+def folder_of(checkpoint: str | Path) -> Path:
+    """The folder of the training that wrote `checkpoints/last.ckpt` there."""
+    return Path(checkpoint).resolve().parent.parent
+
+
+def stay_in_folder(trainer: lightning.Trainer, checkpoint: str | Path) -> None:
+    """Let loggers that number their folders take that of the checkpoint again, if it is theirs, and not a next one."""
+    folder = folder_of(checkpoint)
+    for logger in trainer.loggers:
+        if not isinstance(logger, CSVLogger | TensorBoardLogger) or logger._version is not None:
+            continue
+        if Path(logger.root_dir or "").resolve() == folder.parent:
+            logger._version = folder.name

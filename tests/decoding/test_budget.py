@@ -1,12 +1,13 @@
 """Trees by tokens a second: chances against counts, a choice against trying all, the whole against fixed trees."""
 
 import random
+import re
 from itertools import product
 
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import EDGES, Calibration, Fixed, PerRound, Settled
+from poss_lightning.decoding.budget import EDGES, SETTLE, Calibration, Fixed, PerRound, Settled
 from poss_lightning.decoding.costs import SIZES, Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict
@@ -133,6 +134,23 @@ def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
     assert budget.plan is not None
     fixed = {plan: play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.verify)]}
     assert play(None, budget.plan, machine, 800) > 0.9 * max(fixed.values())
+
+
+@pytest.mark.parametrize("kind", [PerRound, Settled])
+def test_it_says_why_it_gave_up_drafting(kind):
+    cheap, dear = (kind(DEPTH, costs(*machine), Calibration(CPU)) for machine in [(0.5, 0.1), (20.0, 20.0)])
+    play(cheap, (0, 0), cheap.costs, 40)
+    assert cheap.why_plain() is None and Fixed(DEPTH, 12).why_plain() is None
+    play(dear, (0, 0), dear.costs, 40)
+    said = re.fullmatch(
+        r"tree: auto gave up drafting: (\d+) rounds that drafted took (.+) plain steps each on this machine, and so "
+        r"needed τ (.+); they had (.+)",
+        dear.why_plain(),
+    )
+    rounds, cost, needed, brought = map(float, said.groups())
+    assert 1 <= rounds < 40 and cost == needed > brought >= 1
+    if kind is Settled:  # its trials have all of the tree
+        assert rounds == SETTLE and needed == round((DEPTH * 20 + dear.costs.verify[6]) / dear.costs.verify[1], 2)
 
 
 def test_rows_that_are_finished_do_not_count():

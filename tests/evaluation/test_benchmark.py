@@ -107,6 +107,8 @@ def test_pieces_make_the_text(whole):
 def test_a_record_keeps_its_question(whole):
     turns = {question["question_id"]: question["turns"] for question in QUESTIONS}
     assert all(record.question == turns[record.id][record.turn] for record in read_records(whole))
+    categories = {question["question_id"]: question.get("category") for question in QUESTIONS}
+    assert all(record.category == categories[record.id] for record in read_records(whole))
 
 
 def test_rounds_of_the_first_question_are_those_of_its_records(whole):

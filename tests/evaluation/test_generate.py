@@ -10,6 +10,7 @@ import torch
 
 from poss_lightning import clock
 from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
@@ -97,6 +98,14 @@ def test_without_a_draft_or_a_comparison_it_says_less(common, capsys):
     assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}\n$", capsys.readouterr().out)
     generate("Hi", **common | {"draft": None})
     assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s\n$", capsys.readouterr().out)
+
+
+def test_it_says_why_auto_gave_up_drafting(common, caplog, monkeypatch):
+    caplog.set_level("INFO", "poss_lightning")
+    dear = Costs(9.0, {1: 1.0, 2: 5.0, 4: 20.0})
+    monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *args: dear)
+    generate("Hi", compare=False, **common)
+    assert "tree: auto gave up drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

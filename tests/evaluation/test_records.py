@@ -29,14 +29,14 @@ RECORD = {
 def test_written_records_are_read_back(tmp_path):
     records = [
         Record(**RECORD),
-        Record(**{**RECORD, "id": "two", "pieces": list("abcdefg"), "question": "Wie groß?\n"}),
+        Record(**{**RECORD, "id": "two", "pieces": list("abcdefg"), "question": "Wie groß?\n", "category": "sums"}),
         Record(**{**RECORD, "method": "generate", "accepted": []}),
         Record(**{**RECORD, "accepted": [3, 0, 5]}),  # the last round was cut
         Record(**{**RECORD, "new_tokens": 1, "tokens": [2], "accepted": []}),  # the prefill's token was a stop
     ]
     (tmp_path / "records.jsonl").write_text("\n".join(map(to_line, records)) + "\n", encoding="utf-8")
     assert read_records([tmp_path]) == read_records(str(tmp_path / "records.jsonl")) == records
-    assert not {"pieces", "question"} & json.loads(to_line(records[0])).keys()  # as in older files
+    assert not {"pieces", "question", "category"} & json.loads(to_line(records[0])).keys()  # as in older files
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,9 @@ def test_a_cell_keeps_its_questions_beside_older_cells_without_any(tmp_path):
     for choice, question in (("old", {}), ("new", {"question": "Why?"})):
         pack(tmp_path, choice, 0, {}, [{**RECORD, "pieces": None, "method": choice, **question}])
     schema = pq.read_schema(tmp_path / "records.parquet")
-    older = pq.read_table(tmp_path / "records.parquet", columns=[name for name in schema.names if name != "question"])
+    older = pq.read_table(
+        tmp_path / "records.parquet", columns=[name for name in schema.names if name not in ("question", "category")]
+    )
     cells = read_cells(tmp_path)
     assert {choice: cell[0].question for (choice, _), cell in cells.items()} == {"old": None, "new": "Why?"}
     pq.write_table(older, tmp_path / "records.parquet")  # as versions before questions were kept wrote it

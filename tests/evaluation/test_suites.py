@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from poss_lightning.evaluation import hub
+from poss_lightning.evaluation import forms, hub
 from poss_lightning.evaluation.suites import OWN, load_suites, own_suites, read_suites
 
 
@@ -38,7 +38,8 @@ FORMS = [
     ({"prompt": chat(("user", "a"))}, ["a"]),
     ({"messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
     ({"messages": chat(("user", "a"), ("assistant", "x"))}, ["a"]),
-    ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["s\n\na\n\nb"]),
+    ({"messages": chat(("user", "a"), ("user", "b"), ("assistant", "x"), ("user", "c"))}, ["a\n\nb", "c"]),
+    ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["s\n\na", "b"]),  # no answers
     ({"messages": chat(("assistant", "unasked"), ("user", "a"))}, ["a"]),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
@@ -104,6 +105,10 @@ def test_line_separators_inside_a_turn_break_no_question(tmp_path):
         (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
         (b'{"turns": ["a"], "question_id": -1}\n', r"suite\.jsonl:1: question_id is -1; it must be a number of at"),
         (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
+        (
+            json.dumps({"turns": [f"{forms._LEFT_OUT}\n\nTell me."]}).encode(),
+            r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
+        ),
         (b"\n", "has no questions"),
     ],
 )
@@ -190,8 +195,27 @@ def test_the_six_of_the_papers(tmp_path, name):
     assert (suite.name, suite.source) == (name, f"{copy} {config} {split}")
 
 
-def test_each_of_the_six_is_pinned():
-    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.SIX.values())
+def test_each_known_data_set_is_pinned():
+    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.KNOWN.values())
+
+
+def test_speed_bench_from_a_copy_and_from_the_files_of_its_script(tmp_path):
+    row = {"question_id": "ab" * 16, "category": "roleplay", "turns": ["Be a cat.", "And now?"], "difficulty": None}
+    copy = data_set(tmp_path / "copy", [row], "throughput_1k", "test")
+    questions = read_suites([f"hub:speed_bench_1k?repo={copy}"])
+    assert vars(questions[0]) == {"suite": "speed_bench_1k"} | {"id": row["question_id"]} | {
+        name: row[name] for name in ("category", "turns")
+    }
+    written = row | {"messages": chat(*(("user", turn) for turn in row["turns"]))}
+    del written["turns"]
+    (tmp_path / "throughput_1k.jsonl").write_text(lines(written))
+    [question] = read_suites([str(tmp_path / "throughput_1k.jsonl")])
+    assert (question.id, question.category, question.turns) == (row["question_id"], "roleplay", row["turns"])
+
+
+def test_all_of_speed_bench_is_asked(tmp_path):
+    copy = data_set(tmp_path / "copy", [{"turns": [f"{n}?"]} for n in range(90)], "qualitative", "test")
+    assert len(read_suites([f"hub:speed_bench?repo={copy}"])) == 90
 
 
 def test_the_pinned_commit_is_asked_for_and_the_one_that_came_is_told(tmp_path, monkeypatch):

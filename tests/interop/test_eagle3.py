@@ -56,14 +56,17 @@ def maps(ids: Tensor) -> dict[str, Tensor]:
     return {"d2t": torch.tensor([token - row for row, token in enumerate(ids.tolist())]), "t2d": marks}
 
 
-def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4) -> None:
-    """Logits of what ours drafts from a prompt of 5 slots are those of the twin of a published folder."""
+def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4, config: dict | None = None) -> None:
+    """Logits of what ours drafts from a prompt of 5 slots are those of the twin of a published folder.
+
+    Args:
+        config: the keys of its config.json, where they are not as EAGLE publishes them.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
     outputs = torch.randn(5, 3 * D, generator=generator)
-    twin = naive.PublishedEagle3(
-        read(folder), json.loads((folder / "config.json").read_text()), draft.config.allocation
-    )
+    config = config or json.loads((folder / "config.json").read_text())
+    twin = naive.PublishedEagle3(read(folder), config, draft.config.allocation)
     expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, depth))  # (K, V)
     embed_head, ours = target.embed_head.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
     features = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, depth))
@@ -240,7 +243,7 @@ def test_the_switches_of_eagle_3_1_travel_to_engines_and_back(convert, deep, tmp
     back = Specialists.from_pretrained(tmp_path / "back")
     assert (back.config.fc_norm, back.config.norm_output) == (draft.config.fc_norm, draft.config.norm_output)
     agree(tmp_path / "theirs", back, deep)
-    with pytest.raises(ValueError, match="code does not know; --output_format vllm or sglang can express it"):
+    with pytest.raises(ValueError, match="code does not know; --output_format vllm, sglang or speculators can"):
         convert(tmp_path / "ours", tmp_path / "eagle3", "--output_format", "eagle3")
 
 

@@ -289,7 +289,7 @@ def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
         ("width", "intermediate_size is None; it must be the width"),
         ("no config", "theirs has no config.json"),
         ("no json", "config.json is not JSON"),
-        ("speculators", "config.json is of the speculators format (eagle3), which is not read"),
+        ("speculators", "config.json is of the speculators format: say --input_format speculators"),
         ("no weights", "has neither model.safetensors nor pytorch_model.bin"),
         ("damaged", "model.safetensors is damaged: "),
         ("shard", "is missing"),

@@ -17,7 +17,18 @@ from poss_lightning import cli
 from poss_lightning.files import find_config
 from poss_lightning.sweep import Sweep
 from tests.support import families
-from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, commands, everywhere, files, parsed, shell
+from tests.support.documents import (
+    DOCUMENTS,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    everywhere,
+    files,
+    messages,
+    parsed,
+    shell,
+)
 from tests.support.tiny import tiny_draft
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -51,6 +62,18 @@ def sweeps(text: str) -> list[str]:
     return [name for name in files(text) if name.endswith("sweep.yaml")]
 
 
+# --- every message is one that the code has ---
+
+
+def test_the_messages_in_questions_are_those_of_the_code():
+    text, known = page("questions.md"), messages()
+    table = re.findall(r"^\| `(.+?)` \|", text.partition("\n## ")[0], re.MULTILINE)
+    headings = re.findall(r"^### `([^`]+)`$", text, re.MULTILINE)
+    assert len(table) == 20 and len(headings) > 10
+    patterns = {shown: re.compile(".*".join(map(re.escape, shown.split("…")))) for shown in table + headings}
+    assert [shown for shown, pattern in patterns.items() if not any(map(pattern.search, known))] == []
+
+
 # --- every command parses ---
 
 
@@ -66,7 +89,7 @@ def wrong(command: Command) -> str | None:
     if name not in cli.TRAINER | cli.TOOLS:
         return "there is no such command"
     try:
-        given = parsed(command) if words and words[-1] not in TOLD else {}
+        given = parsed(command) if words and not TOLD & {*words} else {}
         if name == "sweep" and given:
             Sweep.load(Path(given["folder"]) / "sweep.yaml")
     except Exception as error:

@@ -28,8 +28,8 @@ LEVELS = {
     4: {"draft", "features"},
     5: {"training", "decoding", "interop"},
     6: {"evaluation", "serving"},
-    7: {"reports", "extract"},
-    8: {"demo", "sweep"},
+    7: {"reports", "extract", "shipped"},
+    8: {"demo", "push", "sweep"},
     9: {"cli"},
 }
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}

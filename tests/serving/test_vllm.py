@@ -38,11 +38,17 @@ class Case:
     smaller: bool = False  # a vocabulary without every seventh token
     depth: int = 6
     plugin: bool = True  # whether vLLM alone cannot load it
+    steps: int = 150  # it learns for; EAGLE-3.1 learns sooner, and would accept everything
+    output_format: str = "vllm"
 
 
 CASES = {
     "eagle": Case([6], plugin=False),
     "eagle3": Case([6], {"kind": "eagle3"}, plugin=False),
+    "speculators": Case([6], {"kind": "eagle3"}, True, plugin=False, output_format="speculators"),
+    "speculators, EAGLE-3.1": Case(
+        [6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, True, plugin=False, output_format="speculators"
+    ),
     "poss-2": Case([2, 2, 2]),
     "uneven": Case([1, 3, 2]),
     "past the end": Case([1, 2], depth=5),
@@ -54,6 +60,11 @@ CASES = {
     "single layer with a vocabulary": Case([6], smaller=True),
     "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
     "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0}),
+    "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
+    "eagle3, fc_norm": Case([6], {"kind": "eagle3", "fc_norm": True}, plugin=False),
+    "eagle3, norm_output": Case([6], {"kind": "eagle3", "norm_output": True}, plugin=False),
+    "eagle3.1, specialists": Case([2, 2, 2], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, steps=20),
+    "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),
 }
 
@@ -83,7 +94,7 @@ def make_draft(case: Case, target: Target) -> Specialists:
     vocabulary = every[every % 7 > 0] if case.smaller else None
     draft = tiny_draft(target, case.allocation, depth=6, vocabulary=vocabulary, **case.config)
     draft.scale.uniform_(0.5, 2)
-    teach(draft, target, PROMPTS, LIMIT)
+    teach(draft, target, PROMPTS, LIMIT, case.steps)
     return draft
 
 
@@ -95,9 +106,9 @@ def test_the_target_answers_there_as_here(target, plain):
 def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
     case = CASES[name]
     draft = make_draft(case, target)
-    assert find_layout("vllm", draft.config).states_draft == case.plugin
+    assert find_layout(case.output_format, draft.config).states_draft == case.plugin
     draft.save_pretrained(tmp_path / "ours")
-    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
+    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format=case.output_format, target=str(folder))
     method = "eagle3" if draft.config.kind == "eagle3" else "eagle"
     served = serve(folder, PROMPTS, LIMIT, tmp_path / "served", method, case.depth)
     ours = draft_here(target, draft, PROMPTS, LIMIT, case.depth)
@@ -105,6 +116,14 @@ def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
     assert served == ours
     lengths = [count for answer in served for count in answer.accepted]
     assert len(set(lengths)) > min(case.depth, 2)  # with all rounds alike, the law would say little
+
+
+def test_a_folder_of_speculators_is_served_by_its_name_alone(target, folder, tmp_path):
+    """It names its target, and how many tokens to draft."""
+    draft = make_draft(Case([6], {"kind": "eagle3"}), target)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="speculators", target=str(folder))
+    assert serve(tmp_path / "served", PROMPTS, LIMIT) == draft_here(target, draft, PROMPTS, LIMIT, 6)
 
 
 @cache

@@ -1,5 +1,6 @@
 """What a Markdown document tells its reader to run: commands of `poss` and `make`; and the blocks that it shows."""
 
+import ast
 import functools
 import inspect
 import re
@@ -45,6 +46,22 @@ class Command:
 
     def __str__(self) -> str:
         return f"line {self.line}: {shlex.join([self.program, *self.words])}"
+
+
+def messages() -> list[str]:
+    """Every text in the package's code, with … for each value that is put into it."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "poss_lightning").rglob("*.py"))
+    texts = (_text(node) for tree in trees for node in ast.walk(tree))
+    return [re.sub(r"%(s|d|\.\d+f)", "…", text) for text in texts if text]
+
+
+def _text(node: ast.AST) -> str | None:
+    """Of a string, or of an f-string."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
 
 
 def blocks(text: str, language: str) -> list[Block]:

@@ -162,6 +162,7 @@ LIKELY = {  # by option: what makes a command run at all, tried as often as anyt
     "corpus": "{inputs}/mine/corpus.jsonl",
     "run": "{inputs}/mine",
     "folder": "{inputs}/mine",
+    "name": "draft/poss2.yaml",
     "out": "out",
 }
 SUITES = "[{inputs}/suite.jsonl]"
@@ -191,7 +192,7 @@ def command_lines(draw: Callable, name: str) -> Command:
         return Command(*_with_config([name, *FIT, *draw(_training())], files, draw(_config(names))))
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
-    ending = ".jsonl" * (name in ("synthesize", "answer"))
+    ending = {"synthesize": ".jsonl", "answer": ".jsonl", "copy": ".yaml"}.get(name, "")
     arguments = [name, *(f"{draw(_argument(each))}{ending * (each.name == 'out')}" for each in needed)]
     given = {option: text for option, text in TINY.items() if option in parameters} | ALWAYS.get(name, {})
     optional = {each.name: each.annotation for each in parameters.values() if each not in needed}

@@ -180,9 +180,11 @@ def term_sums(name, predictions, features, counts, head, slot_weights=None, **be
 def slot_weights(name, predictions, features, counts, head, **between):
     """Weights by pass, row and slot, chain by chain: those of a chain from its first slot on, as far as it counts."""
     batch, count = counts.shape
-    weights = [[[0.0] * count for _ in range(batch)] for _ in predictions]
+    weights = [[[0.25 if name == "rounds" else 0.0] * count for _ in range(batch)] for _ in predictions]
     for row in range(batch):
+        following = 0  # where the next round begins
         for start in range(count):
+            begins = counts[row, start] >= 1 and (start >= following or counts[row, start - 1] == 0)
             chances, hits = [], []
             for k, prediction in enumerate(predictions):
                 slot = start + k
@@ -194,7 +196,12 @@ def slot_weights(name, predictions, features, counts, head, **between):
             for k in range(len(chances)):
                 reached = [float(torch.tensor(chances[: j + 1]).prod()) for j in range(len(chances))]
                 alive = all(hits[:k])
-                weights[k][row][start + k] = sum(reached[k:]) if name == "dpace" else float(alive)
+                if name != "rounds":
+                    weights[k][row][start + k] = sum(reached[k:]) if name == "dpace" else float(alive)
+                elif begins and alive:
+                    weights[k][row][start + k] = 1.0
+            if begins:
+                following = start + 1 + (hits.index(False) if False in hits else len(hits))
     return weights
 
 

@@ -1,6 +1,8 @@
 """A training as a function of its options: how they are put together, and that each command takes them."""
 
+import csv
 import inspect
+import sys
 import warnings
 
 import pytest
@@ -68,6 +70,35 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, capsys):
     assert "val/loss" in capsys.readouterr().out
 
 
+def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
+    """With all callbacks of a training; the folder has what it has with TensorBoard."""
+    trainer = {
+        "precision": "32-true",
+        "max_steps": 2,
+        "log_every_n_steps": 1,
+        "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}},
+        "enable_progress_bar": False,
+    }
+    model, data = {"allocation": [1, 1]}, {"store": store, "validation": 0.2}
+    fit(FitOptions.compose(["trainer/cpu.yaml"], {"model": model, "data": data, "trainer": trainer}))
+    folder = tmp_path / "run"
+    with (folder / "metrics.csv").open() as file:
+        scalars = set(next(csv.reader(file)))
+    assert {"train/loss", "train/learning_rate", "val/loss", "val/tau_tree", "val_drift_l2/depth_2"} <= scalars
+    assert {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"} <= scalars
+    written = {path.name for path in folder.iterdir()}
+    assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
+
+
+def test_weights_and_biases_go_by_the_loggers_name():
+    """Its options parse where wandb is not installed, too."""
+    logger = {"class_path": "WandbLogger", "init_args": {"project": "poss", "save_dir": "runs/a", "offline": True}}
+    model, data = {"allocation": [1]}, {"store": "any"}
+    parsed = parse([], {"model": model, "data": data, "trainer": {"logger": logger}}).trainer["logger"]
+    assert parsed["class_path"] == "lightning.pytorch.loggers.WandbLogger"
+    assert parsed["init_args"].items() >= logger["init_args"].items()
+
+
 def test_nobody_is_advised_to_sum_what_is_summed():
     """Lightning would, some fifty times a run of several processes."""
     words = inspect.getsource(result)
@@ -80,13 +111,15 @@ def test_nobody_is_advised_to_sum_what_is_summed():
     assert [str(each.message) for each in heard] == ["another"]
 
 
-def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog):
+def test_a_log_file_gets_a_line_every_so_many_steps(inputs, caplog, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
     model = {"allocation": [2]}
     quiet = {"logger": False, "enable_checkpointing": False, "callbacks": None, "limit_val_batches": 0}
     steps = {"max_steps": 4, "log_every_n_steps": 2, "accelerator": "cpu", "precision": "32-true"}
     data = {"store": str(inputs / "store"), "validation": 0.2, "batch_tokens": 64}
     fit(FitOptions(model=model, data=data, trainer=quiet | steps | {"enable_progress_bar": False}))
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
-    assert [line.split(":")[0] for line in lines] == ["step 2 of 4", "step 4 of 4"]
-    assert all("loss " in line and "steps/s" in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == ["step 0 of 4", "step 2 of 4", "step 4 of 4"]
+    assert all("loss " in line and "steps/s" in line for line in lines[1:])

@@ -1,0 +1,92 @@
+"""config.json of the library speculators, vLLM's own trainer: its sizes lie one level deeper than EAGLE's.
+
+    transformer_layer_config   the layer, as transformers describes a Llama of one layer
+    speculators_config         how many tokens to draft, and for which target (the "verifier")
+    draft_vocab_size, fc_norm, norm_output, norm_before_residual, norm_before_fc, eagle_aux_hidden_state_layer_ids
+
+Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitions}.py) and in vLLM 0.32.0
+(transformers_utils/configs/speculators/). Both know kind "eagle3" for such drafts, and none for EAGLE 1 and 2.
+"""
+
+from typing import Any
+
+from poss_lightning.interop.settings import LAYER_IDS, SWITCHES, UNSUPPORTED
+from poss_lightning.target import embedded
+from poss_lightning.target.model import Target
+
+KIND, LAYER = "speculators_model_type", "transformer_layer_config"
+VERSION = "0.9.0"  # whose classes were read, and load what is written
+WITHIN = (  # of the published keys, those that describe the layer
+    "model_type",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "vocab_size",
+)
+
+
+def flatten(stored: dict[str, Any]) -> dict[str, Any]:
+    """The keys of EAGLE-3's config.json, of one in this format.
+
+    Raises:
+        ValueError: it is not of this format, or of another method than EAGLE-3; or its layer is no Llama's.
+    """
+    if KIND not in stored:
+        raise ValueError(
+            f"config.json has no {KIND}, so it is not of the speculators format: say --input_format eagle3"
+        )
+    layer = stored.get(LAYER)
+    if not isinstance(layer, dict):
+        raise ValueError(f"config.json: {LAYER} is {layer!r}; it must describe the draft's layer")
+    width = layer.get("hidden_size")
+    for name, value, expected in (
+        (KIND, stored[KIND], "eagle3"),
+        (f"{LAYER}.model_type", layer.get("model_type"), "llama"),  # Qwen3's has norms for queries and keys
+        (f"{LAYER}.num_hidden_layers", layer.get("num_hidden_layers"), 1),
+        ("target_hidden_size", stored.get("target_hidden_size") or width, width),
+    ):
+        if value != expected:
+            raise ValueError(f"config.json: {name} is {value!r}; a draft of ours has {expected!r}")
+    own = {name: stored.get(name) for name in ("draft_vocab_size", LAYER_IDS, *SWITCHES, *UNSUPPORTED)}
+    residual = stored.get("norm_before_residual", True)  # as vLLM takes it where it is missing
+    return layer | own | {"norm_before_residual": residual}
+
+
+def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, target: Target) -> dict[str, Any]:
+    """The config.json of a draft in this format, from the keys of EAGLE-3's.
+
+    Args:
+        published: as EAGLE-3's would be.
+        layers: of the target that the draft reads; counted as ours are, 0 is the embedding.
+        positions: tokens that an engine drafts, if nobody says otherwise.
+        target: which engines load with the draft, by its name.
+    """
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": published["rope_theta"]}}
+    name = target.spec.name if target.spec.name != embedded.NAME else str(embedded.folder())
+    greedy = {"proposal_type": "greedy", "speculative_tokens": positions, "verifier_accept_k": 1}
+    return {
+        "architectures": published["architectures"],
+        KIND: "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [greedy | {"accept_tolerance": 0.0}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": name, "architectures": [type(target.model).__name__]},
+        },
+        LAYER: {key: published[key] for key in WITHIN} | rope | {"attention_bias": False, "mlp_bias": False},
+        "draft_vocab_size": published["draft_vocab_size"],
+        "target_hidden_size": None,
+        LAYER_IDS: list(layers),
+        **{key: published.get(key, False) for key in (*SWITCHES, *UNSUPPORTED)},  # vLLM's defaults are not all false
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": published["torch_dtype"],
+    }

@@ -1,0 +1,256 @@
+"""`poss histogram`: how many drafted tokens each round accepted, of our records or of what engines measured.
+
+Three forms are read, a line of JSON an answer, and the first is what is written:
+
+    {"spec_decode_acceptance": {"acceptance_histogram": {"0": 34, "2": 9}, ...}, ...}     AIPerf's profile_export.jsonl
+    {"metrics": {"speculative_decoding": {"acceptance_histogram": [34, 0, 9], ...}}, ...}  a response of vLLM's server
+    a records.jsonl, or folders of them                                                    `poss benchmark`, `replay`
+
+AIPerf's form is its SpecDecodeAcceptanceRecord (0.12), and vLLM's its per-request metrics (0.32). Neither tells trees
+from chains: drafted tokens are all that were verified, so `--nodes` less the root in each round of ours.
+"""
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from poss_lightning.evaluation.records import BASELINES, Record, Source, read_lines, read_sources
+from poss_lightning.files import atomic, check_file
+from poss_lightning.ranges import Draws, Seed, check_numbers
+from poss_lightning.reports import statistics
+from poss_lightning.reports.compare import print_tables
+from poss_lightning.reports.statistics import Sums, draw_counts, estimate
+from poss_lightning.reports.tables import Cell, Table, make_cell
+
+AIPERF, VLLM = "spec_decode_acceptance", ("metrics", "speculative_decoding")
+OURS = "poss_lightning"  # as an engine
+NOTE = "Requests are a random sample: under each value stands its 95 % interval for others like them."
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One answer's rounds; they are checked when it is made.
+
+    Attributes:
+        engine: that decoded it.
+        histogram: accepted tokens -> rounds that accepted so many; the bonus is not counted.
+        drafted: tokens that were drafted and verified, in all rounds.
+        most: that a round can accept; None where it is not known.
+        new_tokens: of the answer; None where it is not known.
+        accepted: round by round, where it is known.
+
+    Raises:
+        ValueError: the numbers contradict each other.
+    """
+
+    engine: str
+    histogram: dict[int, int]
+    drafted: int
+    most: int | None = None
+    new_tokens: int | None = None
+    accepted: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafted < self.total:
+            raise ValueError(f"{self.total} tokens are accepted, and num_draft_tokens is {self.drafted}")
+        if self.most is not None and max(self.histogram, default=0) > self.most:
+            raise ValueError(f"a round accepted {max(self.histogram)} tokens, and num_spec_tokens is {self.most}")
+        if self.accepted is not None and Counter(self.accepted) != Counter(self.histogram):
+            raise ValueError("per_step_accepted and acceptance_histogram are of different rounds")
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.histogram.values())
+
+    @property
+    def total(self) -> int:
+        """Accepted tokens."""
+        return sum(accepted * rounds for accepted, rounds in self.histogram.items())
+
+    def to_aiperf(self) -> dict[str, Any]:
+        """As AIPerf's SpecDecodeAcceptanceRecord; what is not known is left out."""
+        known = {
+            "engine": self.engine,
+            "mean_acceptance_length": 1 + self.total / self.rounds if self.rounds else 1.0,
+            "draft_acceptance_rate": self.total / self.drafted if self.drafted else 0.0,
+            "acceptance_histogram": {str(accepted): self.histogram[accepted] for accepted in sorted(self.histogram)},
+            "num_accepted_draft_tokens": self.total,
+            "num_draft_tokens": self.drafted,
+            "num_spec_steps": self.rounds,
+            "num_spec_tokens": self.most,
+            "completion_tokens": self.new_tokens,
+            "per_step_accepted": self.accepted,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    @classmethod
+    def from_engine(cls, values: dict[str, Any], engine: str = "vllm") -> "Acceptance":
+        """From either engine's form, whose histogram is a dict or a list.
+
+        Raises:
+            ValueError: a field is missing, of a wrong type, or contradicts another; the message names it.
+        """
+        counts = values.get("acceptance_histogram")
+        pairs = enumerate(counts) if isinstance(counts, list) else counts.items() if isinstance(counts, dict) else None
+        if pairs is None:
+            raise ValueError(f"acceptance_histogram is {reprlib.repr(counts)}; it must be a list, or an object")
+        try:
+            histogram = {_natural("acceptance_histogram", int(key)): _natural("it", count) for key, count in pairs}
+        except ValueError as error:
+            raise ValueError(f"acceptance_histogram is {reprlib.repr(counts)}: {error}") from None
+        accepted = values.get("per_step_accepted")
+        if accepted is not None and not isinstance(accepted, list):
+            raise ValueError(f"per_step_accepted is {reprlib.repr(accepted)}; it must be a list")
+        found = cls(
+            engine=str(values.get("engine", engine)),
+            histogram={key: count for key, count in histogram.items() if count},
+            drafted=_natural("num_draft_tokens", values.get("num_draft_tokens")),
+            most=_optional("num_spec_tokens", values.get("num_spec_tokens")),
+            new_tokens=_optional("completion_tokens", values.get("completion_tokens")),
+            accepted=accepted and [_natural("per_step_accepted", count) for count in accepted],
+        )
+        for name, counted in (("num_spec_steps", found.rounds), ("num_accepted_draft_tokens", found.total)):
+            if name in values and values[name] != counted:
+                raise ValueError(f"{name} is {values[name]!r}; by acceptance_histogram it is {counted}")
+        return found
+
+    @classmethod
+    def from_record(cls, record: Record, depth: int, drafted: int) -> "Acceptance":
+        """From a record of ours; `drafted` tokens a round, of which `depth` can be accepted."""
+        accepted = record.accepted
+        return cls(OURS, dict(Counter(accepted)), drafted * len(accepted), depth, record.new_tokens, accepted)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer: where it comes from, and its rounds."""
+
+    method: str
+    place: dict[str, Any]  # suite, id, turn and repeat, of a record; else the line's metadata
+    rounds: Acceptance
+
+
+@check_numbers
+def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draws = 2000, seed: Seed = 0) -> None:
+    """Show how many rounds accepted how many drafted tokens, of our records or of what engines measured.
+
+    Args:
+        files: records, or folders of them; AIPerf's profile_export.jsonl (`--export-level records`); or lines of
+            responses of vLLM's server (`--per-request-spec-decode-metrics`). Several as [a,b].
+        out: file to write, a line an answer, as AIPerf writes it.
+        resamples: draws of the bootstrap over answers.
+        seed: of the bootstrap.
+    """
+    if out is not None:
+        check_file(out, ".jsonl")
+    answers = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
+    methods: dict[str, list[Acceptance]] = {}
+    for answer in answers:
+        methods.setdefault(answer.method, []).append(answer.rounds)
+    if out is not None:
+        with atomic(Path(out)) as path:
+            lines = ({"metadata": {"method": a.method, **a.place}, AIPERF: a.rounds.to_aiperf()} for a in answers)
+            path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
+    print_tables(tables(methods, resamples, seed), note=NOTE, legend="")
+
+
+def tables(methods: dict[str, list[Acceptance]], resamples: int = 2000, seed: int = 0) -> list[Table]:
+    """Acceptance of each method, and its rounds by accepted tokens in per cent."""
+    columns = [
+        ("requests",),
+        ("rounds",),
+        ("tokens a round", "τ micro"),
+        ("by request", "τ macro"),
+        ("accepted of drafted, %",),
+    ]
+    means, shares = [], []
+    deepest = max(max(max(one.histogram, default=0), one.most or 0) for found in methods.values() for one in found)
+    for name, found in methods.items():
+        reach = np.array([[_reaching(one, least) for least in range(deepest + 1)] for one in found], dtype=float)
+        sums = Sums(reach, np.zeros(len(found)), np.zeros(len(found)))
+        counts = draw_counts(len(found), resamples, seed)
+        taus = [estimate(tau(counts, sums), len(found)) for tau in (statistics.tau_micro, statistics.tau_macro)]
+        rate = statistics.ratio(counts @ reach[:, 1:].sum(1), counts @ np.array([float(one.drafted) for one in found]))
+        cells = [Cell(str(len(found))), Cell(str(int(reach[:, 0].sum()))), *map(make_cell, taus)]
+        means.append(([name], [*cells, make_cell(estimate(rate, len(found)).percent(), ".1f")]))
+        drawn = counts @ reach  # (1+R, K+1)
+        exactly = drawn - np.pad(drawn[:, 1:], ((0, 0), (0, 1)))
+        parts = statistics.ratio(exactly, np.broadcast_to(drawn[:, :1], drawn.shape))
+        shares.append(
+            ([name], [make_cell(statistics.estimate_share(part, len(found)).percent(), ".1f") for part in parts.T])
+        )
+    places = [[str(accepted)] for accepted in range(deepest + 1)]
+    return [
+        Table("Acceptance", ["method"], columns, means),
+        Table("Rounds by accepted tokens, %", ["method"], places, shares),
+    ]
+
+
+def read_answers(file: str) -> Iterator[Answered]:
+    """The answers of a file or folder, in order. Lines of an engine without acceptance are passed over.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_sources`; it is not known how many tokens a round drafts; no line has
+            any acceptance, or one contradicts itself, which is named.
+    """
+    path = Path(file)
+    lines = list(read_lines(path)) if path.is_file() else []
+    if not lines or "accepted" in lines[0][1]:
+        for source in read_sources(file):
+            yield from _of_records(source)
+        return
+    found = [answer for place, values in lines if (answer := _of_engine(place, values, path.stem))]
+    if not found:
+        raise ValueError(f"{file}: no line has {AIPERF!r} or {'.'.join(VLLM)!r}")
+    yield from found
+
+
+def _of_records(source: Source) -> Iterator[Answered]:
+    """Of the methods that draft."""
+    methods = (source.run or {}).get("methods", {})
+    for record in source.records:
+        if record.method in BASELINES:
+            continue
+        facts = methods.get(record.method, {})
+        if facts.get("tree", "fixed") != "fixed" or not {"depth", "nodes"} <= facts.keys():
+            raise ValueError(
+                f"{source.folder}: its run.json does not say how many tokens {record.method!r} drafts a round"
+            )
+        place = {"suite": record.suite, "id": record.id, "turn": record.turn, "repeat": record.repeat}
+        rounds = Acceptance.from_record(record, facts["depth"], facts["nodes"] - 1)
+        yield Answered(record.method, place, rounds)
+
+
+def _of_engine(place: str, values: dict[str, Any], stem: str) -> Answered | None:
+    """Of one line; None where it has no acceptance, as a failed request has none."""
+    metadata, found = values.get("metadata") or {}, values
+    for name in (AIPERF,) if AIPERF in values else VLLM:
+        found = found.get(name) or {}
+    if not found:
+        return None
+    try:
+        rounds = Acceptance.from_engine(found)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    return Answered(str(metadata.pop("method", stem)), metadata, rounds)
+
+
+def _reaching(rounds: Acceptance, least: int) -> int:
+    """Rounds that accepted so many tokens or more."""
+    return sum(count for accepted, count in rounds.histogram.items() if accepted >= least)
+
+
+def _natural(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be an integer of at least 0")
+    return value
+
+
+def _optional(name: str, value: Any) -> int | None:
+    return None if value is None else _natural(name, value)

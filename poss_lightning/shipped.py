@@ -1,0 +1,78 @@
+"""What comes with the package: `poss list` shows it, `poss copy` gives a config to edit."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from poss_lightning.draft.specialists import CONFIG, SHIPPED, DraftConfig, shipped
+from poss_lightning.evaluation.hub import SIX
+from poss_lightning.evaluation.suites import HUB, PUBLISHED, own_suites, read_suites
+from poss_lightning.files import atomic, check_file, check_new, conf, conf_names
+
+Row = tuple[str, str]  # a name, and what it is
+
+
+def list() -> None:
+    """List configs, drafts and suites of questions by the names that other commands take, with a line about each."""
+    sections = {
+        "configs, for --config NAME; poss copy NAME OUT gives one to edit": configs(),
+        "drafts of the embedded target, for --draft NAME and --drafts.ANY NAME": drafts(),
+        'suites of questions, for --suites "[NAME]"; those of the hub need a network': suites(),
+    }
+    for number, (title, rows) in enumerate(sections.items()):
+        rows = tuple(rows)
+        width = max(len(name) for name, _ in rows)
+        print("\n" * bool(number) + title)
+        print("\n".join(f"  {name:<{width}}  {line}" for name, line in rows))
+
+
+def copy(name: str, out: str) -> None:
+    """Copy a config of the package to a file, to edit it.
+
+    Args:
+        name: as `poss list` shows it, e.g. draft/poss2.yaml.
+        out: file to write, ending in .yaml.
+
+    Raises:
+        FileNotFoundError: no config of that name.
+        FileExistsError: there is something at `out`.
+    """
+    check_file(out, ".yaml", ".yml")
+    check_new(out)
+    known = conf_names()
+    if (short := name.removeprefix("conf/")) not in known:
+        near = "".join(f"did you mean {each}? " for each in get_close_matches(short, known, 1))
+        raise FileNotFoundError(f"name is {name!r}, which is no config of the package; {near}poss list shows them")
+    with atomic(out) as path:
+        path.write_bytes(conf(short).read_bytes())
+    print(f"{out}: edit it, and give it as --config {out}")
+
+
+def configs() -> Iterator[Row]:
+    """Each YAML file, by its path in conf/; its first line is a comment that says what it is."""
+    for name in conf_names():
+        yield name, conf(name).read_text().partition("\n")[0].removeprefix("# ")
+
+
+def drafts() -> Iterator[Row]:
+    """Each shipped draft; its config.json says what it is."""
+    for name in shipped():
+        path = SHIPPED / name / CONFIG
+        config = DraftConfig.from_json(path.read_text(), path)
+        layers, positions = len(config.allocation), sum(config.allocation)
+        serve = "one layer" if layers == 1 else f"{layers} specialists"
+        tokens = config.vocabulary_size or config.target.vocab_size
+        yield name, f"{serve} for {positions} positions, allocation {[*config.allocation]}; proposes {tokens:,} tokens"
+
+
+def suites() -> Iterator[Row]:
+    """The project's own suites, each with its first question, and the papers' six, each with its data set."""
+    for name in own_suites():
+        questions = read_suites([name])
+        yield name, f"{len(questions)} questions: {_shorten(questions[0].turns[0])}"
+    for name, suite in SIX.items():
+        yield HUB + name, f"{PUBLISHED} questions of {suite.repo}, {suite.split}"
+
+
+def _shorten(text: str, most: int = 60) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"

@@ -1,0 +1,191 @@
+"""The format of the library speculators: EAGLE-3's laws hold in it, and its config.json has its readers' keys."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.interop import settings, speculators
+from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.target import embedded
+from poss_lightning.target.model import Target
+from tests.interop.test_eagle3 import DEEP, FUSED, KEY, SOME, agree, random_file
+from tests.support.layouts import INNER, VOCABULARY, D, put, read, refused, same
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+# What `Eagle3DraftModel.save_pretrained` of speculators 0.9.0 wrote for sizes like these, with transformers 5.19.
+LAYER = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": D,
+    "initializer_range": 0.02,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 512,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": VOCABULARY,
+}
+CONFIG = {
+    "architectures": ["Eagle3DraftModel"],
+    "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    KEY: len(SOME),
+    "dtype": "float16",
+    "eagle_aux_hidden_state_layer_ids": FUSED,
+    "embed_requires_grad": False,
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1}
+        ],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.9.0",
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": LAYER,
+    "transformers_version": "5.19.0",
+}
+
+
+@pytest.fixture(scope="module")
+def deep() -> Target:
+    return tiny_target(**DEEP)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("deep-target")
+    tiny_model(**DEEP).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def theirs(folder: Path, target: Target, changes: dict | None = None, layer: dict | None = None, **tensors) -> Path:
+    """A folder as speculators writes it, with changes of its config; None leaves a key out."""
+    embedding = target.embed_head.embedding.half()
+    put(folder, random_file(layers=("layers.0",)) | {"embed_tokens.weight": embedding} | tensors)
+    changes = {"transformer_layer_config": LAYER | (layer or {})} | (changes or {})
+    left_out = [key for key, value in changes.items() if value is None]
+    kept = {key: value for key, value in (CONFIG | changes).items() if key not in left_out}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def flat(folder: Path) -> dict:
+    """The keys that the twin of EAGLE-3 asks for."""
+    config = json.loads((folder / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    return layer | config | {"rope_theta": layer["rope_parameters"]["rope_theta"]}
+
+
+def test_theirs_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_path, tiny_folder):
+    rope = {"rope_parameters": {"rope_theta": 50.0, "rope_type": "default"}}
+    convert(theirs(tmp_path / "theirs", deep, layer=rope), tmp_path / "ours", "--input_format", "speculators")
+    draft = Specialists.from_pretrained(tmp_path / "ours")
+    assert (draft.config.kind, draft.config.allocation, draft.config.rope_theta) == ("eagle3", (7,), 50.0)
+    agree(tmp_path / "theirs", draft, deep, config=flat(tmp_path / "theirs"))
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "speculators")
+    assert same(read(tmp_path / "back"), read(tmp_path / "theirs"))
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back["speculators_config"]["verifier"].pop("name_or_path") == tiny_folder
+    known = json.loads(json.dumps(CONFIG))
+    known["transformer_layer_config"] |= rope
+    del known["speculators_config"]["verifier"]["name_or_path"]
+    assert all(back[key] == known[key] for key in back.keys() - {"transformer_layer_config"})
+    assert back["transformer_layer_config"].items() <= known["transformer_layer_config"].items()
+    untold = {"auto_map", "transformers_version"}  # where a class would be looked up, and who wrote it
+    assert known.keys() - back.keys() == untold
+
+
+@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_output": True}], ids=str)
+@pytest.mark.parametrize("ids", [SOME, None], ids=["some", "all"])
+def test_ours_goes_there_and_comes_back(convert, deep, tmp_path, capsys, switches, ids):
+    draft = tiny_draft(deep, [5], kind="eagle3", detach=False, vocabulary=ids, **switches)
+    draft.scale.uniform_(0.5, 2)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "speculators")
+    assert f"vllm serve {tmp_path / 'theirs'}" in capsys.readouterr().out
+    given = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert {name: given[name] for name in ("fc_norm", "norm_output") if given[name]} == switches
+    assert given[KEY] == (VOCABULARY if ids is None else len(ids))
+    assert given["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    agree(tmp_path / "theirs", draft, deep, config=flat(tmp_path / "theirs"))
+    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "speculators")
+    agree(tmp_path / "theirs", Specialists.from_pretrained(tmp_path / "back"), deep, config=flat(tmp_path / "theirs"))
+
+
+def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
+    """No engine knows it by the name that it has here."""
+    monkeypatch.setattr(embedded, "folder", lambda: Path("/cache/smollm2"))
+    draft = tiny_draft(deep, [5], kind="eagle3")
+    published = settings.publish(draft.config, LAYOUTS["speculators"], draft.state_dict(), tied=True)
+    for name, found in (("embedded", "/cache/smollm2"), ("OWNER/NAME", "OWNER/NAME")):
+        monkeypatch.setattr(deep, "spec", replace(deep.spec, name=name))
+        made = speculators.nest(published, (2, 4, 5), 5, deep)
+        assert made["speculators_config"]["verifier"]["name_or_path"] == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "words"),
+    [
+        ({"norm_before_residual": True}, {}, "norm_before_residual is True; a draft of ours for"),
+        ({"norm_before_residual": None}, {}, "norm_before_residual is True; a draft of ours for"),  # vLLM's default
+        ({"norm_before_fc": True}, {}, "norm_before_fc is True; a draft of ours for"),
+        ({"fc_norm": True}, {}, "fc_norm.0.weight is missing (and 2 more)"),
+        ({"speculators_model_type": "dflash"}, {}, "speculators_model_type is 'dflash'; a draft of ours has 'eagle3'"),
+        ({"speculators_model_type": None}, {}, "has no speculators_model_type"),
+        ({"transformer_layer_config": None}, {}, "transformer_layer_config is None; it must describe"),
+        ({"target_hidden_size": 64}, {}, "target_hidden_size is 64; a draft of ours has 32"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, {}, "ids is [1, 3, 4]; a draft of ours for"),
+        ({KEY: 106}, {}, "draft_vocab_size is 106"),
+        ({}, {"model_type": "qwen3"}, "transformer_layer_config.model_type is 'qwen3'; a draft of ours has 'llama'"),
+        ({}, {"num_hidden_layers": 2}, "transformer_layer_config.num_hidden_layers is 2; a draft of ours has 1"),
+        ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling is 'llama3'"),
+        ({}, {"hidden_size": 64}, "hidden_size is 64"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
+)
+def test_what_a_draft_of_ours_cannot_be_is_refused(convert, deep, tmp_path, changes, layer, words):
+    folder = theirs(tmp_path / "theirs", deep, changes, layer)
+    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", "speculators")
+
+
+def test_an_embedding_that_was_trained_is_refused(convert, deep, tmp_path):
+    folder = theirs(tmp_path / "theirs", deep, **{"embed_tokens.weight": torch.zeros(VOCABULARY, D)})
+    words = "embed_tokens.weight is not the target's"
+    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", "speculators")
+
+
+@pytest.mark.parametrize("input_format", ["eagle", "eagle3", "speed", "poss"])
+def test_the_format_is_named_where_another_was_said(convert, deep, tmp_path, input_format):
+    folder = theirs(tmp_path / "theirs", deep)
+    words = "is of the speculators format: say --input_format speculators"
+    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", input_format)
+
+
+def test_several_specialists_are_refused(convert, deep, tmp_path):
+    tiny_draft(deep, [3, 3], kind="eagle3", kv="shared").save_pretrained(tmp_path / "ours")
+    words = "it has 2 specialists and this layout one layer; --output_format speed takes several"
+    refused(convert, tmp_path, words, tmp_path / "ours", tmp_path / "out", "--output_format", "speculators")

@@ -1,0 +1,116 @@
+"""Rounds by accepted tokens: what engines and AIPerf hold is what our records hold; what is wrong is refused."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from poss_lightning.evaluation.records import to_line
+from poss_lightning.reports.histogram import Acceptance, histogram, read_answers, tables
+from tests.support.synthetic import make_records
+
+DEPTH, NODES = 3, 8
+RECORDS = make_records(methods=("autoregressive", "eagle"))
+DRAFTED = [record for record in RECORDS if record.method == "eagle"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    (folder / "records.jsonl").write_text("".join(to_line(record) + "\n" for record in RECORDS))
+    facts = {"autoregressive": {}, "eagle": {"depth": DEPTH, "nodes": NODES, "tree": "fixed"}}
+    (folder / "run.json").write_text(json.dumps({"methods": facts}))
+    return folder
+
+
+def lines(file: Path, *values: dict) -> str:
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return str(file)
+
+
+def of_vllm(accepted: list[int]) -> dict:
+    """What vLLM's server reports of an answer, and what does not matter here."""
+    dense = [accepted.count(count) for count in range(DEPTH + 1)]
+    stats = {"acceptance_histogram": dense, "num_draft_tokens": (NODES - 1) * len(accepted), "num_spec_tokens": DEPTH}
+    return {"choices": [], "metrics": {"time_to_first_token_ms": 1.0, "speculative_decoding": stats}}
+
+
+def test_what_is_written_is_read_as_it_was(folder, tmp_path, capsys):
+    histogram(str(folder), out=str(tmp_path / "profile_export.jsonl"), resamples=20)
+    said = capsys.readouterr().out
+    first, again = read_answers(str(folder)), read_answers(str(tmp_path / "profile_export.jsonl"))
+    assert list(first) == list(again)
+    histogram(str(tmp_path / "profile_export.jsonl"), resamples=20)
+    assert capsys.readouterr().out == said and "eagle" in said and "autoregressive" not in said
+
+
+def test_aiperf_finds_its_identities(folder):
+    """Those that SpecDecodeAcceptanceRecord checks, with its field names."""
+    for answer, record in zip(read_answers(str(folder)), DRAFTED, strict=True):
+        written = answer.rounds.to_aiperf()
+        pairs = {int(accepted): rounds for accepted, rounds in written["acceptance_histogram"].items()}
+        assert pairs == Counter(record.accepted) and written["per_step_accepted"] == record.accepted
+        assert sum(pairs.values()) == written["num_spec_steps"] == len(record.accepted)
+        assert sum(j * n for j, n in pairs.items()) == written["num_accepted_draft_tokens"] == sum(record.accepted)
+        assert written["num_draft_tokens"] == (NODES - 1) * len(record.accepted)
+        assert written["mean_acceptance_length"] == 1 + sum(record.accepted) / len(record.accepted)
+
+
+def test_vllm_s_dense_counts_say_the_same(folder, tmp_path):
+    responses = lines(tmp_path / "eagle.jsonl", *(of_vllm(record.accepted) for record in DRAFTED), {"error": "busy"})
+    ours, theirs = (
+        tables({"eagle": [answer.rounds for answer in read_answers(file)]}, 20) for file in (str(folder), responses)
+    )
+    assert ours == theirs
+
+
+def test_shares_are_counted_rounds():
+    found = [Acceptance("e", {0: 3, 2: 1}, 12), Acceptance("e", {1: 1}, 3)]
+    means, shares = tables({"m": found}, 20)
+    assert [cell.text for cell in means.rows[0][1]] == ["2", "5", "1.60", "1.75", "20.0"]
+    assert [cell.text for cell in shares.rows[0][1]] == ["60.0", "20.0", "20.0"]
+
+
+STATS = {"acceptance_histogram": {"0": 1, "2": 2}, "num_draft_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"acceptance_histogram": 3}, "acceptance_histogram is 3; it must be a list, or an object"),
+        ({"acceptance_histogram": {"a": 1}}, "acceptance_histogram is {'a': 1}: invalid literal"),
+        (
+            {"acceptance_histogram": [1, -1]},
+            r"acceptance_histogram is \[1, -1\]: it is -1; it must be an integer of at",
+        ),
+        ({"num_draft_tokens": 3}, "4 tokens are accepted, and num_draft_tokens is 3"),
+        ({"num_draft_tokens": None}, "num_draft_tokens is None; it must be an integer of at least 0"),
+        ({"num_spec_tokens": 1}, "a round accepted 2 tokens, and num_spec_tokens is 1"),
+        ({"num_spec_steps": 4}, "num_spec_steps is 4; by acceptance_histogram it is 3"),
+        ({"num_accepted_draft_tokens": 5}, "num_accepted_draft_tokens is 5; by acceptance_histogram it is 4"),
+        ({"per_step_accepted": [2, 0]}, "per_step_accepted and acceptance_histogram are of different rounds"),
+        ({"per_step_accepted": 2}, "per_step_accepted is 2; it must be a list"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_named_by_line(tmp_path, change, words):
+    file = lines(tmp_path / "a.jsonl", *({"spec_decode_acceptance": STATS | extra} for extra in ({}, change)))
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: {words}"):
+        list(read_answers(file))
+
+
+def test_what_says_nothing_of_acceptance_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"b\.jsonl: no line has 'spec_decode_acceptance' or 'metrics\.speculative"):
+        list(read_answers(lines(tmp_path / "b.jsonl", {"metrics": {}}, {"metrics": None})))
+    run = json.loads((folder / "run.json").read_text())
+    run["methods"]["eagle"]["tree"] = "auto"
+    (folder / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match="does not say how many tokens 'eagle' drafts a round"):
+        list(read_answers(str(folder)))
+
+
+def test_a_round_that_the_tree_could_not_accept_is_refused():
+    with pytest.raises(ValueError, match="a round accepted 3 tokens, and num_spec_tokens is 2"):
+        Acceptance.from_record(replace(DRAFTED[0], accepted=[3], tokens=[1] * 5, new_tokens=5, pieces=None), 2, 7)

@@ -1,0 +1,59 @@
+"""τ by output position, input length and category: rounds counted one by one give the same."""
+
+from dataclasses import replace
+from statistics import fmean
+
+from poss_lightning.evaluation.records import Record, to_line
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.lengths import by_category, by_input, by_position, length_tables
+from poss_lightning.reports.summary import group
+from tests.support.synthetic import make_records
+
+
+def answer(accepted: list[int], prompt_tokens: int = 10, **fields) -> Record:
+    tokens = [1] * (1 + sum(accepted) + len(accepted))
+    plain = make_records(methods=("eagle",))[0]
+    lengths = {"tokens": tokens, "new_tokens": len(tokens), "pieces": None, "prompt_tokens": prompt_tokens}
+    return replace(plain, accepted=accepted, **lengths, **fields)
+
+
+def test_a_round_stands_where_it_began():
+    record = answer([3] * 40)  # rounds begin at 1, 5, 9, … 157
+    columns = [column for column, _ in by_position(record)]
+    assert columns == [0] * 8 + [32] * 8 + [64] * 16 + [128] * 8
+    assert [accepted for _, accepted in by_position(record)] == record.accepted
+
+
+def test_inputs_stand_by_their_length():
+    columns = {length: next(by_input(answer([1], length)))[0] for length in (1, 127, 128, 255, 256, 511, 512, 33000)}
+    assert columns == {1: 0, 127: 0, 128: 128, 255: 128, 256: 256, 511: 256, 512: 512, 33000: 32768}
+
+
+def test_questions_without_a_category_stand_nowhere():
+    assert not list(by_category(answer([1, 2])))
+    assert list(by_category(answer([1, 2], category="maths"))) == [("maths", 1), ("maths", 2)]
+
+
+def test_the_table_is_what_counting_gives():
+    records = make_records(methods=("eagle", "poss-1"))
+    records = [replace(each, prompt_tokens=100 * (each.turn + 1), category=each.suite) for each in records]
+    position, length, category = length_tables(group(records), resamples=20)
+    for table, cut in ((position, by_position), (length, by_input), (category, by_category)):
+        for (name,), cells in table.rows:
+            own = [one for record in records if record.method == name for one in cut(record)]
+            columns = sorted({column for column, _ in own})
+            shown = [f"{fmean(accepted + 1 for at, accepted in own if at == column):.2f}" for column in columns]
+            assert [cell.text for cell in cells] == shown and all(cell.notes for cell in cells)
+    assert [column for (column,) in position.columns] == ["0–31", "32–"]
+    assert [column for (column,) in length.columns] == ["0–127", "128–"]
+    assert [column for (column,) in category.columns] == ["chat", "code"]
+
+
+def test_what_never_varies_has_no_table(tmp_path):
+    assert not length_tables({"eagle": {("chat", 0, 0, 0): answer([1, 2])}})
+
+
+def test_compare_shows_them(tmp_path):
+    (tmp_path / "records.jsonl").write_text("".join(to_line(record) + "\n" for record in make_records()))
+    titles = [table.title for table in find(tmp_path, resamples=20).tables]
+    assert "τ micro by output position (tokens before the round)" in titles

@@ -1,0 +1,62 @@
+"""What comes with the package: each name that is listed is one that commands take, with a line about it."""
+
+import pytest
+import yaml
+
+from poss_lightning import shipped
+from poss_lightning.draft.specialists import find_draft
+from poss_lightning.evaluation.hub import SIX
+from poss_lightning.evaluation.suites import own_suites
+from poss_lightning.files import conf, find_config
+from tests.support.command import run_in
+
+
+@pytest.fixture
+def away(tmp_path):
+    """A folder without a conf/, as of a user of the wheel."""
+    return tmp_path
+
+
+def test_every_name_is_one_that_commands_take():
+    configs, drafts, suites = (dict(rows) for rows in (shipped.configs(), shipped.drafts(), shipped.suites()))
+    files = {path.resolve() for path in conf("demo.yaml").parent.rglob("*.yaml")}
+    assert {conf(name).resolve() for name in configs} == files and all(map(find_config, configs))
+    assert set(drafts) == {"embedded-hass", "embedded-poss2"} and all(map(find_draft, drafts))
+    assert list(suites) == [*own_suites(), *(f"hub:{name}" for name in SIX)]
+
+
+@pytest.mark.parametrize("name", dict(shipped.configs()))
+def test_the_first_line_of_a_config_says_what_it_is(name):
+    first, second = conf(name).read_text().splitlines()[:2]
+    assert first.startswith("# ") and len(first) > 8
+    assert not second.startswith("#") or second[2].isupper()  # a sentence does not go on in the second line
+
+
+def test_the_list_has_a_line_for_each(away):
+    result = run_in(away, "list")
+    assert result.code is None and not list(away.iterdir())
+    lines = {line.split()[0]: line for line in result.out.splitlines() if line.startswith("  ")}
+    for rows in (shipped.configs(), shipped.drafts(), shipped.suites()):
+        assert all(lines[name].endswith(said) and said for name, said in rows)
+    assert "3 specialists for 6 positions, allocation [2, 2, 2]; proposes 32,768 tokens" in lines["embedded-poss2"]
+
+
+def test_a_copy_is_edited_and_read(away):
+    assert "give it as --config my.yaml" in run_in(away, "copy", "conf/draft/poss2.yaml", "my.yaml").out
+    assert (away / "my.yaml").read_bytes() == conf("draft/poss2.yaml").read_bytes()
+    (away / "my.yaml").write_text((away / "my.yaml").read_text().replace("[2, 2, 2]", "[3, 3]"))
+    result = run_in(away, "fit", "--config", "my.yaml", "--data.store", "any", "--print_config")
+    assert yaml.safe_load(result.out)["model"]["allocation"] == [3, 3]
+    again = run_in(away, "copy", "draft/poss2.yaml", "my.yaml")
+    assert again.code == "poss copy: my.yaml is there already: choose another name or remove it"
+    assert "[3, 3]" in (away / "my.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("draft/pos2.yaml", "did you mean draft/poss2.yaml? "), ("../pyproject.toml", ""), ("", "")],
+)
+def test_another_name_is_refused(away, name, near):
+    result = run_in(away, "copy", name, "my.yaml")
+    words = f"name is {name!r}, which is no config of the package; {near}poss list shows them"
+    assert result.code == f"poss copy: {words}" and not list(away.iterdir())

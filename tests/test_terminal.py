@@ -1,0 +1,68 @@
+"""What takes long is announced until it is done; bars and lines of libraries are shown to who asks for them."""
+
+import io
+import logging
+from threading import Event
+
+import pytest
+from tqdm import tqdm
+from tqdm.auto import tqdm as auto
+
+from poss_lightning import terminal
+from poss_lightning.terminal import announced, mute_deepspeed, without_bars
+
+
+class Twice(logging.Handler):
+    """Sets an event at the second record."""
+
+    def __init__(self):
+        super().__init__()
+        self.said, self.heard = [], Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        if len(self.said) == 2:
+            self.heard.set()
+
+
+def test_what_takes_long_is_announced_until_it_is_done(monkeypatch, caplog):
+    caplog.set_level("INFO", "poss_lightning")
+    with announced("adding"):
+        assert 1 + 1 == 2
+    assert caplog.messages == []
+    handler = Twice()
+    monkeypatch.setattr(terminal, "FIRST", 0.001)
+    monkeypatch.setattr(terminal, "NEXT", 0.001)
+    monkeypatch.setattr(terminal.logger, "handlers", [handler])
+    with pytest.raises(KeyError), announced("waiting"):
+        assert handler.heard.wait(60)
+        raise KeyError
+    said = list(handler.said)
+    assert set(said) == {"waiting: 0 s"} and handler.said == said
+
+
+@pytest.mark.parametrize("bar", [tqdm, auto])
+def test_bars_of_libraries_are_shown_to_who_asks(bar, monkeypatch):
+    def shown() -> str:
+        return bar(total=1, file=(file := io.StringIO())).close() or file.getvalue()
+
+    with without_bars():
+        assert shown() == ""
+    assert "0/1" in shown()
+    monkeypatch.setenv(terminal.VERBOSE, "1")
+    with without_bars():
+        assert "0/1" in shown()
+
+
+def test_deepspeed_says_on_no_machine_that_it_has_no_gpu(monkeypatch):
+    logger, handler = logging.getLogger("DeepSpeed"), Twice()
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setenv(terminal.VERBOSE, "1")
+    mute_deepspeed()
+    logger.warning("Setting accelerator to CPU. If you have GPU")
+    monkeypatch.delenv(terminal.VERBOSE)
+    mute_deepspeed()
+    logger.warning("Setting accelerator to CPU. If you have GPU")
+    logger.warning("the loss overflowed")
+    assert handler.said == ["Setting accelerator to CPU. If you have GPU", "the loss overflowed"]
