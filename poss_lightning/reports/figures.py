@@ -71,7 +71,7 @@ class Depths:
 
 @dataclass(frozen=True)
 class _Plot:
-    """A chart to be drawn; those of one measure have the same axes, and those by step the same steps."""
+    """A chart to be drawn; those of one measure that are drawn together have the same axes."""
 
     title: str
     measure: str
@@ -89,8 +89,8 @@ def assign_colours(names: Iterable[str], reference: str | None = None) -> dict[s
 def forest_figure(effects: Effects) -> Figure:
     """The reference, then the others from the largest effect to the smallest."""
     no_effect = next(iter(effects.gains.values())).no_effect
-    nan, own = math.nan, effects.own
-    rows = [Effect(effects.reference, no_effect, nan, nan, own.text(".3f"), detail="the reference")]
+    own = effects.own.text(".4g")
+    rows = [Effect(effects.reference, no_effect, math.nan, math.nan, own, detail="the reference")]
     known = {name: gain for name, gain in effects.gains.items() if math.isfinite(gain.value)}
     for name, gain in sorted(known.items(), key=lambda entry: -entry[1].value):
         label = "identical" if gain.identical else _with_interval(gain, effects.form)

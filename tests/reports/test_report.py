@@ -1,5 +1,6 @@
 """The tables in the terminal and the HTML page: what they show, and what they must never hold."""
 
+import math
 import re
 import shutil
 from collections import Counter
@@ -16,16 +17,18 @@ from poss_lightning.evaluation.cells import pack
 from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
 from poss_lightning.evaluation.records import read_cells
 from poss_lightning.evaluation.rounds import NAME, Round, to_line
-from poss_lightning.reports.charts import COLOURS, MARKED, Curve, line_chart
+from poss_lightning.reports.charts import COLOURS, CROWDED, MARKED, Curve, line_chart
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.explorer import NODES, Node, spans, steps
-from poss_lightning.reports.findings import choose_cells, find, write_headline
-from poss_lightning.reports.report import report
+from poss_lightning.reports.figures import forest_figure
+from poss_lightning.reports.findings import Effects, choose_cells, find, write_headline, write_verdicts
+from poss_lightning.reports.report import describe_runs, name_records, report
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.seeds import summarise_seeds
-from poss_lightning.reports.statistics import Ratio
+from poss_lightning.reports.statistics import Estimate, Ratio, difference
 from poss_lightning.reports.summary import summarise
-from tests.support.lab import CHOICES, SEEDS, STEPS, made_rounds, write_lab, write_records
+from tests.support import look
+from tests.support.lab import CHOICES, DEPTH, SEEDS, STEPS, made_rounds, write_events, write_lab, write_records
 from tests.support.synthetic import make_records
 
 
@@ -53,6 +56,20 @@ def lab(tmp_path_factory):
     write_lab(folder / "sweep")
     report(str(folder / "sweep"), out=str(folder / "page.html"), reference="eagle")
     return folder / "sweep", (folder / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    """The page over more choices than are coloured; the name of one has markup, and hass is the reference."""
+    folder = tmp_path_factory.mktemp("crowd")
+    for place, choice in enumerate(["<i>poss</i>", "hass", *"abcdefg"]):
+        for seed in (0, 1):
+            drawn = make_records(methods=("poss-1",), suites=("chat",), prompts=3, seed=7 * seed + place)
+            cell = folder / "many" / choice.replace("/", "") / f"seed-{seed}"
+            write_records(cell, [replace(record, method=cell.parent.name) for record in drawn], {"device": "cpu"})
+            write_events(cell, seed, gain=0.01 * place)
+    report(str(folder / "many"), out=str(folder / "page.html"), reference="hass")
+    return folder / "page.html"
 
 
 @pytest.fixture
@@ -103,8 +120,8 @@ def test_the_page_shows_the_numbers(tmp_path, run, training):
             assert f"<b>{value.text(form)}</b><small>{value.interval(form)}</small>" in page
     for words in ("pos-acc by position", "cosine to the target", "validation loss", "poss benchmark"):
         assert words in page
-    for gain, form in ((rows[3].tau_macro_gain, "+.2f"), (rows[3].speed_gain, ".2f")):
-        notes = (gain.interval(form), gain.significance(), f"{gain.detectable_text()}")
+    for gain, form in ((rows[3].tau_macro_gain, "+.3f"), (rows[3].speed_gain, ".3f")):
+        notes = (gain.interval(form), gain.significance(), f"{gain.detectable_text('.3f')}")
         assert f"<b>{gain.text(form)}</b>" + "".join(f"<small>{escape(note)}</small>" for note in notes) in page
 
 
@@ -148,7 +165,14 @@ def test_sections_without_matter_are_left_out(tmp_path):
     (tmp_path / "run" / "run.json").unlink()
     page = write_page(tmp_path, str(tmp_path / "run"))
     assert "No method here drafts" in page
-    for words in ("pos-acc by position", "By suite", "<h2>Training", "<h2>Against", "was made", 'class="explorer"'):
+    for words in (
+        "pos-acc by position",
+        "By suite",
+        "Training, depth",
+        "<h2>Against",
+        "runs were made",
+        'class="explorer"',
+    ):
         assert words not in page
 
 
@@ -173,7 +197,127 @@ def test_a_failing_report_leaves_the_old_page(tmp_path, run):
     assert (tmp_path / "page.html").read_text() == "old" and not list(tmp_path.glob(".page*"))
 
 
+# --- what was measured, when and where ---
+
+
+def test_the_page_says_what_was_measured_of_which_target_when_and_where(tmp_path, run):
+    facts = {
+        "config": {"target": "smol<lm>"},
+        "started": "2026-11-23T10:00:00+00:00",
+        "machine": "EPYC",
+        "device": "cpu",
+    }
+    write_records(tmp_path / "exp" / "one", run[1], facts)
+    page = write_page(tmp_path, str(tmp_path / "exp" / "one" / "records.jsonl"))
+    said = "target smol&lt;lm&gt; · 2026-11-23 · EPYC, cpu"
+    assert f"<title>exp/one · {said}</title>" in page
+    assert "<h1>exp/one</h1>" in page and f"Speculative decoding: {said}." in page
+
+
+def test_several_runs_are_named_dated_and_placed_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert name_records(["a/hass", "a/poss2"]) == "a/hass, a/poss2" and name_records(".").endswith(tmp_path.name)
+    runs = [{"started": f"2026-11-{day}T09:00:00+00:00", "device": "cpu", "config": None} for day in (24, 22, 23)]
+    assert describe_runs(runs) == ["2026-11-22 to 2026-11-24", "cpu"]
+    assert describe_runs([{}, {"config": {"target": "embedded"}}]) == ["target embedded"]
+
+
+def test_how_runs_were_made_is_one_folded_list(lab, crowd):
+    for page, runs in ((lab[1], len(CHOICES)), (crowd.read_text(), 9)):
+        made = page[page.index("<h2>How these runs were made") : page.index("<footer>")]
+        assert made.count("<h2>") == 1 and f"machine of {runs} runs</summary>" in made
+        assert made.count("<dl>") == runs and "<details open" not in made
+
+
+# --- the forest plot ---
+
+
+def test_a_forest_has_the_reference_first_and_then_the_largest_effect():
+    gains = {"<b>": difference(-0.09, 0.01, 30), "same": difference(0.0, 0.0, 30), "up": difference(0.0512, 0.001, 30)}
+    gains |= {"unsure": difference(0.004, 0.01, 30), "alone": difference(0.1, math.nan, 0)}
+    drawn = forest_figure(Effects("τ − hass", "hass", Estimate(2.9512, 2.9, 3.0), gains, "+z.3f")).chart
+    rows = re.findall(r'<g class="effect (\w*)"><title>([^<]*)</title>(<line [^>]*>)?<circle cx="([^"]+)"', drawn)
+    titles = ["hass: 2.951 the reference", "alone: +0.100", "up: +0.051 (+0.049…+0.053)", "unsure: +0.004 ("]
+    titles += ["same: identical", "&lt;b&gt;: -0.090 (-0.110…-0.070)"]
+    assert len(rows) == len(titles) and all(row[1].startswith(one) for row, one in zip(rows, titles, strict=True))
+    assert [row[0] for row in rows] == ["", "", "larger", "", "", "smaller"]
+    places = [float(row[3]) for row in rows]
+    assert places[1:] == sorted(places[1:], reverse=True) and places[0] == places[4]  # no effect
+    assert f'class="none" x1="{places[0]}"' in drawn and not rows[1][2]  # an interval that is not known is not drawn
+
+
+def test_the_page_draws_the_differences_of_its_tables(lab):
+    sweep, page = lab
+    (one,) = [s for s in summarise_seeds(read_cells(str(sweep)), "eagle") if s.measure == "tau_macro" and s.gain][:1]
+    forest = page[page.index("<h2>Against eagle</h2>") : page.index("<h2>Over training seeds")]
+    assert forest.count("<figure>") == 2 and "τ macro − eagle" in forest and "speed-up × eagle" in forest
+    assert f"poss-1: {one.gain.text('+.3f')} ({one.gain.interval('+.3f')})" in forest
+    assert f'<g class="effect {one.gain.direction}">' in forest
+
+
+def test_a_tie_has_no_winner_and_a_loss_is_none():
+    tied = {name: difference(0.001, 0.01, 30) for name in "abcde"}
+    effects = Effects("τ − hass", "hass", Estimate(3, 2, 4), tied | {"eagle": difference(-0.09, 0.01, 30)}, "+z.3f")
+    said = "τ − hass, after Holm's correction: smaller for eagle; no difference shown for 5 of 6."
+    assert write_verdicts(effects) == said
+    same = effects._replace(gains={"a": difference(0.0, 0.0, 5), "b": difference(0.3, 0.01, 30)})
+    assert write_verdicts(same).endswith(": larger for b; identical for a.")
+
+
+# --- many choices ---
+
+
+def test_many_curves_are_grey_but_for_the_reference_and_the_one_pointed_at(crowd, lab):
+    page = crowd.read_text()
+    section = page[page.index("<section") : page.index("</section>")]
+    assert section.startswith('<section class="crowded referred">') and len(CHOICES) < CROWDED
+    assert '<section class="crowded' not in lab[1]
+    legend = re.findall(r'<span class="([^"]+)" tabindex="0">([^<]+)</span>', section)
+    assert legend[0] == ("s0 n0", "hass") and section.count('class="legend"') == 1
+    assert [name.split()[1] for name, _ in legend] == [f"n{place}" for place in range(9)]
+    assert all(f".crowded:has(.n{place}:is(:hover, :focus)) svg g.n{place}" in page for place in range(9))
+    assert "<i>" not in page
+
+
+def test_charts_of_one_measure_have_the_same_axes(crowd):
+    page = crowd.read_text()
+    figures = re.findall(r"<figcaption>([^<]*)</figcaption>(.*?)</figure>", page, re.DOTALL)
+    ticks: dict[tuple, set] = {}
+    for title, chart in figures:
+        by_step = f'aria-label="{title} by step"' in chart
+        measure = "pos-acc" if title.startswith("pos-acc") and not by_step else title
+        numbers = re.findall(r'<text class="(?:end|middle)"[^>]*>([-\d.e]+)</text>', chart)
+        ticks.setdefault((measure, by_step), set()).add(tuple(numbers))
+    assert len(figures) > 30 and all(len(different) == 1 for different in ticks.values())
+
+
+@pytest.mark.skipif(look.find_browser() is None, reason="no Chromium here")
+def test_a_browser_finds_nothing_wrong_on_a_phone(crowd, tmp_path):
+    told = look.asked(look.find_browser(), crowd, tmp_path / "frame.html", look.WIDTHS["phone"])["told"]
+    assert not told
+
+
+def test_names_stay_beside_their_numbers_when_a_table_is_scrolled(run, tmp_path):
+    page = write_page(tmp_path, str(run[0]), reference="eagle")
+    assert "th.name, td.name { position: sticky; left: 0;" in page
+    suites = page[page.index("<summary>By suite") :]
+    suites = suites[: suites.index("</table>")]
+    rows = re.findall(r"<tr([^>]*)><t[hd] class=\"name\">([^<]+)</t[hd]>", suites)
+    groups = [name for kind, name in rows if "group" in kind]
+    assert groups == ["chat", "code"] and all(row.count('class="name"') == 1 for row in suites.split("<tr")[1:])
+
+
 # --- text and rounds ---
+
+
+def test_an_answer_stands_under_its_question(tmp_path, run):
+    forged = "<b>Why?</b> & **how**\n\x1b[2J</script>"
+    records = [replace(record, question=forged if record.id == 0 else None) for record in run[1]]
+    write_records(tmp_path / "asked", records, {})
+    page = write_page(tmp_path, str(tmp_path / "asked"))
+    assert page.count('<p class="question"') == 2  # the first prompt of two suites; older records have none
+    first = page[page.index("<summary>chat, prompt 0") :]
+    assert first.index(str(escape(forged))) < first.index('<div class="answer">')
 
 
 @pytest.mark.parametrize(("holm", "verdict"), [(0.116, "no difference shown"), (0.01, "faster")])
@@ -282,11 +426,12 @@ def test_a_sweep_is_one_page_over_seeds(lab):
             assert f"<b>{one.mean.text()}</b>{notes}" in page
         if one.measure == "tau_macro" and one.gain:
             assert (
-                f"<small>{escape(one.gain.significance())}</small><small>{one.gain.detectable_text()}</small>" in page
+                f"<small>{escape(one.gain.significance())}</small><small>{one.gain.detectable_text('.3f')}</small>"
+                in page
             )
             assert f"poss-1 has the largest τ by prompt, {one.mean.text()} over {SEEDS} seeds" in page
     assert f"{len(CHOICES)} choices, {len(CHOICES) * SEEDS} trainings" in page
-    assert page.count("poss-1/seed-0 was made") == 1 and "poss-1/seed-1 was made" not in page
+    assert page.count("poss-1/seed-0</summary>") == 1 and "poss-1/seed-1" not in page
 
 
 def test_runs_of_a_choice_are_one_curve_with_a_band(lab):
@@ -294,12 +439,15 @@ def test_runs_of_a_choice_are_one_curve_with_a_band(lab):
     loss = page[page.index("<figcaption>validation loss, all depths") :]
     loss = loss[: loss.index("</figure>")]
     assert len(STEPS) > MARKED and loss.count("<polyline") == loss.count("<polygon") == len(CHOICES)
-    assert re.findall(r'<span class="(s\d)">([^<]+)</span>', loss) == [("s0", "eagle"), ("s1", "poss-1")]
-    positions = page[page.index("<figcaption>pos-acc by position") :]
-    assert re.findall(r'<span class="(s\d)">([^<]+)</span>', positions[: positions.index("</figure>")])[0] == (
-        "s0",
-        "eagle",
-    )
+    assert re.findall(r'<g class="([^"]+)"><title>([^<]+)', loss) == [("s1 n1", "poss-1"), ("s0 n0", "eagle")]
+
+
+def test_one_legend_serves_all_charts_of_the_choices(lab):
+    section = lab[1][lab[1].index("<section") : lab[1].index("</section>")]
+    legend = re.findall(r'<span class="([^"]+)">([^<]+)</span>', section)
+    assert legend == [("s0 n0", "eagle"), ("s1 n1", "poss-1")] and section.count("<figure>") > 4
+    depths = lab[1][lab[1].index("Training, depth by depth") : lab[1].index("<h2>Decoded text")]
+    assert re.findall(r"<span [^>]*>([^<]+)</span>", depths) == [f"depth {k}" for k in range(1, DEPTH + 1)]
 
 
 def test_the_seed_shown_is_one_that_all_choices_have():
@@ -402,7 +550,7 @@ def test_charts_of_odd_values_stay_inside_the_drawing(values):
 def test_the_ninth_colour_is_the_first_one_dashed():
     curves = [Curve(str(place), place, [1, 2], [0.1, 0.2]) for place in range(COLOURS + 1)]
     drawn = line_chart(curves, "depth", "share", integer_ticks=True)
-    assert [wears for wears in re.findall(r'<g class="([^"]*)"', drawn) if "s0" in wears] == ["s0", "s0 dashed"]
+    assert [wears for wears in re.findall(r'<g class="([^"]*)"', drawn) if "s0" in wears] == ["s0 n8 dashed", "s0 n0"]
 
 
 def test_compare_prints_tables_that_fit_100_columns(capsys, monkeypatch, run):

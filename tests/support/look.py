@@ -71,7 +71,7 @@ page.querySelectorAll(".wide").forEach((table) => {
 const pointed = page.querySelector(".crowded > .legend span:last-of-type");
 if (pointed) {
   const stroke = (series) => window_.getComputedStyle(page.querySelector(`.crowded svg .${series}`)).stroke;
-  const series = pointed.className.match(/n\d+/)[0], grey = stroke(series);
+  const series = pointed.className.match(/n[0-9]+/)[0], grey = stroke(series);
   pointed.focus();
   if (stroke(series) === grey || stroke("n1") !== grey) told.push(`${pointed.innerText} is not lit alone`);
 }
@@ -81,8 +81,7 @@ document.body.dataset.told = JSON.stringify({ told, height, explorer: !!explorer
 
 def look(page: Path, out: Path) -> list[str]:
     """What is wrong with the page; leaves its screenshots in `out`."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    if (browser := find_browser()) is None:
         sys.exit(f"error: none of {', '.join(BROWSERS)} found; on Debian: apt-get install chromium")
     out.mkdir(parents=True, exist_ok=True)
     wrong = []
@@ -98,6 +97,11 @@ def look(page: Path, out: Path) -> list[str]:
                 options = [f"--screenshot={picture}", f"--blink-settings=preferredColorScheme={number}"]
                 run(browser, frame, width, height, *options)
     return wrong
+
+
+def find_browser() -> str | None:
+    """The path of a Chromium; None where there is none."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def framed(page: str, width: int, height: int, script: str) -> str:
