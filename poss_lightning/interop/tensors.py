@@ -127,12 +127,12 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
     """The tensors of a published file.
 
-    The scale of fc's input is multiplied into its weights, and each product is rounded once to their dtype. This is
-    exact where the scale is a power of two, such as 1; else the drafts differ by that rounding.
+    The scale of fc's input is multiplied into its weights. Where their dtype does not hold the products, as it holds
+    those with powers of two, they are in float32, which is exact for weights and a scale of 16 bits.
     """
     config, state = draft
     weight = state["fc.weight"]
-    state = state | {"fc.weight": (weight.float() * state["scale"].float()).to(weight.dtype)}
+    state = state | {"fc.weight": _hold(weight.double() * state["scale"].double(), weight.dtype)}
     biased = "fc.bias" in state and (layout.bias == "always" or bool(state["fc.bias"].any()))
     in_attention = biased and layout.bias == "attention"
     names = layout.number_names(len(config.allocation), _count_normed(config))
@@ -170,7 +170,13 @@ def to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
         name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")
     }
     biases["o_proj"] = bias
-    return {f"layers.0.self_attn.{name}.bias": value.to(bias.dtype) for name, value in biases.items()}
+    return {f"layers.0.self_attn.{name}.bias": _hold(value.double(), bias.dtype) for name, value in biases.items()}
+
+
+def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in its dtype if that holds it, else in float32."""
+    rounded = exact.to(dtype)
+    return rounded if torch.equal(rounded.double(), exact) else exact.float()
 
 
 def _count_others(names: list[str]) -> str:

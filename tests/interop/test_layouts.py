@@ -109,6 +109,18 @@ def test_the_scale_goes_into_the_weights(convert, target, tmp_path, exact):
     torch.testing.assert_close(back.join(*some), draft.join(*some), rtol=1e-5, atol=1e-5)
 
 
+def test_a_draft_of_16_bits_loses_nothing_by_its_scale(convert, target, tmp_path):
+    """Products of two numbers of 16 bits are whole in float32; rounded again, they had drafted other tokens in vLLM."""
+    draft = tiny_draft(target, [6])
+    draft.scale.uniform_(0.5, 2)
+    draft.fc.bias.data.zero_()
+    draft.bfloat16().save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
+    written = read(tmp_path / "theirs")
+    assert torch.equal(written["fc.weight"].double(), draft.fc.weight.double() * draft.scale.double())
+    assert {tensor.dtype for name, tensor in written.items() if name != "fc.weight"} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, tmp_path, tied):
     """The target is stored in bfloat16, the draft in float32; what is the target's is seen to be and not kept."""
