@@ -1,12 +1,14 @@
 """What records say: over training seeds where choices have several, or a folder each; else over prompts."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from poss_lightning.evaluation.records import (
     BASELINES,
     Record,
+    Source,
     by_cell,
     by_folder,
     check_drafts,
@@ -29,6 +31,7 @@ from poss_lightning.reports.tables import (
     method_tables,
     position_summaries,
     seed_tables,
+    stack_tables,
 )
 from poss_lightning.terminal import announced
 
@@ -85,7 +88,14 @@ def find(
     Raises:
         FileNotFoundError, ValueError: as `read_sources`, `check_drafts`, `summarise` and `summarise_seeds`.
     """
-    sources = read_sources(records)
+    options: dict = {"baseline": baseline, "reference": reference, "resamples": resamples, "seed": seed}
+    by_temperature = group_by_temperature(read_sources(records))
+    found = {f"{temperature:g}": _find(sources, **options) for temperature, sources in by_temperature.items()}
+    return _side_by_side(found) if len(found) > 1 else next(iter(found.values()))
+
+
+def _find(sources: list[Source], *, baseline: str, reference: str | None, resamples: int, seed: int) -> Findings:
+    """What records of one temperature say."""
     runs, cells = by_folder(sources), by_cell(sources)
     known, chosen = find_depths(runs), choose_cells(cells)
     answers = select_records(cells, chosen) if cells else [record for source in sources for record in source.records]
@@ -106,6 +116,36 @@ def find(
     drafted = {name: found for name, found in group(answers).items() if name not in BASELINES}
     findings.tables.extend(length_tables(drafted, resamples, seed))
     return findings._replace(cells=chosen, note=findings.note + (AUTO if has_auto_trees(runs) else ""))
+
+
+def group_by_temperature(sources: Iterable[Source]) -> dict[float, list[Source]]:
+    """The sources by the temperature of their runs, the lowest first; where no run tells it, it is 0."""
+    groups: dict[float, list[Source]] = {}
+    for source in sources:
+        config = (source.run or {}).get("config")
+        temperature = config.get("temperature") if isinstance(config, dict) else None
+        groups.setdefault(temperature if isinstance(temperature, int | float) else 0, []).append(source)
+    return dict(sorted(groups.items()))
+
+
+def _side_by_side(found: dict[str, Findings]) -> Findings:
+    """What was found at several temperatures: the methods in one table, and then the other tables of each."""
+    first, *_ = found.values()
+    together = stack_tables("By temperature", "T", {name: findings.tables[0] for name, findings in found.items()})
+    apart = [
+        replace(table, title=f"{table.title}, T = {name}")
+        for name, findings in found.items()
+        for table in findings.tables[1:]
+    ]
+    return first._replace(
+        headline=" ".join(f"T = {name}: {findings.headline}" for name, findings in found.items()),
+        tables=[together, *apart],
+        effects=[
+            each._replace(title=f"{each.title}, T = {name}")
+            for name, findings in found.items()
+            for each in findings.effects
+        ],
+    )
 
 
 def _find_over_prompts(summaries: list[MethodSummary], baseline: str | None, reference: str | None) -> Findings:

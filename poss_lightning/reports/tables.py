@@ -43,6 +43,21 @@ def drop_empty_columns(table: Table) -> Table:
     return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
 
 
+def stack_tables(title: str, by: str, tables: dict[str, Table]) -> Table:
+    """Tables of one kind as one, in which a row also has the name of its table, in a column called `by`."""
+    first, *_ = tables.values()
+    columns = list(dict.fromkeys(tuple(column) for table in tables.values() for column in table.columns))
+    named = list(dict.fromkeys(tuple(names) for table in tables.values() for names, _ in table.rows))
+    rows = []
+    for names in named:
+        for name, table in tables.items():
+            cells = next((cells for own, cells in table.rows if tuple(own) == names), None)
+            if cells is not None:
+                known = dict(zip(map(tuple, table.columns), cells, strict=False))  # a row may end early
+                rows.append(([*names, name], [known.get(column, Cell("")) for column in columns]))
+    return Table(title, [*first.names, by], columns, rows)
+
+
 def make_cell(value: Estimate | None, form: str = ".2f") -> Cell:
     """The value and its interval; of a comparison also the corrected p and the minimum detectable effect."""
     if value is None:
