@@ -42,7 +42,7 @@ class Drafter:
         int8_head: read the head in 8 bits; None does so where it is faster.
 
     Raises:
-        ValueError: a number below 1, or a CPU that cannot read a head in 8 bits.
+        ValueError: a number below 1, a depth beyond the draft's window, or a CPU that cannot read a head in 8 bits.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Drafter:
     ):
         check_tree(depth, tree_width)
         config = draft.config
+        config.check_depth(depth)
         self.draft, self.embed_head = draft, embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width = depth, min(tree_width, len(head))
@@ -148,7 +149,8 @@ class Drafter:
         layer, z = self.draft.specialist_at(position), frontier.z
         cache = 0 if self.draft.config.kv == "shared" else self.draft.config.specialist_at(position)
         keys, values = self.store.view(cache, self.slots.extent)
-        mask = self.slots.tree_mask(frontier.ancestors)
+        window = self.draft.config.window  # of it, position - 1 slots are drafted
+        mask = self.slots.tree_mask(frontier.ancestors, None if window is None else window - (position - 1))
         attended = grouped_attention(layer.queries(z, frontier.rope), keys, values, mask)
         predicted = layer.after_attention(z, attended)
         return predicted, self.draft.logits(predicted, self.embed_head, self.product)

@@ -29,13 +29,20 @@ class Packing(NamedTuple):
         return cls([[count]] * batch, torch.arange(count, device=device)[None])
 
 
-def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], packing: Packing) -> Tensor:
+def attend(
+    queries: Tensor,
+    context: KeysValues,
+    diagonals: list[KeysValues],
+    packing: Packing,
+    window: int | None = None,
+) -> Tensor:
     """Attention over one causal block and some diagonals, in one softmax.
 
     Args:
         queries: (B, H, T, d)
         context: of z^0; slot t sees the slots s <= t - len(diagonals) of its own conversation.
         diagonals: the i-th holds, for every slot t, the key and value at slot t - i, stored at t - i.
+        window: slots that a query sees, itself and those on its left, more than there are diagonals; None for all.
 
     Returns:
         (B, H, T, d). The first len(diagonals) slots of a conversation have no such past and see its first slot instead:
@@ -43,7 +50,7 @@ def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], pa
     """
     keys, values = context
     block = flex_block if queries.is_cuda else causal_block
-    attended, norm = block(queries, keys, values, len(diagonals), packing)  # (B, H, T, d), (B, H, T)
+    attended, norm = block(queries, keys, values, len(diagonals), packing, window)  # (B, H, T, d), (B, H, T)
     if not diagonals:
         return attended
     grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, kv, H/kv, T, d)
@@ -65,23 +72,25 @@ def _shift_right(x: Tensor, steps: int) -> Tensor:
     return (x.roll(steps, 2) if steps else x)[:, :, None]
 
 
-def causal_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Causal attention to the slots s <= t - skip of the same conversation, `ROWS` queries at a time.
+def causal_block(
+    queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention to the slots t - window < s <= t - skip of the same conversation, `ROWS` queries at a time.
 
     Returns:
         The output (B, H, T, d) and the logarithm of the softmax's norm (B, H, T), float32; 0 in the padding.
     """
-    return _CausalBlock.apply(queries, keys, values, skip, packing.lengths)
+    return _CausalBlock.apply(queries, keys, values, skip, packing.lengths, window)
 
 
 class _CausalBlock(torch.autograd.Function):
     """Backward makes the weights again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
 
     @staticmethod
-    def forward(ctx, queries, keys, values, skip, lengths):
+    def forward(ctx, queries, keys, values, skip, lengths, window):
         scaled = queries * queries.shape[-1] ** -0.5
         out, norm = torch.zeros_like(queries), queries.new_zeros(queries.shape[:3], dtype=torch.float32)
-        for tile in _tiles(lengths, queries.shape[2], skip):
+        for tile in _tiles(lengths, queries.shape[2], skip, window):
             scores = tile.scores(scaled, keys)  # (kv, H/kv * r, n)
             highest = scores.amax(-1, keepdim=True)
             weights = scores.sub_(highest).exp_()
@@ -89,7 +98,7 @@ class _CausalBlock(torch.autograd.Function):
             tile.put(norm, highest + total.log())
             tile.put(out, weights.to(values.dtype) @ values[tile.keys] / total)
         ctx.save_for_backward(queries, keys, values, out, norm)
-        ctx.skip, ctx.lengths = skip, lengths
+        ctx.tiling = lengths, queries.shape[2], skip, window
         return out, norm
 
     @staticmethod
@@ -100,7 +109,7 @@ class _CausalBlock(torch.autograd.Function):
         grad_keys, grad_values = (torch.zeros_like(keys, dtype=torch.float32) for _ in range(2))
         # d score = weight * (d weight - Σ weights * d weights + d norm), and Σ weights * d weights = out · d out
         level = grad_norm - torch.linalg.vecdot(out.float(), grad_out.float())  # (B, H, T)
-        for tile in _tiles(ctx.lengths, queries.shape[2], ctx.skip):
+        for tile in _tiles(*ctx.tiling):
             weights = tile.scores(scaled, keys).sub_(tile.take(norm, keys)).exp_()
             slope = tile.take(grad_out, keys)  # (kv, H/kv * r, d)
             grad_values[tile.keys] += weights.to(slope.dtype).mT @ slope
@@ -108,7 +117,7 @@ class _CausalBlock(torch.autograd.Function):
             grad_scores = grad_scores.to(queries.dtype)
             tile.put(grad_queries, grad_scores @ keys[tile.keys] * scale)
             grad_keys[tile.keys] += grad_scores.mT @ tile.take(scaled, keys)
-        return grad_queries, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None
+        return grad_queries, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None, None, None
 
 
 class _Tile(NamedTuple):
@@ -119,10 +128,16 @@ class _Tile(NamedTuple):
     first: int  # first query
     stop: int
     skip: int
+    window: int | None
+
+    @property
+    def oldest(self) -> int:
+        """The first slot that any of its queries sees."""
+        return self.start if self.window is None else max(self.start, self.first - self.window + 1)
 
     @property
     def keys(self) -> tuple:
-        return self.row, slice(None), slice(self.start, max(self.stop - self.skip, self.start + 1))
+        return self.row, slice(None), slice(self.oldest, max(self.stop - self.skip, self.start + 1))
 
     def take(self, x: Tensor, keys: Tensor) -> Tensor:
         """(B, H, T, ...) -> (kv, H/kv * r, ...)"""
@@ -136,26 +151,32 @@ class _Tile(NamedTuple):
         """(kv, H/kv * r, n) in float32, hidden keys -inf."""
         seen = keys[self.keys]  # (kv, n, d)
         scores = (self.take(scaled, keys) @ seen.mT).float()
-        near = max(self.first - self.skip, self.start)  # every query sees what stands before
-        last = torch.arange(self.first, self.stop, device=keys.device).sub_(self.skip).clamp_(min=self.start)  # (r,)
-        hidden = torch.arange(near, self.start + seen.shape[1], device=keys.device) > last[:, None]  # (r, n - before)
-        by_row = scores.view(len(seen), -1, len(last), seen.shape[1])
-        by_row[..., near - self.start :].masked_fill_(hidden, -torch.inf)
+        slots = torch.arange(self.oldest, self.oldest + seen.shape[1], device=keys.device)  # (n,)
+        own = torch.arange(self.first, self.stop, device=keys.device)[:, None]  # (r, 1)
+        by_row = scores.view(len(seen), -1, len(own), len(slots))
+        near = max(self.first - self.skip, self.start) - self.oldest  # every query sees what stands before
+        by_row[..., near:].masked_fill_(slots[near:] > (own - self.skip).clamp(min=self.start), -torch.inf)
+        if self.window is not None:
+            far = self.stop - self.oldest - self.window  # every query sees what stands behind
+            by_row[..., : max(far, 0)].masked_fill_(slots[: max(far, 0)] <= own - self.window, -torch.inf)
         return scores
 
 
-def _tiles(lengths: list[list[int]], count: int, skip: int) -> list[_Tile]:
+def _tiles(lengths: list[list[int]], count: int, skip: int, window: int | None) -> list[_Tile]:
     tiles = []
     for row, conversations in enumerate(lengths):
         start = 0
         for length in conversations:
             end = min(start + length, count)
-            tiles += [_Tile(row, start, first, min(first + ROWS, end), skip) for first in range(start, end, ROWS)]
+            firsts = range(start, end, ROWS)
+            tiles += [_Tile(row, start, first, min(first + ROWS, end), skip, window) for first in firsts]
             start += length
     return tiles
 
 
-def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing) -> tuple[Tensor, Tensor]:
+def flex_block(
+    queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The same through FlexAttention; its mask is made block by block, never (T, T).
 
     Rows are laid end to end and filled up to whole blocks, two at least, and `skip` is within a tensor. So all batches
@@ -166,6 +187,8 @@ def flex_block(queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing
     positions = nn.functional.pad(packing.positions.expand(batch, -1).flatten(), (0, total - batch * count))  # (S,)
     first = torch.arange(total, device=queries.device) - positions  # of the slot's conversation; of padding, itself
     last = first + (positions - skip).clamp(min=0)
+    if window is not None:
+        first = first + (positions - window + 1).clamp(min=0)
 
     def visible(b, h, t, s):
         return (first[t] <= s) & (s <= last[t])

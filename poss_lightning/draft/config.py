@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from poss_lightning.ranges import POSITIONS, Position, Range, Size, refuse_numbers
+from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_numbers
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
@@ -29,6 +29,7 @@ class DraftConfig:
         kind: "eagle2" or "eagle3"; see the traits below.
         fc_norm: each inner layer that it reads is normed before they are fused (EAGLE-3.1).
         norm_output: the next position reads the normed output, as the head does (EAGLE-3.1).
+        window: slots that a query sees, itself and those on its left; None for all (a sliding window).
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
 
     Raises:
@@ -46,6 +47,7 @@ class DraftConfig:
     kind: str = "eagle2"
     fc_norm: bool = False
     norm_output: bool = False
+    window: Tokens | None = None
     rope_theta: Annotated[float, Range(1, 1e18)] | None = None
 
     def __post_init__(self):
@@ -65,6 +67,7 @@ class DraftConfig:
         for name in ("fc_norm", "norm_output"):
             if getattr(self, name) and not self.reads_inner_layers:
                 raise ValueError(f"{name} is true, which only a draft of kind eagle3 can be; this one is {self.kind}")
+        self.check_depth(self.depth)
         if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
             count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
             raise ValueError(
@@ -77,6 +80,11 @@ class DraftConfig:
                 f"order is {list(self.specialists)}; for the allocation {list(self.allocation)} it must be a "
                 f"rearrangement of {runs}"
             )
+
+    def check_depth(self, depth: int) -> None:
+        """Raise ValueError where so many positions are more than a query sees: each must see all that led to it."""
+        if self.window is not None and depth > self.window:
+            raise ValueError(f"depth is {depth}, and the draft's window {self.window}; it must not be deeper")
 
     # --- traits of its kind ---
 

@@ -11,7 +11,8 @@ with digits for the set z^m that a key comes from and `.` for hidden:
      t     4    0 0 0 1 2 .
            5    0 0 0 0 1 2
 
-That is one causal block (the zeros) and k-1 diagonals, which is how `attention.attend` takes them.
+That is one causal block (the zeros) and k-1 diagonals, which is how `attention.attend` takes them. With a window, the
+block ends on the left too.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def unroll(
         K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is valid from the k-th slot of a conversation on;
         before that it is finite, and no valid slot has read it.
     """
+    draft.config.check_depth(depth)
     batch, count, _ = draft_input.shape
     packing = packing or Packing.one_per_row(batch, count, draft_input.device)
     rope = draft.rope_at(packing.positions)
@@ -56,7 +58,7 @@ def unroll(
                 keys_values[maker, m] = draft.layers[maker].keys_values(z[m], rope)
         context, *drafted = (keys_values[maker, m] for m, maker in enumerate(makers))
         # i slots to the left is set k-1-i
-        attended = attend(layer.queries(z[k - 1], rope), context, drafted[::-1], packing)
+        attended = attend(layer.queries(z[k - 1], rope), context, drafted[::-1], packing, draft.config.window)
         outputs.append(layer.after_attention(z[k - 1], attended))
         if k < depth:
             features = draft.next_features(outputs[-1])

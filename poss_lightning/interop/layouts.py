@@ -165,6 +165,8 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         raise ValueError(
             f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} can express it"
         )
+    if config.window is not None:
+        raise ValueError(f"it has a window of {config.window} slots, which no published layout has; ours keeps it")
     if (config.fc_norm or config.norm_output) and not layout.switches:
         raise ValueError(
             "it has fc_norm or norm_output (EAGLE-3.1), which this layout's code does not know; --output_format "

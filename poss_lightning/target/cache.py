@@ -175,20 +175,22 @@ class Slots:
         self.longest = max(self.host_lengths)
         self.lengths = self.lengths[rows]
 
-    def tree_mask(self, ancestors: Tensor) -> Tensor:
+    def tree_mask(self, ancestors: Tensor, window: int | None = None) -> Tensor:
         """Attention mask of nodes behind the verified slots.
 
         Args:
             ancestors: (B or 1, n, m), True where query i may see the j-th slot behind the length.
+            window: how many of the newest verified slots are seen; None for all.
 
         Returns:
-            (B, 1, n, extent), True where visible: every verified slot, and the ancestors.
+            (B, 1, n, extent), True where visible: verified slots, and the ancestors.
         """
         behind = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
         batch, (queries, nodes) = len(self.lengths), ancestors.shape[1:]
         lookup = behind.clamp(0, nodes - 1)[:, None].expand(batch, queries, self.extent)
         tree = ancestors.expand(batch, queries, nodes).gather(2, lookup) & (behind < nodes)[:, None]
-        return (tree | (behind < 0)[:, None])[:, None]
+        seen = tree | (behind < 0)[:, None]
+        return (seen if window is None else seen & (behind >= -window)[:, None])[:, None]
 
 
 class _Layer(CacheLayerMixin):

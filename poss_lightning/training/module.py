@@ -18,7 +18,7 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
-from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Weight, check_numbers
+from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, check_numbers
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
 from poss_lightning.training.resume import resume
@@ -46,6 +46,7 @@ class SpecialistTraining(lightning.LightningModule):
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
             which learns at slots where the vocabulary holds the target's likeliest token.
+        window: slots that a query of the draft sees, itself and those on its left; None for all (a sliding window).
         fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
         norm_output: the next pass reads the normed output, as the head does.
         vocabulary_size: propose only that many tokens, the commonest in the store's answers. None is for all tokens. A
@@ -91,6 +92,7 @@ class SpecialistTraining(lightning.LightningModule):
         order: list[int] | None = None,
         kv: Literal["separate", "shared"] = "separate",
         kind: Literal["eagle2", "eagle3"] = "eagle2",
+        window: Tokens | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
         vocabulary_size: Size | None = None,
@@ -123,6 +125,7 @@ class SpecialistTraining(lightning.LightningModule):
             order=None if order is None else tuple(order),
             kv=kv,
             kind=kind,
+            window=window,
             fc_norm=fc_norm,
             norm_output=norm_output,
         )

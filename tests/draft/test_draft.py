@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.draft import specialists
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.spec import EmbedHead
@@ -44,6 +45,16 @@ def test_an_order_of_other_specialists_is_refused(target, order):
 def test_a_kv_that_cannot_be_is_refused(target):
     with pytest.raises(ValueError, match="kv is 'half'; it must be separate or shared"):
         tiny_draft(target, [2, 2, 2], kv="half")
+
+
+def test_a_depth_beyond_the_window_is_refused_by_all_who_go_so_deep(target):
+    with pytest.raises(ValueError, match="depth is 6, and the draft's window 5; it must not be deeper"):
+        tiny_draft(target, [6], window=5)
+    draft = tiny_draft(target, [6], window=6)
+    with pytest.raises(ValueError, match="depth is 7, and the draft's window 6"):
+        Drafter(draft, target.embed_head, 7)
+    with pytest.raises(ValueError, match="depth is 7, and the draft's window 6"):
+        draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, 32), 7)
 
 
 def test_a_kind_that_cannot_be_is_refused(target, deep):

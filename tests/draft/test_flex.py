@@ -37,7 +37,9 @@ def counter(monkeypatch):
     attention._compiled.cache_clear()
 
 
-def run(block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32) -> list[torch.Tensor]:
+def run(
+    block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32, window: int | None = None
+) -> list[torch.Tensor]:
     """Output and norm where a slot is real, and their gradients to queries, keys and values, in float32."""
     generator = torch.Generator().manual_seed(count)
     queries, keys, values, grad_out = (
@@ -46,7 +48,7 @@ def run(block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32
     )
     grad_norm = torch.randn(len(rows), HEADS, count, generator=generator)
     leaves = [x.requires_grad_(torch.is_grad_enabled()) for x in (queries, keys, values)]
-    out, norm = block(*leaves, skip, packed(rows, count))
+    out, norm = block(*leaves, skip, packed(rows, count), window)
     real = torch.tensor([[t < sum(lengths) for t in range(count)] for lengths in rows])[:, None]  # (B, 1, T)
     out, norm = out.masked_fill(~real[..., None], 0), norm.masked_fill(~real, 0)
     if not torch.is_grad_enabled():
@@ -55,11 +57,11 @@ def run(block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32
     return [x.detach().float() for x in (out, norm, *torch.autograd.grad(loss, leaves))]
 
 
-@pytest.mark.parametrize("skip", [0, 1, 3])
-def test_it_sees_the_same(skip, eager):
+@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (3, None), (0, 1), (0, 6), (3, 4), (3, 40)])
+def test_it_sees_the_same(skip, window, eager):
     """Two conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over."""
     rows = [[5, 8], [17], [16]]
-    for ours, flex in zip(*(run(block, rows, 16, skip) for block in BLOCKS), strict=True):
+    for ours, flex in zip(*(run(block, rows, 16, skip, window=window) for block in BLOCKS), strict=True):
         torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
 
 

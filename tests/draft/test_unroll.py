@@ -102,9 +102,9 @@ def test_a_slot_more_in_the_cache_or_one_less_would_be_seen(target):
     assert torch.allclose(third, right, atol=1e-4) and not torch.allclose(third, wrong, atol=1e-2)
 
 
-@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (4, None), (0, 1), (2, 3), (0, 7), (4, 7)])
 @pytest.mark.parametrize("rows", [3, 256])
-def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, monkeypatch):
+def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, window, rows, monkeypatch):
     """Two rows: two conversations and padding; and one that goes one slot beyond the row, as a last token does."""
     monkeypatch.setattr(attention, "ROWS", rows)
     packing = packed([[5, 8], [17]], 16)
@@ -127,14 +127,14 @@ def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, rows, 
         out, norm = torch.zeros_like(queries), torch.zeros(2, 4, 16, dtype=torch.float64)
         for row, start, stop in places:
             for t in range(start, stop):
-                seen = slice(start, max(t - skip, start) + 1)
+                seen = slice(max(start, t - (window or 99) + 1), max(t - skip, start) + 1)
                 for head in range(4):
                     scores = keys[row, head // 2, seen] @ queries[row, head, t] * 8**-0.5
                     out[row, head, t] = scores.softmax(0) @ values[row, head // 2, seen]
                     norm[row, head, t] = scores.logsumexp(0)
         return out, norm
 
-    ours, naively = attention.causal_block(queries, keys, values, skip, packing), naive_block()
+    ours, naively = attention.causal_block(queries, keys, values, skip, packing, window), naive_block()
     for a, b in zip(ours, naively, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     for a, b in zip(

@@ -97,6 +97,13 @@ def test_what_even_the_plugin_cannot_express_is_refused(target):
         check_expressible(config, find_layout("vllm", config))
 
 
+@pytest.mark.parametrize("output_format", ["vllm", "sglang", "eagle", "poss"])
+def test_a_window_is_refused(target, output_format):
+    config = tiny_draft(target, [2, 2], window=8).config
+    with pytest.raises(ValueError, match="a window of 8 slots, which no published layout has"):
+        check_expressible(config, find_layout(output_format, config))
+
+
 def test_the_entry_point_is_there():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     module, name = points["poss_lightning"].split(":")

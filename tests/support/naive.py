@@ -54,7 +54,7 @@ class SlotBySlot:
         query = layer.queries(z[None, None], self.draft.rope_at(torch.tensor([[position]])))[0, :, 0]
         pairs = [
             self.project(self.draft.specialist_at(first) if self.draft.config.kv == "shared" else layer, z, position)
-            for z, position, first in self.slots
+            for z, position, first in self.slots[-(self.draft.config.window or 0) :]
         ]
         attended = attention(query, [key[0, :, 0] for key, _ in pairs], [value[0, :, 0] for _, value in pairs])
         return layer.after_attention(z[None, None], attended[None, :, None])[0, 0]

@@ -21,6 +21,8 @@ KINDS = [
     pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
     pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
     pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
+    pytest.param([2, 2, 2], {"window": 8}, id="a window"),
+    pytest.param([3, 3], {"kind": "eagle3", "kv": "shared", "window": 8}, id="SPEED with a window"),
     pytest.param([3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, id="EAGLE-3.1"),
     pytest.param([1, 3, 2], {"kind": "eagle3", "norm_output": True}, id="specialists that read normed outputs"),
 ]
