@@ -96,6 +96,8 @@ def records_of(method: str, prompts: list[Prompt], answers: list[ServedAnswer]) 
             seconds={"total": round(answer.seconds, 6)},
             tokens=answer.tokens,
             text=answer.text,
+            question=plain.question,
+            category=plain.category,
         )
         for (_, plain), answer in zip(prompts, answers, strict=True)
     ]
