@@ -26,7 +26,6 @@ from tests.support.writers import WRITERS, Observed, Place, Writer
 READINGS = 8  # moments at which the store that is read is changed, in each way
 DISKS = 8  # sizes of a disk that is too small
 PAGE = 4096
-MOMENTS = 12  # at which one of two processes is killed
 
 
 def plan(writer: Writer, seen: Observed) -> list[Fault]:
@@ -43,12 +42,14 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     faults += [Fault("full", number) for number in moments if seen.operations[number - 1].event in CREATES]
     faults += [Fault("beside", number) for number in moments]
     if STORE in writer.copies:
-        some = moments[:: max(1, len(moments) // READINGS)]
+        linked = [number for number, operation in operations if operation.event == "os.link"]
+        some = [number for number in moments if number <= max(linked, default=number)]  # then the bytes are shared
+        some = some[:: -(-len(some) // READINGS)]
         faults += [Fault(kind, number) for kind in ("truncate", "rewrite", "remove") for number in some]
     if writer.processes == 1:
         faults += [Fault("limit", size) for size in sorted({0, *(size // 2 for size in seen.sizes)})]
-        total = sum(-(-size // PAGE) * PAGE for size in seen.sizes)
-        faults += [Fault("disk", PAGE + (total - PAGE) * step // DISKS) for step in range(DISKS)]
+        given, needed = (sum(-(-size // PAGE) for size in sizes) for sizes in (seen.given, seen.sizes))
+        faults += [Fault("disk", (given + max(1, (needed - given) * step // DISKS)) * PAGE) for step in range(DISKS)]
     return faults
 
 
@@ -68,7 +69,7 @@ def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[lis
     random, began, wrong = Random(seed), time.monotonic(), []
     seen, coming, spent, planned = {}, {}, {}, {}
     tried: dict[str, Counter] = {name: Counter() for name in names}
-    with tqdm(total=round(60 * minutes), unit="s", desc="faults") as bar:
+    with tqdm(total=round(60 * minutes), unit="s", desc="faults", mininterval=1 if sys.stderr.isatty() else 60) as bar:
         for name in names:
             start = time.monotonic()
             seen[name] = place.observe(WRITERS[name])
@@ -80,7 +81,9 @@ def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[lis
             unfinished = [name for name in names if tried[name].total() < planned[name].total()]
             name = min(unfinished or names, key=spent.__getitem__)
             fault, start = next(coming[name]), time.monotonic()
-            bar.set_postfix_str(f"{sum(map(Counter.total, tried.values()))} cases, {len(wrong)} wrong, {name} {fault}")
+            bar.set_postfix_str(
+                f"{sum(map(Counter.total, tried.values()))} cases, {len(wrong)} wrong, {name} {fault}", refresh=False
+            )
             if problem := place.check(WRITERS[name], fault, seen[name].whole):
                 wrong.append(f"python -m benchmarks.faults {name} {fault}\n    {problem}")
                 bar.write(wrong[-1], file=sys.stderr)

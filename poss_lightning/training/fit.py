@@ -19,7 +19,8 @@ import subprocess
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
@@ -44,6 +45,7 @@ from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import prepare
+from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
@@ -270,17 +272,18 @@ class _Cli(LightningCLI):
         _quieten()
         args = [command, *options] if isinstance(options, list) else {"subcommand": command, command: asdict(options)}
         try:
-            super().__init__(
-                SpecialistTraining,
-                FeatureData,
-                args=args,
-                parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
-                save_config_callback=_SaveConfig,
-                save_config_kwargs={"overwrite": True},
-                seed_everything_default=0,
-                trainer_defaults={"callbacks": [StepLines()]},
-                auto_configure_optimizers=False,  # the module makes its own, and their schedule
-            )
+            with ExitStack() as self._held:
+                super().__init__(
+                    SpecialistTraining,
+                    FeatureData,
+                    args=args,
+                    parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
+                    save_config_callback=_SaveConfig,
+                    save_config_kwargs={"overwrite": True},
+                    seed_everything_default=0,
+                    trainer_defaults={"callbacks": [StepLines()]},
+                    auto_configure_optimizers=False,  # the module makes its own, and their schedule
+                )
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
 
@@ -317,8 +320,11 @@ class _Cli(LightningCLI):
         checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
         by_itself = checkpoint and SLURMEnvironment.detect()  # Lightning goes on with it
         trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if not trial and self.trainer.is_global_zero:
+            self._held.enter_context(_only_training(folder))
         if not self._has_checkpoint() and not trial and not by_itself:
-            self._check_unused(Path(self.trainer.log_dir or self.trainer.default_root_dir))
+            self._check_unused(folder)
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -358,6 +364,19 @@ class _Cli(LightningCLI):
         if has_outputs(folder):
             how = f"go on with --ckpt_path {last}, or choose another name" if last.is_file() else "choose another name"
             raise FileExistsError(f"{folder} holds a training already: {how}")
+
+
+@contextmanager
+def _only_training(folder: Path) -> Iterator[None]:
+    """No second process trains in the folder: it is refused before it writes anything. Raises ValueError in that one."""
+    work, new = Work(folder / "unfinished"), not folder.exists()
+    with work.exclusive(wait=False):
+        try:
+            yield
+        finally:
+            work.clear()
+            if new and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -37,7 +37,7 @@ from poss_lightning import cli
 SECONDS = 120  # that a command of tiny sizes may take, on a busy machine too
 PATIENCE = 4  # seconds that a second writer may wait for one that stands still
 KILLED = 137
-CREATES = ("open", "os.mkdir", "os.link", "os.symlink")  # these need space
+CREATES = ("open", "append", "os.mkdir", "os.link", "os.symlink")  # these need space
 CHANGES = (*CREATES, "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate")
 STORE = "store"  # in the folder of a command: the one that it reads, if it reads one
 
@@ -175,6 +175,8 @@ def watch(folder: Path, see: Callable[[Operation], object]) -> None:
             return
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
             return
+        if event == "open" and arguments[2] & os.O_APPEND:
+            event = "append"
         path = _absolute(event, arguments)
         if path.startswith(inside):
             busy = True

@@ -26,15 +26,19 @@ TARGET = ("--target={inputs}/target", "--dtype=float32", "--device=cpu")
 TRAINER = {
     "accelerator": "cpu",
     "precision": "32-true",
-    "max_steps": 4,
+    "max_steps": 6,
     "val_check_interval": 2,
     "check_val_every_n_epoch": None,
     "enable_model_summary": False,
     "enable_progress_bar": False,
     "logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": ".", "name": "run", "version": ""}},
 }
+THERE = "is there already"  # to whoever asks for what is finished
+OTHER = f"another process writes there|{THERE}|holds a training already"  # to a second writer
 LAST = "run/checkpoints/last.ckpt"
-EVERY_STEP = [  # as conf/trainer/base.yaml has them, but with a checkpoint at every step
+# As conf/trainer/base.yaml has them, but with a checkpoint at step 3, between two validations: Lightning takes a
+# validation for done that a kill ended, if the checkpoint is of the same step.
+CALLBACKS = [
     {"class_path": f"poss_lightning.{name}"}
     for name in ("evaluation.probe.Replay", "training.callbacks.DraftFolders", "training.dashboard.Dashboard")
 ] + [
@@ -42,12 +46,12 @@ EVERY_STEP = [  # as conf/trainer/base.yaml has them, but with a checkpoint at e
         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
         "init_args": {"monitor": "val/tau_tree", "mode": "max", "auto_insert_metric_name": False, "filename": "best"},
     },
-    {"class_path": "poss_lightning.training.callbacks.LastCheckpoint", "init_args": {"every_n_train_steps": 1}},
+    {"class_path": "poss_lightning.training.callbacks.LastCheckpoint", "init_args": {"every_n_train_steps": 3}},
 ]
 FIT = {
     "model": {"allocation": [1, 1], "vocabulary_size": 50},
     "data": {"store": STORE, "validation": 0.2, "batch_tokens": 300},
-    "trainer": TRAINER | {"callbacks": EVERY_STEP},
+    "trainer": TRAINER | {"callbacks": CALLBACKS},
 }
 SWEEP = {
     "choices": {"one": {"model": {"allocation": [2]}}, "two": {"model": {"allocation": [1, 1]}}},
@@ -102,7 +106,7 @@ WRITERS = {
 }
 MADE = {  # inputs that take a command, by name: made where one of the above names them
     STORE: Writer(("extract", "{inputs}/corpus.jsonl", STORE, *TARGET)),
-    "more": Writer(("extract", "{inputs}/more.jsonl", "more", *TARGET)),
+    "more": Writer(("extract", "{inputs}/second.jsonl", "more", *TARGET)),
     "records": Writer(
         ("benchmark", "records", "--drafts.d={inputs}/draft", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6")
     ),
@@ -118,7 +122,8 @@ class Observed(NamedTuple):
 
     whole: dict[str, object]  # what it leaves, see `result`
     operations: list[Operation]
-    sizes: list[int]  # of the files in its folder
+    given: list[int]  # sizes of the files in its folder before
+    sizes: list[int]  # and after
 
 
 class Place:
@@ -180,6 +185,7 @@ class Place:
         """What the command leaves when nothing happens, and its operations. This process imports what it did."""
         self._make_inputs(writer)
         self.fresh(writer)
+        given = _sizes(self.work)
         if writer.processes > 1:
             outcome, operations, modules = self.run(writer), [], []
         else:
@@ -189,8 +195,7 @@ class Place:
         for name in set(modules) - set(sys.modules):
             with contextlib.suppress(Exception):  # it may only be imported by another module
                 import_module(name)
-        sizes = {path.stat().st_size for path in self.work.rglob("*") if path.is_file()}
-        return Observed(result(self.work), operations, sorted(sizes))
+        return Observed(result(self.work), operations, given, _sizes(self.work))
 
     def check(self, writer: Writer, fault: Fault, whole: dict[str, object]) -> str | None:
         """Run a command under a fault, then again without: what is wrong then, if anything.
@@ -210,10 +215,7 @@ class Place:
     def _meet(self, writer: Writer, fault: Fault, whole: dict[str, object]) -> str | None:
         """Problems of the run that meets the fault."""
         if fault.kind == "disk":
-            try:
-                self.copy(writer)
-            except OSError:
-                return "the disk is too small for what the command reads"
+            self.copy(writer)
         if fault.kind == "beside":
             return self._run_two(writer, fault)
         outcome = self.run(writer, fault)
@@ -241,20 +243,23 @@ class Place:
         beside = second.wait(PATIENCE)
         first.go_on()
         outcomes = [first.end(), beside or second.end()]
-        if wrong := [each for each in outcomes if each.code and not each.is_refusal(writer.command)]:
-            return f"one of two ended without a clear line: {_shown(wrong[0])}"
+        if wrong := [each for each in outcomes if each.code and not re.search(OTHER, each.last)]:
+            return f"one of two does not say that there is another: {_shown(wrong[0])}"
         if all(each.code for each in outcomes):
             return f"both of two were refused: {[each.last for each in outcomes]}"
         return None
 
     def _go_on(self, writer: Writer, whole: dict[str, object]) -> str | None:
         """Problems of the same command, given again."""
-        finished = not differences(whole, result(self.work))
         outcome = self.run(writer, more=writer.again(self.work))
-        if outcome.code and not (finished and outcome.is_refusal(writer.command)):
+        if outcome.code and not re.search(THERE, outcome.last):
             return f"does not go on: {_shown(outcome)}"
         wrong = differences(whole, result(self.work))
         return f"went on to other results: {wrong}" if wrong else None
+
+
+def _sizes(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
 
 
 def _shown(outcome: Outcome) -> str:
@@ -348,7 +353,7 @@ def write_inputs(folder: Path) -> None:
     folder.mkdir()
     tiny_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    for name, seed in (("corpus", 0), ("more", 1)):
+    for name, seed in (("corpus", 0), ("second", 1)):
         lines = [json.dumps({"id": f"{name}/{each.id}", "messages": each.messages}) for each in make_conversations(24, seed)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     long = [" ".join(["the draft says four legs"] * 16) + f" {i}" for i in range(60)]
