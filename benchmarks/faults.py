@@ -36,7 +36,7 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     written = [
         number
         for (_, before), (number, here) in pairwise(operations)
-        if number not in appended and "os.chmod" in (here.event, before.event) or before.event == "open"
+        if number not in appended and (here.event == "os.chmod" or before.event == "open")
     ]
     faults = [Fault("kill", number) for number in moments] + [Fault("torn", number) for number in written]
     faults += [Fault("full", number) for number in moments if seen.operations[number - 1].event in CREATES]

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
@@ -368,7 +369,7 @@ class _Cli(LightningCLI):
 
 @contextmanager
 def _only_training(folder: Path) -> Iterator[None]:
-    """No second process trains in the folder: it is refused before it writes anything. Raises ValueError in that one."""
+    """No second process trains in the folder: it raises ValueError before it writes anything."""
     work, new = Work(folder / "unfinished"), not folder.exists()
     with work.exclusive(wait=False):
         try:
@@ -395,8 +396,15 @@ class _SaveConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, "fit")
 
 
+def _show_thread_error(args: threading.ExceptHookArgs, show=threading.excepthook) -> None:
+    """Of any thread but TensorBoard's that writes: it raises its error in ours, too."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        show(args)
+
+
 def _quieten() -> None:
     """Warnings and lines of Lightning that say what config.yaml tells, or advertise."""
+    threading.excepthook = _show_thread_error
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec")  # lightning's own business with torch
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody changes in place

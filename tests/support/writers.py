@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 import yaml
+from tqdm import tqdm
 
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.export import load_checkpoint
@@ -56,7 +56,8 @@ FIT = {
 SWEEP = {
     "choices": {"one": {"model": {"allocation": [2]}}, "two": {"model": {"allocation": [1, 1]}}},
     "seeds": [0],
-    "fit": FIT | {"trainer": {name: value for name, value in FIT["trainer"].items() if name != "logger"} | {"devices": 1}},
+    "fit": FIT
+    | {"trainer": {name: value for name, value in FIT["trainer"].items() if name != "logger"} | {"devices": 1}},
     "replay": {"store": STORE, "nodes": 20},
 }
 
@@ -89,14 +90,23 @@ WRITERS = {
         ("synthesize", "out.jsonl.gz", *TARGET)
         + ("--conversations=6", "--batch_size=4", "--user_tokens=6", "--answer_tokens=6")
     ),
-    "answer": Writer(("answer", "out.jsonl", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6", "--batch_size=2")),
+    "answer": Writer(
+        ("answer", "out.jsonl", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6", "--batch_size=2")
+    ),
     "merge": Writer(("merge", "[store,more]", "out"), (STORE, "more")),
     "vocabulary": Writer(("vocabulary", "{inputs}/draft", "{inputs}/corpus.jsonl", "out", "--size=40", TARGET[0])),
     "convert": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", TARGET[0])),
     "convert-bin": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", "--file=bin", TARGET[0])),
     "export": Writer(("export", "{inputs}/run/checkpoints/last.ckpt", "out", "--dtype=bfloat16")),
     "benchmark": Writer(
-        ("benchmark", "out", "--drafts.d={inputs}/draft", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6")
+        (
+            "benchmark",
+            "out",
+            "--drafts.d={inputs}/draft",
+            *TARGET,
+            "--suites=[{inputs}/suite.jsonl]",
+            "--max_new_tokens=6",
+        )
     ),
     "replay": Writer(("replay", "store", "out", "--drafts.d={inputs}/draft", *TARGET[1:]), (STORE,)),
     "report": Writer(("report", "{inputs}/records", "--out=out.html", "--resamples=10")),
@@ -108,7 +118,14 @@ MADE = {  # inputs that take a command, by name: made where one of the above nam
     STORE: Writer(("extract", "{inputs}/corpus.jsonl", STORE, *TARGET)),
     "more": Writer(("extract", "{inputs}/second.jsonl", "more", *TARGET)),
     "records": Writer(
-        ("benchmark", "records", "--drafts.d={inputs}/draft", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6")
+        (
+            "benchmark",
+            "records",
+            "--drafts.d={inputs}/draft",
+            *TARGET,
+            "--suites=[{inputs}/suite.jsonl]",
+            "--max_new_tokens=6",
+        )
     ),
     "run": Writer(FIT_LINE, (STORE,)),
 }
@@ -173,7 +190,12 @@ class Place:
             free.bind(("127.0.0.1", 0))
             shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         ranks = [
-            self.start(writer, fault if rank else None, more, environment={**shared, "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0"})
+            self.start(
+                writer,
+                fault if rank else None,
+                more,
+                environment={**shared, "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0"},
+            )
             for rank in "01"
         ]
         first, second = ranks
@@ -220,7 +242,11 @@ class Place:
             return self._run_two(writer, fault)
         outcome = self.run(writer, fault)
         if fault.kind in ("kill", "torn", "time"):
-            return None if outcome.code in (0, KILLED, -signal.SIGALRM, -signal.SIGKILL) else f"ended with {_shown(outcome)}"
+            return (
+                None
+                if outcome.code in (0, KILLED, -signal.SIGALRM, -signal.SIGKILL)
+                else f"ended with {_shown(outcome)}"
+            )
         if outcome.code and not outcome.is_refusal(writer.command):
             return f"ended without a clear line: {_shown(outcome)}"
         if torn := [str(path) for path in self.work.rglob("*.tmp")]:
@@ -313,9 +339,7 @@ def _records(path: Path) -> Any:
 
 def _cells(path: Path) -> Any:
     lines = [_without_process(json.loads(line)) for line in path.read_text().splitlines()]
-    return [
-        line | {"run": _without_process(line["run"]), "scalars": _without_rates(line["scalars"])} for line in lines
-    ]
+    return [line | {"run": _without_process(line["run"]), "scalars": _without_rates(line["scalars"])} for line in lines]
 
 
 def _without_rates(scalars: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +348,9 @@ def _without_rates(scalars: dict[str, Any]) -> dict[str, Any]:
 
 def _checkpoint(path: Path) -> Any:
     stored = load_checkpoint(path)
-    kept = {name: stored.get(name) for name in ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")}
+    kept = {
+        name: stored.get(name) for name in ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")
+    }
     return _plain(kept)
 
 
@@ -354,7 +380,9 @@ def write_inputs(folder: Path) -> None:
     tiny_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
     for name, seed in (("corpus", 0), ("second", 1)):
-        lines = [json.dumps({"id": f"{name}/{each.id}", "messages": each.messages}) for each in make_conversations(24, seed)]
+        lines = [
+            json.dumps({"id": f"{name}/{each.id}", "messages": each.messages}) for each in make_conversations(24, seed)
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     long = [" ".join(["the draft says four legs"] * 16) + f" {i}" for i in range(60)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role in ROLES]}) for text in long]
