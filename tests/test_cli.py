@@ -19,6 +19,7 @@ from poss_lightning.evaluation import benchmark, suites
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.training.fit import FINISHED, fit_once
+from poss_lightning.work import Work
 from tests.support.command import Poss, Result, left, says
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -280,6 +281,13 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: choose another name")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
     assert poss("fit", *small, *ONE, *AGAIN).code is None
+
+
+def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(poss, small, tmp_path):
+    run = ("--trainer.logger.save_dir", tmp_path)
+    with Work(tmp_path / "run/unfinished").exclusive():
+        says(poss("fit", *small, *ONE, *AGAIN, *run), "fit", "run: another process writes there")
+        assert left(tmp_path / "run") == ["unfinished", "unfinished/work.lock"]
 
 
 def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):

@@ -21,7 +21,7 @@ import threading
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
@@ -322,10 +322,13 @@ class _Cli(LightningCLI):
         by_itself = checkpoint and SLURMEnvironment.detect()  # Lightning goes on with it
         trial = self.trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        begins = not self._has_checkpoint() and not trial and not by_itself
+        if begins:
+            self._check_unused(folder)
         if not trial and self.trainer.is_global_zero:
             self._held.enter_context(_only_training(folder))
-        if not self._has_checkpoint() and not trial and not by_itself:
-            self._check_unused(folder)
+            if begins:  # again: another process may have ended a training meanwhile
+                self._check_unused(folder)
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -370,14 +373,15 @@ class _Cli(LightningCLI):
 @contextmanager
 def _only_training(folder: Path) -> Iterator[None]:
     """No second process trains in the folder: it raises ValueError before it writes anything."""
-    work, new = Work(folder / "unfinished"), not folder.exists()
+    work, new = Work(folder / "unfinished"), [place for place in (folder, *folder.parents) if not place.exists()]
     with work.exclusive(wait=False):
         try:
             yield
         finally:
             work.clear()
-            if new and not any(folder.iterdir()):
-                folder.rmdir()
+            for place in new:
+                with suppress(OSError):  # it holds something
+                    place.rmdir()
 
 
 class _SaveConfig(SaveConfigCallback):
