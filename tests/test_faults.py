@@ -43,6 +43,7 @@ def test_a_plan_kills_at_each_operation_and_tears_what_is_written():
     assert [fault.at for fault in planned if fault.kind == "torn"] == [3]
     assert [fault.at for fault in planned if fault.kind == "full"] == [1, 2, 5]
     assert [fault.at for fault in planned if fault.kind == "limit"] == [0, 2500]
+    assert plan(WRITERS["fit-two"], Observed({}, [], [], [])) == []  # of two processes nothing is counted
 
 
 def test_every_command_that_writes_is_among_them():
