@@ -45,7 +45,9 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
         linked = [number for number, operation in operations if operation.event == "os.link"]
         some = [number for number in moments if number <= max(linked, default=number)]  # then the bytes are shared
         some = some[:: -(-len(some) // READINGS)]
-        faults += [Fault(kind, number) for kind in ("truncate", "rewrite", "remove") for number in some]
+        faults += [Fault(kind, number) for kind in ("truncate", "remove") for number in some]
+        if writer.command != "sweep":  # which opens it anew, and only `poss extract --verify` reads every byte
+            faults += [Fault("rewrite", number) for number in some]
     if writer.processes == 1:
         faults += [Fault("limit", size) for size in sorted({0, *(size // 2 for size in seen.sizes)})]
         given, needed = (sum(-(-size // PAGE) for size in sizes) for sizes in (seen.given, seen.sizes))

@@ -163,7 +163,7 @@ def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
         if not draft.is_dir():
             raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
         finished.touch()
-        shutil.rmtree(last.parent, ignore_errors=True)
+    shutil.rmtree(last.parent, ignore_errors=True)  # of one that was killed before it did, too
     return draft
 
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet
 import torch
 import yaml
 from tqdm import tqdm
@@ -299,14 +300,17 @@ def result(folder: Path) -> dict[str, object]:
     """What a folder holds, by file: its bytes, but where they tell the time, a duration or how often it was begun.
 
     Left out are, of run.json and cell.json, when a process began and which went on; of records, cells.jsonl and
-    TensorBoard files seconds and rates. A checkpoint is compared by what training goes on from.
+    TensorBoard files seconds and rates; of a step that was logged twice what was logged first; of a sweep the order in
+    which its trainings ended. A checkpoint is compared by what training goes on from.
     """
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.name.startswith("events.out.tfevents."):
             scalars = read_scalars(path.parent)[str(path.parent)]
-            found[f"{path.parent.relative_to(folder)}/events"] = _without_rates(scalars)
+            found[f"{path.parent.relative_to(folder)}/events"] = _without_rates(
+                {tag: dict(points) for tag, points in scalars.items()}
+            )
         elif path.is_file():
             try:
                 found[name] = READ.get(path.name, READ.get(path.suffix, Path.read_bytes))(path)
@@ -339,7 +343,14 @@ def _records(path: Path) -> Any:
 
 def _cells(path: Path) -> Any:
     lines = [_without_process(json.loads(line)) for line in path.read_text().splitlines()]
-    return [line | {"run": _without_process(line["run"]), "scalars": _without_rates(line["scalars"])} for line in lines]
+    lines = [
+        line | {"run": _without_process(line["run"]), "scalars": _without_rates(line["scalars"])} for line in lines
+    ]
+    return sorted(lines, key=lambda line: (line["choice"], line["seed"]))
+
+
+def _rows(path: Path) -> Any:
+    return sorted(json.dumps(row) for row in pyarrow.parquet.read_table(path).to_pylist())
 
 
 def _without_rates(scalars: dict[str, Any]) -> dict[str, Any]:
@@ -367,6 +378,7 @@ READ: dict[str, Callable[[Path], Any]] = {
     "cell.json": _facts,
     "records.jsonl": _records,
     "cells.jsonl": _cells,
+    ".parquet": _rows,
     ".ckpt": _checkpoint,
 }
 
