@@ -80,7 +80,7 @@ def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[lis
             coming[name], spent[name] = cases(time.monotonic() - start, faults, random), 0.0
         while (elapsed := time.monotonic() - began) < 60 * minutes:
             bar.update(min(round(elapsed), bar.total) - bar.n)
-            unfinished = [name for name in names if tried[name].total() < planned[name].total()]
+            unfinished = [name for name in names if not planned[name] or tried[name].total() < planned[name].total()]
             name = min(unfinished or names, key=spent.__getitem__)
             fault, start = next(coming[name]), time.monotonic()
             bar.set_postfix_str(
