@@ -68,7 +68,7 @@ def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[lis
     Returns:
         What went wrong; by command and kind how many cases there were, and how many were planned.
     """
-    random, began, wrong = Random(seed), time.monotonic(), []
+    random, wrong = Random(seed), []
     seen, coming, spent, planned = {}, {}, {}, {}
     tried: dict[str, Counter] = {name: Counter() for name in names}
     with tqdm(total=round(60 * minutes), unit="s", desc="faults", mininterval=1 if sys.stderr.isatty() else 60) as bar:
@@ -78,6 +78,7 @@ def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[lis
             faults = plan(WRITERS[name], seen[name])
             planned[name] = Counter(fault.kind for fault in faults)
             coming[name], spent[name] = cases(time.monotonic() - start, faults, random), 0.0
+        began = time.monotonic()  # else a short run would try nothing
         while (elapsed := time.monotonic() - began) < 60 * minutes:
             bar.update(min(round(elapsed), bar.total) - bar.n)
             unfinished = [name for name in names if not planned[name] or tried[name].total() < planned[name].total()]
