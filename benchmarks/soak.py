@@ -1,7 +1,8 @@
-"""`make soak`: random prompts, batches, laws, trees and drafts, for as long as one likes, each against plain decoding.
+"""`make soak`: commands that nobody would write, random decoding, commands that are killed, for as long as one likes.
 
-Every case follows from its seed, so `python benchmarks/soak.py --seed N` begins with the case that failed (trees of the
-kind `auto` also follow the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding
+Decoding: random prompts, batches, laws, trees and drafts, each against plain decoding. Every case follows from its
+seed, so `python -m benchmarks.soak --part decoding --seed N` begins with the case that failed (trees of the kind `auto`
+also follow the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding
 alone decides between two: such texts are counted, and compared up to there. Memory must stay where it is.
 """
 
@@ -9,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -204,24 +206,57 @@ def _seeded(case: Case) -> torch.Generator:
     return torch.Generator().manual_seed(case.seed)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    options = parser.parse_args(arguments)
+# --- its parts ---
+
+
+def fuzz(minutes: float, seed: int) -> str | None:
+    """Random command lines and corpora, ten of each a minute; what is wrong, if anything."""
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_fuzz.py"]
+    done = subprocess.run(command, env=os.environ | {"POSS_FUZZ": str(round(10 * minutes))}, check=False)
+    return "tests/test_fuzz.py says above what" if done.returncode else None
+
+
+def decoding(minutes: float, seed: int) -> str | None:
+    """Random cases against plain decoding; what is wrong, if anything."""
     try:
         embedded = Target.load("embedded", "float32", "cpu")
     except FileNotFoundError as error:
         print(f"without the embedded target: {error}")
         embedded = None
     try:
-        seen = soak(options.minutes, options.seed, embedded)
+        seen = soak(minutes, seed, embedded)
     except Mismatch as error:
-        sys.exit(f"\n{error}")
+        return str(error)
     for name, value in seen.items():
         print(f"  {name:<18} {value:,.4g}" if isinstance(value, float) else f"  {name:<18} {value:,}")
-    if seen["growth"] > GROWTH:
-        sys.exit(f"memory grew by {seen['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed")
+    grew = f"memory grew by {seen['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed"
+    return grew if seen["growth"] > GROWTH else None
+
+
+def faults(minutes: float, seed: int) -> str | None:
+    """Commands that are killed, and go on; what is wrong, if anything. In a process of its own, off which it forks."""
+    command = [sys.executable, "-m", "benchmarks.faults", "--minutes", str(minutes), "--seed", str(seed)]
+    return "benchmarks/faults.py says above what" if subprocess.run(command, check=False).returncode else None
+
+
+PARTS = {"fuzz": fuzz, "decoding": decoding, "faults": faults}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30, help="of all parts together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case of decoding, and of the order of faults")
+    parser.add_argument("--part", choices=PARTS, help="only this one")
+    options = parser.parse_args(arguments)
+    parts = [options.part] if options.part else list(PARTS)
+    end, ended = time.monotonic() + 60 * options.minutes, {}
+    for number, name in enumerate(parts):
+        share = max((end - time.monotonic()) / 60 / (len(parts) - number), 0.1)  # of the time that is left
+        began = time.monotonic()
+        problem = PARTS[name](share, options.seed)
+        ended[name] = f"{(time.monotonic() - began) / 60:5.1f} minutes, {problem or 'nothing wrong'}", problem
+    print(*(f"  {name:<9} {text}" for name, (text, _) in ended.items()), sep="\n")
+    sys.exit(any(problem for _, problem in ended.values()))
 
 
 if __name__ == "__main__":

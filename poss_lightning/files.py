@@ -1,5 +1,7 @@
 """Files: written so that none is ever half-written, a temporary name first; found, here or on the hub."""
 
+import errno
+import glob
 import hashlib
 import io
 import os
@@ -11,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 HOST = socket.gethostname()
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on files
 
 
 @contextmanager
@@ -23,9 +26,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(path)
     try:
-        yield temporary
-        temporary.chmod(0o644)  # some writers leave a file that only they may read
-        os.replace(temporary, path)
+        with _full_disk_named(path, temporary):
+            yield temporary
+            temporary.chmod(0o644)  # some writers leave a file that only they may read
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -34,24 +38,67 @@ def atomic(path: str | Path) -> Iterator[Path]:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield an empty temporary folder beside `path`; when the block ends well it becomes `path`, else it is removed.
 
+    Its name has the process in it, so that what a killed one left is told from what another is writing.
+
     Raises:
         FileExistsError: there is something at `path`.
+        ValueError: another process is writing it.
     """
     path = Path(path)
     check_new(path)
-    temporary = temporary_path(path)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
+    temporary = temporary_path(path, os.getpid())
+    for other in path.parent.glob(glob.escape(temporary_path(path).stem) + ".*.tmp"):
+        if _is_alive(other):
+            raise ValueError(f"{path}: another process writes there; wait for it, or choose another name")
+        shutil.rmtree(other, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        yield temporary
+        with _full_disk_named(path, temporary / "rest"):
+            yield temporary
+        check_new(path)  # of two that began at once the first to end has it
         temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def temporary_path(path: Path) -> Path:
+def temporary_path(path: Path, process: int | None = None) -> Path:
     """With the machine's name: not every file system that several machines share lets them lock each other out."""
-    return path.with_name(f".{path.name}.{HOST}.tmp")
+    return path.with_name(f".{path.name}.{HOST}{'' if process is None else f'.{process}'}.tmp")
+
+
+def _is_alive(temporary: Path) -> bool:
+    """Whether the process that a temporary folder is named after still runs, and is another."""
+    number = temporary.suffixes[-2].removeprefix(".")
+    if not number.isdecimal() or int(number) == os.getpid():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except PermissionError:  # another user's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+@contextmanager
+def _full_disk_named(path: Path, temporary: Path) -> Iterator[None]:
+    """Where the disk is full, let it be an OSError that names `path`, whatever the library says that writes.
+
+    Each has errors of its own, of which some do not tell why. So the file system is asked, by writing on.
+    """
+    try:
+        yield
+    except Exception as error:
+        full = error
+        if not isinstance(error, OSError):
+            try:
+                with temporary.open("ab") as file:
+                    file.write(bytes(2**20))
+            except OSError as refused:
+                full = refused
+        if not isinstance(full, OSError) or full.errno not in FULL:
+            raise
+        raise OSError(full.errno, os.strerror(full.errno), str(path)) from error
 
 
 def check_new(path: str | Path) -> None:

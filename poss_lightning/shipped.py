@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from poss_lightning.draft.specialists import CONFIG, SHIPPED, DraftConfig, shipped
-from poss_lightning.evaluation.hub import SIX
-from poss_lightning.evaluation.suites import HUB, PUBLISHED, own_suites, read_suites
+from poss_lightning.evaluation.hub import KNOWN
+from poss_lightning.evaluation.suites import HUB, own_suites, read_suites
 from poss_lightning.files import atomic, check_file, check_new, conf, conf_names
 
 Row = tuple[str, str]  # a name, and what it is
@@ -65,12 +65,13 @@ def drafts() -> Iterator[Row]:
 
 
 def suites() -> Iterator[Row]:
-    """The project's own suites, each with its first question, and the papers' six, each with its data set."""
+    """The project's own suites, each with its first question, and those of the hub, each with its data set."""
     for name in own_suites():
         questions = read_suites([name])
         yield name, f"{len(questions)} questions: {_shorten(questions[0].turns[0])}"
-    for name, suite in SIX.items():
-        yield HUB + name, f"{PUBLISHED} questions of {suite.repo}, {suite.split}"
+    for name, suite in KNOWN.items():
+        place = ", ".join(filter(None, (suite.repo, suite.config, suite.split)))
+        yield HUB + name, f"{suite.questions} questions of {place}"
 
 
 def _shorten(text: str, most: int = 60) -> str:

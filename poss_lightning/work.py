@@ -22,11 +22,22 @@ SETTINGS, LOCK = "settings.json", "work.lock"
 
 
 class Work:
-    """What stands in `folder` while work is unfinished."""
+    """What stands in `folder` while work is unfinished.
 
-    def __init__(self, folder: str | Path):
+    Args:
+        folder: the work's.
+        out: what is being made; by default the folder that it stands in.
+    """
+
+    def __init__(self, folder: str | Path, out: str | Path | None = None):
         self.folder = Path(folder)
+        self.out = self.folder.parent if out is None else out
         self._lock = FileLock(self.folder / LOCK)  # one object: `claim` and `clear` may stand inside `exclusive`
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether somebody has begun it."""
+        return (self.folder / SETTINGS).exists()
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Write down what the result depends on, or hold it against what stands there.
@@ -79,20 +90,18 @@ class Work:
         try:
             lock = self._acquire(LOCK, blocking=wait)
         except Timeout:
-            raise ValueError(
-                f"{self.folder.parent}: another process writes there; wait for it, or choose another name"
-            ) from None
+            raise ValueError(f"{self.out}: another process writes there; wait for it, or choose another name") from None
         with lock:
             yield
 
     def clear(self) -> None:
-        """Remove it, as the result is there."""
+        """Remove it, as the result is there, or what a process left that was killed while it did."""
+        finished = self.folder.with_name(f".{self.folder.name}.finished")
         if self.folder.exists():
             with self.exclusive():
-                finished = self.folder.with_name(f".{self.folder.name}.finished")
                 shutil.rmtree(finished, ignore_errors=True)
                 self.folder.rename(finished)  # at once: half a folder might be taken for the beginning of other work
-                shutil.rmtree(finished, ignore_errors=True)
+        shutil.rmtree(finished, ignore_errors=True)
 
     def _acquire(self, name: str, blocking: bool) -> AcquireReturnProxy:
         while True:

@@ -23,6 +23,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import FINISHED, fit_once
 from poss_lightning.training.help import SAID
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.work import Work
 from tests.support.command import Poss, Result, left, says
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -303,6 +304,13 @@ def test_a_training_goes_on_in_its_own_folder_where_folders_are_numbered(poss, s
     assert f"the training of {last} goes on in another folder, runs/fork/version_0" in caplog.text
     assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
     assert f"a new training begins in runs/hass/version_1; --ckpt_path {last} goes on" in caplog.text
+
+
+def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(poss, small, tmp_path):
+    run = ("--trainer.logger.save_dir", tmp_path)
+    with Work(tmp_path / "run/unfinished").exclusive():
+        says(poss("fit", *small, *ONE, *AGAIN, *run), "fit", "run: another process writes there")
+        assert left(tmp_path / "run") == ["unfinished", "unfinished/work.lock"]
 
 
 def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):

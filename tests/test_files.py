@@ -1,13 +1,15 @@
 """Writing that is never half done, and why a download failed."""
 
+import errno
 import hashlib
 import os
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from poss_lightning import files
-from poss_lightning.files import Hashed, atomic, fetch, sha256
+from poss_lightning.files import Hashed, atomic, atomic_folder, fetch, sha256, temporary_path
 
 
 def names(folder) -> list[str]:
@@ -44,6 +46,45 @@ def test_what_a_killed_process_left_is_overwritten(tmp_path):
     with atomic(tmp_path / "file") as temporary:
         temporary.write_text("whole")
     assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "whole"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), RuntimeError("unexpected pos 2304 vs 2198")])
+def test_a_full_disk_is_named_whatever_the_writer_says(tmp_path, monkeypatch, error):
+    def refuse(self, *args, **options):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/file'"), atomic(tmp_path / "file"):
+        monkeypatch.setattr(Path, "open", refuse)
+        raise error
+    assert names(tmp_path) == []
+
+
+def test_another_error_of_a_writer_stays_what_it_is(tmp_path):
+    for error in (RuntimeError("odd"), OSError(errno.EACCES, "not yours")):
+        with pytest.raises(type(error)) as caught, atomic(tmp_path / "file"):
+            raise error
+        assert caught.value is error
+    assert names(tmp_path) == []
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path):
+    path = tmp_path / "folder"
+    theirs = temporary_path(path, os.getppid())
+    theirs.mkdir()
+    with pytest.raises(ValueError, match="folder: another process writes there"), atomic_folder(path):
+        raise AssertionError
+    theirs.rename(temporary_path(path, 2**30))  # no process has that number: it was killed
+    with atomic_folder(path) as ours:
+        (ours / "file").write_text("ours")
+    assert names(tmp_path) == ["folder"] and names(path) == ["file"]
+
+
+def test_of_two_that_began_at_once_the_first_to_end_has_the_folder(tmp_path):
+    path = tmp_path / "folder"
+    with pytest.raises(FileExistsError, match="is there already"), atomic_folder(path):
+        path.mkdir()
+        (path / "file").write_text("theirs")
+    assert names(tmp_path) == ["folder"] and (path / "file").read_text() == "theirs"
 
 
 def test_machines_that_cannot_lock_each_other_out_write_beside_each_other(tmp_path, monkeypatch):

@@ -75,9 +75,9 @@ def synthesize(
     unlike = ("out", "conversations", "device", "parallel")  # in which the same corpus may be written
     settings = {name: value for name, value in options.items() if name not in unlike}
     settings |= {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
-    corpus.claim(settings)
-    records = islice(_records(corpus, writer, batch_size, seed), conversations)
-    corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
+    with corpus.claim(settings):
+        records = islice(_records(corpus, writer, batch_size, seed), conversations)
+        corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
 
 def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int) -> Iterator[dict]:

@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,31 @@ class CorpusWriter:
 
     def __init__(self, out: str):
         check_file(out, ".jsonl", ".jsonl.gz")
-        self.out, self.work = Path(out), Work(f"{out}.parts")
+        self.out, self.work = Path(out), Work(f"{out}.parts", out)
         if not self.work.folder.exists():  # with both, an earlier run was killed at its very end
+            self.work.clear()  # of one that was killed even later
             check_new(out)
 
-    def claim(self, settings: Mapping[str, Any]) -> None:
-        """Write down what the conversations depend on; errors as of `Work.claim`."""
-        self.work.claim(settings)
+    @contextmanager
+    def claim(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """Only this process writes the corpus in here; `settings` are what the conversations depend on.
+
+        Raises:
+            FileExistsError: another process has just finished it.
+            ValueError: another process writes it; or as of `Work.claim`.
+        """
+        with self.work.exclusive(wait=False):
+            if self.out.exists() and not self.work.is_claimed:
+                self.work.clear()
+                check_new(self.out)
+            self.work.claim(settings)
+            yield
 
     def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:
         """The conversations of a batch: those that a killed run left, or what `write` returns."""
         part = f"{number:06d}"
-        with self.work.part(part) as mine:
-            if not mine:
-                raise ValueError(f"{self.work.folder}: another process writes there: wait, or choose another name")
-            if (conversations := self.work.receipt(part)) is None:
-                self.work.write_receipt(part, conversations := write())
+        if (conversations := self.work.receipt(part)) is None:
+            self.work.write_receipt(part, conversations := write())
         return conversations
 
     def finish(self, records: Iterable[dict]) -> None:

@@ -53,21 +53,22 @@ def answer(
     turns = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
     _check_room(model, questions, max_new_tokens)
     settings = {"target": target, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "questions": names}
-    corpus.claim(settings | {"turns": turns, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint})
-    conversations, loop = [], PlainLoop(model)
-    with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
-        for number, start in enumerate(range(0, len(questions), batch_size)):
-            batch = questions[start : start + batch_size]
-            conversations += corpus.batch(number, partial(_answer_questions, loop, batch, max_new_tokens))
-            bar.update(len(batch))
-    kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
-    if not kept:
-        corpus.work.clear()
-        raise ValueError(f"every answer to the {len(names)} questions is empty")
-    corpus.finish({"id": name, "messages": messages} for name, messages in kept)
-    if left_out := len(names) - len(kept):
-        why = "the answer is empty, or the context has no room for it"
-        print(f"{out}: {left_out} of {len(names)} questions are left out: {why}")
+    settings |= {"turns": turns, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
+    with corpus.claim(settings):
+        conversations, loop = [], PlainLoop(model)
+        with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
+            for number, start in enumerate(range(0, len(questions), batch_size)):
+                batch = questions[start : start + batch_size]
+                conversations += corpus.batch(number, partial(_answer_questions, loop, batch, max_new_tokens))
+                bar.update(len(batch))
+        kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
+        if not kept:
+            corpus.work.clear()
+            raise ValueError(f"every answer to the {len(names)} questions is empty")
+        corpus.finish({"id": name, "messages": messages} for name, messages in kept)
+        if left_out := len(names) - len(kept):
+            why = "the answer is empty, or the context has no room for it"
+            print(f"{out}: {left_out} of {len(names)} questions are left out: {why}")
 
 
 def _check_room(target: Target, questions: list[Question], max_new_tokens: int) -> None:

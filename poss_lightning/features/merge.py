@@ -52,6 +52,8 @@ def merge(stores: list[str], out: str) -> None:
             shards=tuple(entries),
         )
         merged.write(folder)
+        for store in opened:
+            store.check_unchanged()  # else its digests are not those of what was copied
     print(f"{out}: {merged.samples:,} samples, {merged.tokens:,} tokens of {len(opened)} stores")
 
 

@@ -69,15 +69,20 @@ class FeatureStore:
 
     Raises:
         StoreError: no finished store there, or a file is missing or damaged; or it does not keep one of the layers.
+            Later, of what is read: a file was changed meanwhile.
     """
 
     def __init__(self, address: str | Path, layers: tuple[int, ...] | None = None):
         self.folder = local_copy(address)
         self.manifest = check(self.folder)
-        shards = (_open(self.folder / entry.name, self.manifest) for entry in self.manifest.shards)
-        self._batches = [batch for shard in shards for batch in shard]
+        paths = [self.folder / entry.name for entry in self.manifest.shards]
+        self._states = {path: _state(path) for path in paths}
+        shards = {path: _open(path, self.manifest) for path in paths}
+        self._batches = [batch for shard in shards.values() for batch in shard]
+        self._paths = [path for path, shard in shards.items() for _ in shard]  # of every batch
         self._table = pa.Table.from_batches(self._batches).select(["id", "length", "spans"])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
+        self.check_unchanged()
         self.ids: list[str] = self._table["id"].to_pylist()
         self.lengths = self._table["length"].to_numpy()  # (samples,)
         self._dtype = getattr(torch, self.manifest.dtype)
@@ -91,7 +96,11 @@ class FeatureStore:
 
     def __reduce__(self) -> tuple:
         # A loader's process maps the files itself; Arrow would send their bytes.
-        return FeatureStore, (self.folder, self.layers)
+        return FeatureStore, (self.folder, self.layers), [*self._states.values()]
+
+    def __setstate__(self, states: list[tuple[int, ...]]) -> None:
+        self._states = dict(zip(self._states, states, strict=False))
+        self.check_unchanged()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -99,6 +108,7 @@ class FeatureStore:
     def __getitem__(self, index: int) -> Sample:
         index = range(len(self))[index]
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1
+        self._check_unchanged(self._paths[batch])
         columns, row = self._batches[batch], index - int(self._starts[batch])
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
         return Sample(
@@ -112,7 +122,22 @@ class FeatureStore:
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
         """The same store with samples that carry the outputs of these layers; errors as above."""
-        return self if layers == self.layers else FeatureStore(self.folder, layers)
+        if layers == self.layers:
+            return self
+        self.check_unchanged()
+        return FeatureStore(self.folder, layers)
+
+    def check_unchanged(self) -> None:
+        """Raise StoreError where a shard is not the file that was opened; every sample's own is looked at anyway.
+
+        Its memory is the file's: bytes that were written over would be read, and to read behind a new end is fatal.
+        """
+        for path in self._states:
+            self._check_unchanged(path)
+
+    def _check_unchanged(self, path: Path) -> None:
+        if _state(path) != self._states[path]:
+            raise StoreError(f"{path} was changed or removed while it was read: leave a store alone that is in use")
 
     @cached_property
     def spans(self) -> list[np.ndarray]:
@@ -140,6 +165,7 @@ class FeatureStore:
         rows = ((batch, row) for batch in self._batches for row in range(batch.num_rows))
         texts = (_values(batch, row, "tokens") for batch, row in rows)
         answers = (text[start:stop] for text, spans in zip(texts, self.spans, strict=True) for start, stop in spans)
+        self.check_unchanged()
         with announced(f"counting the tokens of the answers in {self.folder}"):
             return most_common_tokens(answers, self.target.vocab_size, size)
 
@@ -188,6 +214,15 @@ def _bytes(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
     _, offsets, blobs = columns[name].buffers()
     start, stop = np.frombuffer(offsets, np.int64)[row : row + 2]
     return np.frombuffer(blobs, np.uint8)[start:stop]
+
+
+def _state(shard: Path) -> tuple[int, ...]:
+    """What differs where the file was written to or replaced; () where there is none."""
+    try:
+        facts = shard.stat()
+    except FileNotFoundError:
+        return ()
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def _open(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:

@@ -18,6 +18,7 @@ from poss_lightning.reports.figures import assign_colours, choice_panel, depth_f
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import group
+from poss_lightning.work import Work
 
 
 @check_numbers
@@ -75,8 +76,11 @@ def report(
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {findings.made}",
     )
-    with atomic(out) as path:
-        path.write_text(page, encoding="utf-8")
+    work = Work(f"{out}.unfinished", out)
+    with work.exclusive(wait=False):
+        with atomic(out) as path:
+            path.write_text(page, encoding="utf-8")
+        work.clear()
     print(f"{out}: {len(findings.answers)} records of {len(methods)} methods")
 
 

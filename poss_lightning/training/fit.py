@@ -17,9 +17,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
@@ -47,6 +49,7 @@ from poss_lightning.training.help import PRECISION, choose_help
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import folder_of, stay_in_folder
 from poss_lightning.training.strategies import prepare
+from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
@@ -165,7 +168,7 @@ def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
         if not draft.is_dir():
             raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
         finished.touch()
-        shutil.rmtree(last.parent, ignore_errors=True)
+    shutil.rmtree(last.parent, ignore_errors=True)  # of one that was killed before it did, too
     return draft
 
 
@@ -275,17 +278,18 @@ class _Cli(LightningCLI):
         _quieten()
         args = [command, *options] if isinstance(options, list) else {"subcommand": command, command: asdict(options)}
         try:
-            super().__init__(
-                SpecialistTraining,
-                FeatureData,
-                args=args,
-                parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
-                save_config_callback=_SaveConfig,
-                save_config_kwargs={"overwrite": True},
-                seed_everything_default=0,
-                trainer_defaults={"callbacks": [StepLines()]},
-                auto_configure_optimizers=False,  # the module makes its own, and their schedule
-            )
+            with ExitStack() as self._held:
+                super().__init__(
+                    SpecialistTraining,
+                    FeatureData,
+                    args=args,
+                    parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
+                    save_config_callback=_SaveConfig,
+                    save_config_kwargs={"overwrite": True},
+                    seed_everything_default=0,
+                    trainer_defaults={"callbacks": [StepLines()]},
+                    auto_configure_optimizers=False,  # the module makes its own, and their schedule
+                )
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
 
@@ -330,9 +334,13 @@ class _Cli(LightningCLI):
         if trial:
             return
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        if not has_checkpoint and not by_itself:
+        begins = not has_checkpoint and not by_itself
+        if begins:
             self._check_unused(folder)
         if self.trainer.is_global_zero:
+            self._held.enter_context(_only_training(folder))
+            if begins:  # again: another process may have ended a training meanwhile
+                self._check_unused(folder)
             self._say_where(folder)
 
     def after_fit(self) -> None:
@@ -385,6 +393,20 @@ class _Cli(LightningCLI):
             raise FileExistsError(f"{folder} holds a training already: {how}")
 
 
+@contextmanager
+def _only_training(folder: Path) -> Iterator[None]:
+    """No second process trains in the folder: it raises ValueError before it writes anything."""
+    work, new = Work(folder / "unfinished"), [place for place in (folder, *folder.parents) if not place.exists()]
+    with work.exclusive(wait=False):
+        try:
+            yield
+        finally:
+            work.clear()
+            for place in new:
+                with suppress(OSError):  # it holds something
+                    place.rmdir()
+
+
 class _SaveConfig(SaveConfigCallback):
     """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it.
 
@@ -401,8 +423,15 @@ class _SaveConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, "fit")
 
 
+def _show_thread_error(args: threading.ExceptHookArgs, show=threading.excepthook) -> None:
+    """Of any thread but TensorBoard's that writes: it raises its error in ours, too."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        show(args)
+
+
 def _quieten() -> None:
     """Drop warnings and lines of Lightning that say what config.yaml tells, or advertise, unless the user asks."""
+    threading.excepthook = _show_thread_error
     if is_verbose():
         return
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # it is the command line's, or the options

@@ -31,8 +31,8 @@ def parts(target, tmp_path_factory) -> list[str]:
 def test_a_merged_store_has_all_samples_in_order(parts, tmp_path, monkeypatch, links):
     if not links:
         monkeypatch.setattr(os, "link", lambda *args: (_ for _ in ()).throw(OSError("no links here")))
-    temporary_path(tmp_path / "whole").mkdir()
-    (temporary_path(tmp_path / "whole") / "shard-00000.arrow").write_text("of a killed one")
+    temporary_path(tmp_path / "whole", 2**30).mkdir()  # no process has that number
+    (temporary_path(tmp_path / "whole", 2**30) / "shard-00000.arrow").write_text("of a killed one")
     merge(parts, str(tmp_path / "whole"))
     verify_files(tmp_path / "whole")
     whole, own = FeatureStore(tmp_path / "whole"), [FeatureStore(part) for part in parts]

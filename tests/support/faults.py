@@ -1,0 +1,282 @@
+"""What may go wrong while a command writes, and a command that is run while it does.
+
+A process forked for it runs the command with an audit hook, which sees every file operation below its folder before it
+is done, and counts them. A fault is `KIND:AT`:
+
+  kill:N       the process ends at once before its N-th operation
+  torn:N       the same, and the file that it was writing has half of its bytes
+  time:S       the process is killed after S seconds
+  full:N       from the N-th operation on the disk is full, as the hook says
+  limit:BYTES  no file may become larger
+  disk:BYTES   the folder is a disk of so many bytes (where this user may mount one)
+  beside:N     the process stands still before its N-th operation, while another runs the same command
+  truncate:N   before the N-th operation somebody cuts every shard of the store that is read in half,
+  rewrite:N    writes other bytes into it,
+  remove:N     or removes the store
+"""
+
+import errno
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import chdir
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, NoReturn
+
+from poss_lightning import cli
+
+SECONDS = 120  # that a command of tiny sizes may take, on a busy machine too
+PATIENCE = 4  # seconds that a second writer may wait for one that stands still
+KILLED = 137
+CREATES = ("open", "append", "os.mkdir", "os.link", "os.symlink")  # these need space
+CHANGES = (*CREATES, "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate")
+STORE = "store"  # in the folder of a command: the one that it reads, if it reads one
+
+
+class Operation(NamedTuple):
+    event: str  # as the audit hook names it
+    path: str  # of what is written, renamed or removed
+
+
+class Fault(NamedTuple):
+    kind: str
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.at:g}" if self.kind == "time" else f"{self.kind}:{self.at:.0f}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        kind, _, at = text.partition(":")
+        return cls(kind, float(at))
+
+
+class Outcome(NamedTuple):
+    code: int  # of the exit, or less than 0: the signal that ended it
+    text: str  # all that it printed
+
+    @property
+    def last(self) -> str:
+        lines = re.split(r"[\r\n]|\x1b\[A", self.text)  # bars go back to their line, and up
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def is_refusal(self, command: str) -> bool:
+        """Whether it ended with one clear line."""
+        return self.code == 1 and self.last.startswith(f"poss {command}: ") and "Traceback" not in self.text
+
+
+# --- a command in a process of its own ---
+
+
+class Child:
+    """A forked process that runs `poss` with arguments in a folder, under a fault if there is one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: list[str],
+        fault: Fault | None = None,
+        *,
+        record: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        self.pid, self._pipe, self._text = os.fork(), reading, b""
+        if not self.pid:
+            for stream in (1, 2):
+                os.dup2(writing, stream)
+            os.environ.update(environment)
+            _run(folder, arguments, fault, record)
+        os.close(writing)
+
+    def wait(self, seconds: float = SECONDS) -> Outcome | None:
+        """What came of it; None where it stands still, or is not at its end after so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if select.select([self._pipe], [], [], 0.01)[0] and (piece := os.read(self._pipe, 2**16)):
+                self._text += piece
+                continue
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            if pid and os.WIFSTOPPED(status):
+                return None
+            if pid:
+                while piece := os.read(self._pipe, 2**16):
+                    self._text += piece
+                os.close(self._pipe)
+                return Outcome(os.waitstatus_to_exitcode(status), self._text.decode(errors="replace"))
+        return None
+
+    def end(self) -> Outcome:
+        """What came of it, or `SIGKILL` if it does not end."""
+        if (outcome := self.wait()) is None:
+            self.kill()
+            outcome = self.wait()
+            assert outcome is not None
+        return outcome
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def _run(folder: Path, arguments: list[str], fault: Fault | None, record: Path | None) -> NoReturn:
+    """Run `poss`, and end this process."""
+    code, operations = 1, []
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv = ["poss", *arguments]
+    try:
+        with chdir(folder):
+            if fault is None:
+                watch(folder, operations.append)
+            else:
+                arm(fault, folder)
+            cli.main()
+        code = 0
+    except SystemExit as stop:
+        if stop.code not in (None, 0, 1):
+            print(stop.code)
+        code = 0 if stop.code in (None, 0) else 1
+    except BaseException:
+        traceback.print_exc()
+    if record:
+        record.write_text(json.dumps([operations, list(sys.modules)]))
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def recorded(record: Path) -> tuple[list[Operation], list[str]]:
+    """The operations of a command that ended well, and the modules that it had imported by then."""
+    operations, modules = json.loads(record.read_text())
+    return [Operation(*operation) for operation in operations], modules
+
+
+# --- faults ---
+
+
+def watch(folder: Path, see: Callable[[Operation], object]) -> None:
+    """Call `see` before each operation below a folder; for as long as this process lives."""
+    inside, busy = f"{folder}{os.sep}", False
+
+    def hook(event: str, arguments: tuple) -> None:
+        nonlocal busy
+        if busy or event not in CHANGES or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            return
+        if event == "open" and arguments[2] & os.O_APPEND:
+            event = "append"
+        path = _absolute(event, arguments)
+        if path.startswith(inside):
+            busy = True
+            try:
+                see(Operation(event, path))
+            finally:
+                busy = False
+
+    sys.addaudithook(hook)
+
+
+def _absolute(event: str, arguments: tuple) -> str:
+    """The path that an operation changes; of a link and of a renaming the source."""
+    path = os.fsdecode(arguments[1] if event in ("os.link", "os.symlink") else arguments[0])
+    if event in ("os.remove", "os.rmdir") and arguments[-1] not in (-1, None):
+        path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[-1]}"), path)
+    return os.path.abspath(path)
+
+
+def arm(fault: Fault, folder: Path) -> None:
+    """Let the fault happen in this process."""
+    if fault.kind == "time":
+        signal.setitimer(signal.ITIMER_REAL, fault.at)  # nobody handles SIGALRM, so it ends the process
+    elif fault.kind == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.at), resource.RLIM_INFINITY))
+    elif fault.kind != "disk":
+        number, writes = 0, folder
+        act = ACTS[fault.kind]
+
+        def see(operation: Operation) -> None:
+            nonlocal number, writes
+            number += 1
+            if number == fault.at or (number > fault.at and fault.kind == "full"):
+                act(operation, Path(operation.path if operation.event == "os.chmod" else writes))
+            if operation.event == "open":
+                writes = operation.path
+
+        watch(folder, see)
+
+
+def _kill(operation: Operation, written: Path) -> None:
+    os._exit(KILLED)
+
+
+def _tear(operation: Operation, written: Path) -> None:
+    if written.is_file():
+        os.truncate(written, written.stat().st_size // 2)
+    os._exit(KILLED)
+
+
+def _fill(operation: Operation, written: Path) -> None:
+    if operation.event in CREATES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
+
+
+def _stop(operation: Operation, written: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _truncate(operation: Operation, written: Path) -> None:
+    for shard in Path(STORE).glob("*.arrow"):
+        os.truncate(shard, shard.stat().st_size // 2)
+
+
+def _rewrite(operation: Operation, written: Path) -> None:
+    for shard in Path(STORE).glob("*.arrow"):
+        size = shard.stat().st_size
+        with shard.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(bytes(size // 4))
+
+
+def _remove(operation: Operation, written: Path) -> None:
+    for file in Path(STORE).iterdir():
+        file.unlink()
+    Path(STORE).rmdir()
+
+
+ACTS = {
+    "kill": _kill,
+    "torn": _tear,
+    "full": _fill,
+    "beside": _stop,
+    "truncate": _truncate,
+    "rewrite": _rewrite,
+    "remove": _remove,
+}
+
+
+# --- a disk of its own ---
+
+
+def mount(folder: Path, size: int) -> bool:
+    """Make a folder a disk of so many bytes, or give the one that it is another size; False where one may not."""
+    given = ["-o", f"remount,size={size}", str(folder)]
+    if not os.path.ismount(folder):
+        given = ["-t", "tmpfs", "-o", f"size={size}", "poss-faults", str(folder)]
+    return subprocess.run(["mount", *given], capture_output=True, check=False).returncode == 0
+
+
+def unmount(folder: Path) -> None:
+    if os.path.ismount(folder):
+        subprocess.run(["umount", str(folder)], check=True)
