@@ -5,7 +5,7 @@ import yaml
 
 from poss_lightning import shipped
 from poss_lightning.draft.specialists import find_draft
-from poss_lightning.evaluation.hub import SIX
+from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.suites import own_suites
 from poss_lightning.files import conf, find_config
 from tests.support.command import run_in
@@ -22,7 +22,7 @@ def test_every_name_is_one_that_commands_take():
     files = {path.resolve() for path in conf("demo.yaml").parent.rglob("*.yaml")}
     assert {conf(name).resolve() for name in configs} == files and all(map(find_config, configs))
     assert set(drafts) == {"embedded-hass", "embedded-poss2"} and all(map(find_draft, drafts))
-    assert list(suites) == [*own_suites(), *(f"hub:{name}" for name in SIX)]
+    assert list(suites) == [*own_suites(), *(f"hub:{name}" for name in KNOWN)]
 
 
 @pytest.mark.parametrize("name", dict(shipped.configs()))
