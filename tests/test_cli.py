@@ -25,6 +25,8 @@ from poss_lightning.training.help import SAID
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.work import Work
 from tests.support.command import Poss, Result, left, says
+from tests.support.lab import write_records
+from tests.support.synthetic import make_records
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -207,6 +209,18 @@ def test_an_unknown_command_is_answered_with_those_there_are(poss):
     for command in ("fitt", "predict", "--verbose"):
         result = poss(command)
         assert result.code.startswith(f"poss: no command {command!r}; there are fit, ") and "\n" not in result.code
+
+
+@pytest.mark.parametrize("command", ["compare", "report", "histogram"])
+@pytest.mark.parametrize("records", ["[]", "", " "])
+def test_no_records_at_all_are_not_all_below_here(poss, tmp_path, command, records):
+    (tmp_path / "a").mkdir()
+    write_records(tmp_path / "a", make_records(prompts=2), {})
+    says(
+        poss(command, records),
+        command,
+        "no record in it" if (command, records) == ("histogram", "[]") else "records is [",
+    )
 
 
 def test_a_probe_of_another_target_is_refused(poss, inputs, tmp_path):

@@ -91,7 +91,8 @@ def benchmark(
         target: "embedded", a local folder or a hub id.
         suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
             `hub:OWNER/NAME`; all of the project's own by default.
-        limit: decode only the first questions of each suite, this many; by default all of a file, and 80 of the hub.
+        limit: decode only the first questions of each suite, this many; by default all of a file and of SPEED-Bench,
+            and 80 of other data sets of the hub.
         max_new_tokens: most tokens of an answer.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.

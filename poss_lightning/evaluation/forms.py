@@ -7,7 +7,7 @@ from poss_lightning.corpus import readers
 _NAMES = ("question_id", "id", "conversation_id")
 _CHATS = ("messages", "conversations")
 _FIELDS = ("turns", *_CHATS, "prompt")
-_LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _ANSWER = {"role": "assistant", "content": "…"}
 _SHOWN = 60  # letters of a wrong value shown in an error
 
@@ -44,7 +44,7 @@ def turns(record: dict, field: str | None = None) -> list[str]:
     if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
         shown = repr(value)[:_SHOWN]
         raise readers.Malformed(f"`{name}` is {shown}; it must be a text, or a list of one or more texts")
-    if any(_LEFT_OUT in text for text in texts):
+    if any(LEFT_OUT in text for text in texts):
         raise readers.Malformed(
             f"`{name}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
             "speed-bench of NVIDIA-NeMo/Skills) fetches all texts: name a file that it has written"
@@ -70,8 +70,9 @@ def name(record: dict, number: int) -> int | str:
 def _user_turns(conversation: dict, field: str) -> list[str]:
     """The messages between answers, as turns."""
     messages = readers.messages_of(conversation)
-    if not any(message["role"] == "assistant" for message in messages):
-        messages = [part for message in messages for part in (message, *[_ANSWER] * (message["role"] == "user"))]
+    if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
+        asked = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
+        messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in asked), one)]
     messages = readers.make_regular([*messages, _ANSWER])
     runs = groupby(messages, key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]

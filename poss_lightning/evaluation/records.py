@@ -120,9 +120,12 @@ def read_sources(paths: Paths) -> list[Source]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file without records, or a line that is no record; the message names file, line, field and value.
+        ValueError: no path, or an empty one; a file without records, or a line that is no record; the message names
+            file, line, field and value.
     """
-    listed = [paths] if isinstance(paths, str | Path) else paths
+    listed = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not listed or any(not str(path).strip() for path in listed):
+        raise ValueError(f"records is {[*map(str, listed)]}; name files of records, or folders that hold some")
     return [source for path in listed for source in _packed(Path(path)) or _unpacked(Path(path))]
 
 
@@ -169,6 +172,11 @@ def read_runs(paths: Paths) -> dict[str, dict[str, Any]]:
     return by_folder(read_sources(paths))
 
 
+def as_object(value: Any) -> dict[str, Any]:
+    """A part of a run.json or of a line, which may hold anything: an object as it is, nothing for all else."""
+    return value if isinstance(value, dict) else {}
+
+
 def has_records(folder: Path) -> bool:
     """Whether a command has written records into this folder, or, while it is at work, the first of them."""
     return any((folder / name).exists() for name in NAMES) or any((folder / UNFINISHED).glob("question-*.json"))
@@ -181,7 +189,7 @@ def has_seconds(records: Iterable[Record]) -> bool:
 
 def has_auto_trees(runs: dict[str, dict[str, Any]]) -> bool:
     """Whether `tree: auto` sized the trees of any run."""
-    return any(isinstance(run.get("config"), dict) and run["config"].get("tree") == "auto" for run in runs.values())
+    return any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
 
 
 def check_drafts(runs: dict[str, dict[str, Any]]) -> None:

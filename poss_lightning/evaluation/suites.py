@@ -85,6 +85,11 @@ def _load(source: str, limit: int | None) -> Iterator[Suite]:
         yield _suite(Path(path.name.removesuffix(".gz")).stem, str(path), rows, limit, options.get("field"))
 
 
+def _category(record: dict) -> str:
+    category = record.get("category")
+    return category if isinstance(category, str) else ""
+
+
 def _from_hub(source: str, limit: int | None) -> Suite:
     name = source.removeprefix(HUB).partition("?")[0]
     field = None
@@ -154,6 +159,6 @@ def _question(suite: str, place: str, number: int, raw: bytes | dict, field: str
         if not isinstance(record, dict):
             raise readers.Malformed(f"a record must be an object, it is a {type(record).__name__}")
         turns = forms.turns(record, field)
-        return Question(suite, forms.name(record, number), str(record.get("category") or ""), turns)
+        return Question(suite, forms.name(record, number), _category(record), turns)
     except readers.Malformed as error:
         raise ValueError(f"{place}: {error}") from error

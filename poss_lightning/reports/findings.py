@@ -9,6 +9,7 @@ from poss_lightning.evaluation.records import (
     BASELINES,
     Record,
     Source,
+    as_object,
     by_cell,
     by_folder,
     check_drafts,
@@ -65,6 +66,7 @@ class Findings(NamedTuple):
     effects: list[Effects]  # none without a reference that drafts
     answers: list[Record]  # of one training of each method
     cells: list[tuple[str, int]]  # choice and seed of these trainings, where the folders have them
+    folders: list[str]  # that the answers lie in, or lay in
 
 
 @announced("reading records, and drawing what intervals need")
@@ -90,8 +92,16 @@ def find(
     """
     options: dict = {"baseline": baseline, "reference": reference, "resamples": resamples, "seed": seed}
     by_temperature = group_by_temperature(read_sources(records))
-    found = {f"{temperature:g}": _find(sources, **options) for temperature, sources in by_temperature.items()}
-    return _side_by_side(found) if len(found) > 1 else next(iter(found.values()))
+    if len(by_temperature) == 1:
+        return _find(next(iter(by_temperature.values())), **options)
+    _check_temperatures(by_temperature)
+    found = {}
+    for name, sources in by_temperature.items():
+        try:
+            found[name] = _find(sources, **options)
+        except ValueError as error:
+            raise ValueError(f"at T = {name}: {error}") from error
+    return _side_by_side(found)
 
 
 def _find(sources: list[Source], *, baseline: str, reference: str | None, resamples: int, seed: int) -> Findings:
@@ -113,38 +123,57 @@ def _find(sources: list[Source], *, baseline: str, reference: str | None, resamp
             overall = [row for row in summaries if row.suite == ALL]
             speed_ups = {row.method: row.speed_up[over] for row in overall if over in row.speed_up} if over else {}
             findings.tables.insert(1, cost_table(costs, speed_ups))
-    drafted = {name: found for name, found in group(answers).items() if name not in BASELINES}
-    findings.tables.extend(length_tables(drafted, resamples, seed))
-    return findings._replace(cells=chosen, note=findings.note + (AUTO if has_auto_trees(runs) else ""))
+        drafted = {name: found for name, found in group(answers).items() if name not in BASELINES}
+        findings.tables.extend(length_tables(drafted, resamples, seed))
+    folders = [str(source.folder) for source in sources]
+    return findings._replace(cells=chosen, folders=folders, note=findings.note + (AUTO if has_auto_trees(runs) else ""))
 
 
-def group_by_temperature(sources: Iterable[Source]) -> dict[float, list[Source]]:
+def group_by_temperature(sources: Iterable[Source]) -> dict[str, list[Source]]:
     """The sources by the temperature of their runs, the lowest first; where no run tells it, it is 0."""
     groups: dict[float, list[Source]] = {}
     for source in sources:
-        config = (source.run or {}).get("config")
-        temperature = config.get("temperature") if isinstance(config, dict) else None
+        temperature = as_object((source.run or {}).get("config")).get("temperature")
         groups.setdefault(temperature if isinstance(temperature, int | float) else 0, []).append(source)
-    return dict(sorted(groups.items()))
+    return {f"{temperature:g}": groups[temperature] for temperature in sorted(groups)}
+
+
+def _check_temperatures(by_temperature: dict[str, list[Source]]) -> None:
+    """Raise ValueError where records of several temperatures do not stand side by side."""
+    prompts = {
+        name: {(record.suite, record.id, record.turn) for source in sources for record in source.records}
+        for name, sources in by_temperature.items()
+    }
+    (first, asked), *others = prompts.items()
+    for name, sources in by_temperature.items():
+        if by_cell(sources):
+            raise ValueError(f"the records of T = {name} are of several trainings; compare each temperature by itself")
+    for name, own in others:
+        if own != asked:
+            raise ValueError(
+                f"T = {first} has answers to {len(asked)} prompts and T = {name} to {len(own)}, {len(asked & own)} of "
+                "them the same; temperatures are compared on the same prompts"
+            )
 
 
 def _side_by_side(found: dict[str, Findings]) -> Findings:
-    """What was found at several temperatures: the methods in one table, and then the other tables of each."""
-    first, *_ = found.values()
+    """What was found at several temperatures: the methods in one table, and then the other tables of each.
+
+    The answers are those of the first.
+    """
+    (lowest, first), *_ = found.items()
     together = stack_tables("By temperature", "T", {name: findings.tables[0] for name, findings in found.items()})
-    apart = [
-        replace(table, title=f"{table.title}, T = {name}")
-        for name, findings in found.items()
-        for table in findings.tables[1:]
-    ]
+    pairs = [(f"T = {name}", findings) for name, findings in found.items()]
     return first._replace(
-        headline=" ".join(f"T = {name}: {findings.headline}" for name, findings in found.items()),
-        tables=[together, *apart],
-        effects=[
-            each._replace(title=f"{each.title}, T = {name}")
-            for name, findings in found.items()
-            for each in findings.effects
+        headline=" ".join(f"{at}: {findings.headline}" for at, findings in pairs),
+        note=f"{first.note} Each temperature is compared, and corrected, by itself.",
+        made=f"{first.made}, answers of T = {lowest}",
+        shares={f"{name}, {at}": own for at, findings in pairs for name, own in findings.shares.items()},
+        tables=[
+            together,
+            *(replace(table, title=f"{table.title}, {at}") for at, one in pairs for table in one.tables[1:]),
         ],
+        effects=[each._replace(title=f"{each.title}, {at}") for at, findings in pairs for each in findings.effects],
     )
 
 
@@ -160,7 +189,15 @@ def _find_over_prompts(summaries: list[MethodSummary], baseline: str | None, ref
     effects = _effects_over_prompts(overall, reference)
     headline = " ".join([write_headline(overall, baseline), *map(write_verdicts, effects[-1:])])
     return Findings(
-        headline=headline, note=note, made="", shares=shares, tables=tables, effects=effects, answers=[], cells=[]
+        headline=headline,
+        note=note,
+        made="",
+        shares=shares,
+        tables=tables,
+        effects=effects,
+        answers=[],
+        cells=[],
+        folders=[],
     )
 
 
@@ -182,6 +219,7 @@ def _find_over_seeds(cells: Cells, baseline: str, reference: str | None, depths:
         effects=effects,
         answers=[],
         cells=[],
+        folders=[],
     )
 
 

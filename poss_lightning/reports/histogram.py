@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from poss_lightning.evaluation.records import BASELINES, Record, Source, read_lines, read_sources
-from poss_lightning.files import atomic, check_file
+from poss_lightning.evaluation.records import BASELINES, Record, Source, as_object, read_lines, read_sources
+from poss_lightning.files import atomic, check_file, check_new
 from poss_lightning.ranges import Draws, Seed, check_numbers
 from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.statistics import Sums, draw_counts, estimate
 from poss_lightning.reports.tables import Cell, Table, make_cell
 
+MOST = 1024  # tokens that a round may accept
 AIPERF, VLLM = "spec_decode_acceptance", ("metrics", "speculative_decoding")
 OURS = "poss_lightning"  # as an engine
 NOTE = "Requests are a random sample: under each value stands its 95 % interval for others like them."
@@ -97,13 +98,13 @@ class Acceptance:
             ValueError: a field is missing, of a wrong type, or contradicts another; the message names it.
         """
         counts = values.get("acceptance_histogram")
-        pairs = enumerate(counts) if isinstance(counts, list) else counts.items() if isinstance(counts, dict) else None
-        if pairs is None:
-            raise ValueError(f"acceptance_histogram is {reprlib.repr(counts)}; it must be a list, or an object")
-        try:
-            histogram = {_natural("acceptance_histogram", int(key)): _natural("it", count) for key, count in pairs}
-        except ValueError as error:
-            raise ValueError(f"acceptance_histogram is {reprlib.repr(counts)}: {error}") from None
+        pairs = counts if isinstance(counts, dict) else dict(enumerate(counts)) if isinstance(counts, list) else None
+        if pairs is None or not all(map(_is_accepted, pairs)) or not all(map(_is_natural, pairs.values())):
+            raise ValueError(
+                f"acceptance_histogram is {reprlib.repr(counts)}; it must be a list of integers of at least 0, or an "
+                f"object of such, by numbers of accepted tokens from 0 to {MOST}"
+            )
+        histogram = {int(key): count for key, count in pairs.items()}
         accepted = values.get("per_step_accepted")
         if accepted is not None and not isinstance(accepted, list):
             raise ValueError(f"per_step_accepted is {reprlib.repr(accepted)}; it must be a list")
@@ -143,13 +144,16 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
     Args:
         files: records, or folders of them; AIPerf's profile_export.jsonl (`--export-level records`); or lines of
             responses of vLLM's server (`--per-request-spec-decode-metrics`). Several as [a,b].
-        out: file to write, a line an answer, as AIPerf writes it.
+        out: file to write, a new one: a line an answer, as AIPerf writes it.
         resamples: draws of the bootstrap over answers.
         seed: of the bootstrap.
     """
     if out is not None:
         check_file(out, ".jsonl")
+        check_new(out)
     answers = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
+    if not answers:
+        raise ValueError(f"files is {files}; no record in it is of a method that drafts")
     methods: dict[str, list[Acceptance]] = {}
     for answer in answers:
         methods.setdefault(answer.method, []).append(answer.rounds)
@@ -172,16 +176,16 @@ def tables(methods: dict[str, list[Acceptance]], resamples: int = 2000, seed: in
     means, shares = [], []
     deepest = max(max(max(one.histogram, default=0), one.most or 0) for found in methods.values() for one in found)
     for name, found in methods.items():
-        reach = np.array([[_reaching(one, least) for least in range(deepest + 1)] for one in found], dtype=float)
+        exact = np.array([[one.histogram.get(accepted, 0) for accepted in range(deepest + 1)] for one in found], float)
+        reach = np.flip(np.flip(exact, 1).cumsum(1), 1)  # rounds that accepted so many or more
         sums = Sums(reach, np.zeros(len(found)), np.zeros(len(found)))
         counts = draw_counts(len(found), resamples, seed)
         taus = [estimate(tau(counts, sums), len(found)) for tau in (statistics.tau_micro, statistics.tau_macro)]
         rate = statistics.ratio(counts @ reach[:, 1:].sum(1), counts @ np.array([float(one.drafted) for one in found]))
         cells = [Cell(str(len(found))), Cell(str(int(reach[:, 0].sum()))), *map(make_cell, taus)]
         means.append(([name], [*cells, make_cell(estimate(rate, len(found)).percent(), ".1f")]))
-        drawn = counts @ reach  # (1+R, K+1)
-        exactly = drawn - np.pad(drawn[:, 1:], ((0, 0), (0, 1)))
-        parts = statistics.ratio(exactly, np.broadcast_to(drawn[:, :1], drawn.shape))
+        drawn = counts @ exact  # (1+R, K+1)
+        parts = statistics.ratio(drawn, np.broadcast_to(drawn.sum(1, keepdims=True), drawn.shape))
         shares.append(
             ([name], [make_cell(statistics.estimate_share(part, len(found)).percent(), ".1f") for part in parts.T])
         )
@@ -213,25 +217,26 @@ def read_answers(file: str) -> Iterator[Answered]:
 
 def _of_records(source: Source) -> Iterator[Answered]:
     """Of the methods that draft."""
-    methods = (source.run or {}).get("methods", {})
+    methods = as_object((source.run or {}).get("methods"))
     for record in source.records:
         if record.method in BASELINES:
             continue
-        facts = methods.get(record.method, {})
-        if facts.get("tree", "fixed") != "fixed" or not {"depth", "nodes"} <= facts.keys():
+        facts = as_object(methods.get(record.method))
+        sizes = [facts.get(name) for name in ("depth", "nodes")]
+        if facts.get("tree", "fixed") != "fixed" or not all(map(_is_natural, sizes)):
             raise ValueError(
                 f"{source.folder}: its run.json does not say how many tokens {record.method!r} drafts a round"
             )
         place = {"suite": record.suite, "id": record.id, "turn": record.turn, "repeat": record.repeat}
-        rounds = Acceptance.from_record(record, facts["depth"], facts["nodes"] - 1)
+        rounds = Acceptance.from_record(record, sizes[0], sizes[1] - 1)
         yield Answered(record.method, place, rounds)
 
 
 def _of_engine(place: str, values: dict[str, Any], stem: str) -> Answered | None:
-    """Of one line; None where it has no acceptance, as a failed request has none."""
-    metadata, found = values.get("metadata") or {}, values
+    """Of one line; None where it has no acceptance, as a failed request's line has none."""
+    metadata, found = as_object(values.get("metadata")), values
     for name in (AIPERF,) if AIPERF in values else VLLM:
-        found = found.get(name) or {}
+        found = as_object(found.get(name))
     if not found:
         return None
     try:
@@ -241,13 +246,17 @@ def _of_engine(place: str, values: dict[str, Any], stem: str) -> Answered | None
     return Answered(str(metadata.pop("method", stem)), metadata, rounds)
 
 
-def _reaching(rounds: Acceptance, least: int) -> int:
-    """Rounds that accepted so many tokens or more."""
-    return sum(count for accepted, count in rounds.histogram.items() if accepted >= least)
+def _is_accepted(key: Any) -> bool:
+    """Whether it is a number of accepted tokens, as JSON spells it."""
+    return str(key).isdecimal() and str(int(key)) == str(key) and int(key) <= MOST
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _natural(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not _is_natural(value):
         raise ValueError(f"{name} is {reprlib.repr(value)}; it must be an integer of at least 0")
     return value
 

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from poss_lightning import __version__
-from poss_lightning.evaluation.records import has_seconds, read_runs
+from poss_lightning.evaluation.records import as_object, find_depths, has_seconds, read_runs
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.files import atomic, check_file
 from poss_lightning.ranges import CountOrNone, Draws, Seed, check_numbers
@@ -17,7 +17,7 @@ from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.figures import assign_colours, choice_panel, depth_figures, forest_figure, seconds_panel
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
-from poss_lightning.reports.summary import group
+from poss_lightning.reports.summary import choose_depth, group
 from poss_lightning.work import Work
 
 
@@ -58,7 +58,9 @@ def report(
     methods = group(findings.answers)
     trained = group_by_choice(read_scalars(runs or []))
     colours = assign_colours([*findings.shares, *trained], reference)
-    most = {name: len(findings.shares.get(name, ())) for name in methods}
+    depths = find_depths(facts)
+    most = {name: choose_depth(name, answers, depths.get(name)) for name, answers in methods.items()}
+    shown = [folder for folder in facts if folder in findings.folders]
     page = _template().render(
         title=title,
         circumstances=circumstances,
@@ -72,7 +74,7 @@ def report(
         depths=depth_figures(trained),
         trained=bool(trained),
         seeds=max(map(len, trained.values()), default=0),
-        texts=decoded_texts(methods, read_rounds(facts), most, prompts),
+        texts=decoded_texts(methods, read_rounds(shown), most, prompts),
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {findings.made}",
     )
@@ -98,7 +100,7 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     """Target, dates and machines of runs, in this order, as far as their run.json have them."""
     targets, dates, machines = [], [], []
     for run in runs:
-        config = run["config"] if isinstance(run.get("config"), dict) else {}
+        config = as_object(run.get("config"))
         targets.append(config.get("target"))
         dates.append(str(run.get("started") or "")[: len("2026-11-22")])
         machines.append(", ".join(str(run[fact]) for fact in ("machine", "device") if run.get(fact)))

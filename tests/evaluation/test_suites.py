@@ -40,6 +40,7 @@ FORMS = [
     ({"messages": chat(("user", "a"), ("assistant", "x"))}, ["a"]),
     ({"messages": chat(("user", "a"), ("user", "b"), ("assistant", "x"), ("user", "c"))}, ["a\n\nb", "c"]),
     ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["s\n\na", "b"]),  # no answers
+    ({"messages": chat(("user", "a"), ("user", "b"), ("system", "s"))}, ["a", "b\n\ns"]),
     ({"messages": chat(("assistant", "unasked"), ("user", "a"))}, ["a"]),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
@@ -63,7 +64,8 @@ def test_a_named_field_counts_before_all(tmp_path):
 
 
 def test_ids_and_categories(tmp_path):
-    records = [{"question_id": 7, "id": "x"}, {"id": "y", "category": "z"}, {"conversation_id": "c"}, {"id": None}]
+    records = [{"question_id": 7, "id": "x"}, {"id": "y", "category": "z"}, {"conversation_id": "c"}]
+    records.append({"id": None, "category": ["no text"]})
     (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a"} | record for record in records)))
     questions = read_suites([str(tmp_path)])
     assert [(question.id, question.category) for question in questions] == [(7, ""), ("y", "z"), ("c", ""), (4, "")]
@@ -106,7 +108,7 @@ def test_line_separators_inside_a_turn_break_no_question(tmp_path):
         (b'{"turns": ["a"], "question_id": -1}\n', r"suite\.jsonl:1: question_id is -1; it must be a number of at"),
         (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
         (
-            json.dumps({"turns": [f"{forms._LEFT_OUT}\n\nTell me."]}).encode(),
+            json.dumps({"turns": [f"{forms.LEFT_OUT}\n\nTell me."]}).encode(),
             r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
         ),
         (b"\n", "has no questions"),

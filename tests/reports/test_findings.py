@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from poss_lightning.evaluation.records import to_line
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.tables import Cell, Table, stack_tables
@@ -32,6 +34,31 @@ def test_one_table_holds_all_temperatures_and_each_is_as_alone(tmp_path):
         assert [table.title for table in rest if table.title.endswith(f"T = {name}")] == titles
     assert both.headline == f"T = 0: {greedy.headline} T = 1: {warm.headline}"
     assert len(both.effects) == len(greedy.effects) + len(warm.effects)
+    assert both.shares == {f"{name}, T = 0": own for name, own in greedy.shares.items()} | {
+        f"{name}, T = 1": own for name, own in warm.shares.items()
+    }
+    assert both.answers == greedy.answers and both.folders == greedy.folders
+
+
+def test_other_prompts_or_several_trainings_do_not_stand_side_by_side(tmp_path):
+    run_folder(tmp_path / "greedy", 0.0, 0)
+    warm = run_folder(tmp_path / "warm", 0.5, 1)
+    lines = (warm / "records.jsonl").read_text().splitlines(keepends=True)
+    (warm / "records.jsonl").write_text("".join(line for line in lines if json.loads(line)["id"] != 0))
+    with pytest.raises(ValueError, match=r"T = 0 has answers to 20 prompts and T = 0\.5 to 16, 16 of them the same"):
+        find(tmp_path)
+    warm.rename(tmp_path / "seed-1")
+    with pytest.raises(ValueError, match=r"the records of T = 0\.5 are of several trainings"):
+        find([tmp_path / "greedy", tmp_path / "seed-1"])
+
+
+def test_a_reference_that_one_temperature_lacks_is_told_with_it(tmp_path):
+    run_folder(tmp_path / "greedy", 0.0, 0)
+    warm = run_folder(tmp_path / "warm", 1.0, 1)
+    lines = (warm / "records.jsonl").read_text().splitlines(keepends=True)
+    (warm / "records.jsonl").write_text("".join(line for line in lines if json.loads(line)["method"] != "eagle"))
+    with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
+        find(tmp_path, reference="eagle")
 
 
 def test_stacked_tables_may_have_other_columns_and_rows():

@@ -80,11 +80,12 @@ STATS = {"acceptance_histogram": {"0": 1, "2": 2}, "num_draft_tokens": 9}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"acceptance_histogram": 3}, "acceptance_histogram is 3; it must be a list, or an object"),
-        ({"acceptance_histogram": {"a": 1}}, "acceptance_histogram is {'a': 1}: invalid literal"),
-        (
-            {"acceptance_histogram": [1, -1]},
-            r"acceptance_histogram is \[1, -1\]: it is -1; it must be an integer of at",
+        *(
+            (
+                {"acceptance_histogram": wrong},
+                r"acceptance_histogram is .*; it must be a list of integers of at least 0",
+            )
+            for wrong in (3, {"a": 1}, {"00": 1}, {"5000": 1}, [1, -1], [1, True], {"0": "x"}, "ab")
         ),
         ({"num_draft_tokens": 3}, "4 tokens are accepted, and num_draft_tokens is 3"),
         ({"num_draft_tokens": None}, "num_draft_tokens is None; it must be an integer of at least 0"),
@@ -99,6 +100,28 @@ def test_numbers_that_contradict_each_other_are_named_by_line(tmp_path, change, 
     file = lines(tmp_path / "a.jsonl", *({"spec_decode_acceptance": STATS | extra} for extra in ({}, change)))
     with pytest.raises(ValueError, match=f"a.jsonl, line 2: {words}"):
         list(read_answers(file))
+
+
+@pytest.mark.parametrize("line", [{"spec_decode_acceptance": "x"}, {"metrics": [1]}, {"metadata": "m", "metrics": 1}])
+def test_lines_of_other_shapes_are_passed_over(tmp_path, line):
+    file = lines(tmp_path / "a.jsonl", line, {"metadata": "m", "spec_decode_acceptance": STATS})
+    assert [(answer.method, answer.place) for answer in read_answers(file)] == [("a", {})]
+
+
+@pytest.mark.parametrize("methods", [None, {"eagle": None}, {"eagle": {"depth": 3, "nodes": "y"}}, {}])
+def test_a_run_json_that_does_not_know_the_method_is_refused(folder, methods):
+    (folder / "run.json").write_text(json.dumps({"methods": methods}))
+    with pytest.raises(ValueError, match="does not say how many tokens 'eagle' drafts a round"):
+        list(read_answers(str(folder)))
+
+
+def test_nothing_is_written_over_and_nothing_drafted_is_said(folder, tmp_path):
+    with pytest.raises(FileExistsError):
+        histogram(str(folder), out=str(folder / "records.jsonl"))
+    plain = [record for record in RECORDS if record.method != "eagle"]
+    (folder / "records.jsonl").write_text("".join(to_line(record) + "\n" for record in plain))
+    with pytest.raises(ValueError, match="no record in it is of a method that drafts"):
+        histogram(str(folder))
 
 
 def test_what_says_nothing_of_acceptance_is_refused(folder, tmp_path):

@@ -1,5 +1,6 @@
 """The tables in the terminal and the HTML page: what they show, and what they must never hold."""
 
+import json
 import math
 import re
 import shutil
@@ -518,6 +519,17 @@ def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path)
     assert "Milliseconds" not in write_page(tmp_path, str(tmp_path), reference="eagle")
     write_records(tmp_path / "turns", make_records(methods=("autoregressive", *CHOICES)), {"methods": {}})
     assert "Milliseconds" in write_page(tmp_path, str(tmp_path / "turns"), reference="eagle")
+
+
+def test_answers_of_two_temperatures_are_those_of_the_lower_with_its_rounds(run, tmp_path):
+    folder, records = run
+    facts = json.loads((folder / "run.json").read_text())
+    write_records(tmp_path / "warm", make_records(seed=1), facts | {"config": {"temperature": 1.0}})
+    other = [Round("chat", 0, 0, "poss-1", 0, made_rounds(records[-1])[0])]  # fits no answer of the first
+    (tmp_path / "warm" / NAME).write_text("\n".join(map(to_line, other)))
+    report([str(folder), str(tmp_path / "warm")], out=str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "answers of T = 0" in page and "By temperature" in page and "poss-1, T = 1" in page
 
 
 def test_replayed_rounds_are_shown_without_seconds_and_text(tmp_path):

@@ -53,7 +53,7 @@ TEXTS = [
 ]
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
-PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "mine"]
+PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "acceptance.jsonl", "mine"]
 OUTS = [
     "out",
     "out.jsonl",
