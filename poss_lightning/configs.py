@@ -117,14 +117,14 @@ def explain(
     option = match[1]
     value = re.search(r".*(?:Got|Given) value: (.*)", text, re.DOTALL)
     places = [file for file in files if _has(read_config(file), option)]
-    words = {argument.partition("=")[0] for argument in arguments}
-    named = places or words & {f"--{option}", f"--{option}.class_path"}
+    given = {argument.partition("=")[0] for argument in arguments}
+    named = places or given & {f"--{option}", f"--{option}.class_path"}
     if not named and value and (nested := re.match(r"NestedArg\(key='([\w.]+)'", value[1])):
         part, example = option.rpartition(".")[2], _CLASSES.get(option, "CLASS")
         text = f"--{option}.{nested[1]} is an option of a {part}: name a {part} first: --{option} {example}"
     if value and (words := describe_type(known.get(option))):
         text = f"{option} is {reprlib.repr(value[1])}; it must be {words}"
-    if any(word.startswith(f"--{option}") for word in words):
+    if any(word.startswith(f"--{option}") for word in given):
         return ArgumentError(None, text)
     if not places:
         return ArgumentError(None, text)

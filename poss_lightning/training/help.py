@@ -6,9 +6,8 @@ from itertools import pairwise
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 PRECISION = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
+HELP, ASSIGNED = ("--help", "-h"), ("--help=", "-h=")
 # The options that the short help has, besides those of model and data.
-HELP = ("--help", "-h")
-ASSIGNED = tuple(f"{name}=" for name in HELP)
 SAID = {
     "seed_everything": "of weights, order and noise; true draws one (default: %(default)s)",
     "trainer.accelerator": "auto, cpu, gpu or mps (default: %(default)s)",
