@@ -116,11 +116,16 @@ def explain(
         return error
     option = match[1]
     value = re.search(r".*(?:Got|Given) value: (.*)", text, re.DOTALL)
+    places = [file for file in files if _has(read_config(file), option)]
+    given = {argument.partition("=")[0] for argument in arguments}
+    named = places or given & {f"--{option}", f"--{option}.class_path"}
+    if not named and value and (nested := re.match(r"NestedArg\(key='([\w.]+)'", value[1])):
+        part, example = option.rpartition(".")[2], _CLASSES.get(option, "CLASS")
+        text = f"--{option}.{nested[1]} is an option of a {part}: name a {part} first: --{option} {example}"
     if value and (words := describe_type(known.get(option))):
         text = f"{option} is {reprlib.repr(value[1])}; it must be {words}"
-    if any(argument.startswith(f"--{option}") for argument in arguments):
+    if any(word.startswith(f"--{option}") for word in given):
         return ArgumentError(None, text)
-    places = [file for file in files if _has(read_config(file), option)]
     if not places:
         return ArgumentError(None, text)
     near = [] if option in known else _nearest(option, known)
@@ -128,6 +133,9 @@ def explain(
     deeper = f", below `{below[0].removesuffix(option)[:-1]}:`" if below else ""
     hint = f"; did you mean {' or '.join(near)}{deeper}?" if near else ""
     return ArgumentError(None, f"{text}; it stands in {' and '.join(places)}{hint}")
+
+
+_CLASSES = {"trainer.logger": "TensorBoardLogger"}  # the one of the examples, of an option that takes a class
 
 
 def describe_type(hint: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryFile
 
 HOST = socket.gethostname()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on files
@@ -158,9 +159,13 @@ def check_name(path: str | Path) -> bool:
         return True
     except FileNotFoundError:
         nearest = next(parent for parent in Path(path).absolute().parents if parent.exists())
-        if not os.access(nearest, os.W_OK):
-            raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write") from None
-        return False
+    try:
+        TemporaryFile(dir=nearest).close()  # permissions do not tell: root has all of them, in /proc too
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write") from error
+    return False
 
 
 def sha256(path: str | Path) -> str:

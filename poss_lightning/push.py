@@ -35,10 +35,17 @@ def push(
         OSError: it refuses; the message has its reason.
     """
     from huggingface_hub import HfApi  # `poss --help` need not wait for it
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    )
     from huggingface_hub.utils import validate_repo_id
 
-    validate_repo_id(repo)
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"repo is {repo!r}; it must be OWNER/NAME, of letters, digits, '-', '_' and '.'") from error
     with TemporaryDirectory() as place:
         write_folder(draft, repo, Path(place), records, license)
         api = HfApi()
@@ -60,4 +67,4 @@ def write_folder(
     card = write_card(Specialists.from_pretrained(source), repo, records, license)
     for name in (CONFIG, WEIGHTS):
         shutil.copyfile(source / name, folder / name)
-    (folder / CARD).write_text(card)
+    (folder / CARD).write_text(card, encoding="utf-8")

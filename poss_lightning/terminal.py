@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from threading import Event, Thread
 
-VERBOSE = "POSS_VERBOSE"  # where it is set, libraries show their own bars and warnings, too
+VERBOSE = "POSS_VERBOSE"  # where it is 1, libraries show their own bars and warnings, too
 FIRST, NEXT = 3.0, 10.0  # seconds until something that goes on is announced, and announced again
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def announced(what: str) -> Iterator[None]:
 
 def is_verbose() -> bool:
     """Whether libraries may show what they like."""
-    return bool(os.environ.get(VERBOSE))
+    return os.environ.get(VERBOSE, "").lower() not in ("", "0", "false")
 
 
 @contextmanager
@@ -56,6 +56,20 @@ def without_bars() -> Iterator[None]:
         yield
     finally:
         tqdm.__init__ = usual
+
+
+@contextmanager
+def without_retries() -> Iterator[None]:
+    """Within the block the hub's client does not report each failed request, unless the user asks for it."""
+    from huggingface_hub.utils import logging as hub_logging  # `poss --help` need not wait for it
+
+    usual = hub_logging.get_verbosity()
+    if not is_verbose():
+        hub_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(usual)
 
 
 def mute_deepspeed() -> None:

@@ -117,6 +117,14 @@ BAD = [
         (*EXTRACT, "out", "--tarrget", "x"),
         "unrecognized arguments: --tarrget x; did you mean --target? (poss extract --help tells its options)",
     ),
+    (
+        (*FIT, "[2]", "--trainer.logger.save_dir", "runs"),
+        "--trainer.logger.save_dir is an option of a logger: name a logger first: --trainer.logger TensorBoardLogger",
+    ),
+    (
+        (*FIT, "[2]", "--trainer.logger", "TensorBoardLogger", "--trainer.logger.savedir", "runs"),
+        """Parser key "trainer.logger": """,
+    ),
     ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; it must be a whole number (poss extract --help"),
     ((*EXTRACT, "out", *FLOAT, "--layers", "[5]"), "layers has 5"),
     ((*EXTRACT, "out", *FLOAT, "--stored", "int8"), "stored is 'int8'; it must be exact or float8"),
@@ -381,6 +389,17 @@ def test_the_help_of_a_training_has_what_is_ours_and_all_of_it_when_asked(poss, 
     mine = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
     assert mine - options[short] == {"model.store"}  # which the data give
     assert set(SAID) <= options[short]
+
+
+def test_help_takes_all_on_either_side_and_no_other_word(poss, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    short, whole = poss("fit", "--help").out, poss("fit", "--help", "all").out
+    for words in (("-h", "all"), ("all", "--help"), ("--help=all",), ("--data.store", "all", "--help", "all")):
+        assert poss("fit", *words).out == whole, words
+    for words in (("-h",), ("--model.allocation", "[2]", "--help"), ("--help", "--data.store", "all")):
+        assert poss("fit", *words).out == short, words
+    for words in (("--help", "al"), ("al", "-h"), ("--help=al",), ("--help", "all", "al")):
+        says(poss("fit", *words), "fit", "it must be --help, or --help all")
 
 
 # --- what works ---

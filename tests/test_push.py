@@ -106,6 +106,19 @@ def test_a_target_of_the_hub_is_the_base_model(target, tmp_path, name, base):
     assert ModelCard.load(tmp_path / "README.md").data.base_model == (name if base else None)
 
 
+@pytest.mark.parametrize("name", ["{here}/models/llama", "/models/llama", "./llama", "~/llama"])
+def test_a_folder_of_the_target_is_not_published(target, tmp_path, name):
+    """A reader of the card has no such folder."""
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    draft, name = tiny_draft(target, [1]), name.format(here=tmp_path)
+    draft.config = replace(draft.config, target=replace(target.spec, name=name))
+    draft.save_pretrained(tmp_path / "draft")
+    write_folder(str(tmp_path / "draft"), REPO, tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert name not in card and "speculative decoding with llama:" in card and "| target | llama |" in card
+    assert "--target TARGET --draft" in card and "load('TARGET', draft=" in card and "TARGET is llama" in card
+
+
 def test_records_of_a_draft_in_another_dtype_are_its_own(target, inputs, tmp_path):
     """A benchmark in bfloat16 records the digest of weights that were rounded to it."""
     draft = Specialists.from_pretrained(inputs / "draft")
@@ -120,7 +133,8 @@ def test_records_of_a_draft_in_another_dtype_are_its_own(target, inputs, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("{inputs}/draft", "a b"), "Repo id must use alphanumeric chars"),
+        (("{inputs}/draft", "a b"), "repo is 'a b'; it must be OWNER/NAME"),
+        (("{inputs}/draft", ""), "repo is ''; it must be OWNER/NAME"),
         (("nowhere", REPO), "draft 'nowhere' is neither a local folder nor a hub id"),
         (("other", REPO, "--records", "{inputs}/records"), "the records are of other drafts: "),
         (("{inputs}/draft", REPO, "--records", "{inputs}/suite.jsonl"), "lacks accepted"),

@@ -54,6 +54,7 @@ PLACES = [  # for a folder, for a file, and what is said
     ("others", "others", "not empty, and nothing to go on with|there already|must end in"),
     ("{inputs}/target", "{inputs}/target", "not empty, and nothing to go on with|there already|must end in"),
     ("a" * 300, "a" * 300 + "{ending}", "File name too long"),
+    ("/proc/a", "/proc/a{ending}", "cannot be written: /proc is not yours to write"),  # root has the permission
 ]
 
 

@@ -54,6 +54,16 @@ def test_bars_of_libraries_are_shown_to_who_asks(bar, monkeypatch):
         assert "0/1" in shown()
 
 
+@pytest.mark.parametrize(
+    ("value", "verbose"), [(None, False), ("", False), ("0", False), ("False", False), ("1", True), ("true", True)]
+)
+def test_libraries_speak_where_the_user_says_so(value, verbose, monkeypatch):
+    monkeypatch.delenv(terminal.VERBOSE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(terminal.VERBOSE, value)
+    assert terminal.is_verbose() == verbose
+
+
 def test_deepspeed_says_on_no_machine_that_it_has_no_gpu(monkeypatch):
     logger, handler = logging.getLogger("DeepSpeed"), Twice()
     monkeypatch.setattr(logger, "handlers", [handler])

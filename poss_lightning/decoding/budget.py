@@ -171,12 +171,12 @@ class RoundStatistics:
             self.continued[k] = MEMORY * self.continued[k] + sum(count > k for count in accepted)
 
     def why_plain(self) -> str:
-        """What the rounds that drafted cost and brought, where plain decoding is faster."""
+        """What a round with drafting took and gave, where plain decoding is faster."""
         rounds, tokens, seconds = self.drafted.tolist()
         needed = seconds / rounds / self.plain_step
         return (
-            f"tree: auto gave up drafting: {rounds:.0f} rounds that drafted took {needed:.2f} plain steps each on this "
-            f"machine, and so needed τ {needed:.2f}; they had {tokens / rounds:.2f}"
+            f"tree: auto gave up drafting: on this machine a round with drafting takes as long as {needed:.2f} tokens "
+            f"of plain decoding, and gave {tokens / rounds:.2f} tokens (mean of {rounds:.0f} rounds)"
         )
 
 

@@ -248,7 +248,7 @@ class Speculative(Decoder):
             return partial(self.graphs.run_alone, ("timed", name), work)
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
-        with announced("timing them"):
+        with announced("timing draft steps and verification"):
             measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
         self.graphs.clear()
         return measured

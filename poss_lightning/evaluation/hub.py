@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from poss_lightning.terminal import announced, without_retries
+
 
 @dataclass(frozen=True)
 class HubSuite:
@@ -110,7 +112,7 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
     """
     import datasets  # takes a second, and files do without it
 
-    with _explain_errors(source):
+    with announced(f"asking for the data set {suite.repo}"), _explain_errors(source):
         builder = datasets.load_dataset_builder(suite.repo, suite.config, revision=suite.revision)
         splits = builder.as_streaming_dataset()
     assert isinstance(splits, dict)  # as no split was asked for
@@ -148,7 +150,8 @@ def _explain_errors(source: str) -> Iterator[None]:
     )
 
     try:
-        yield
+        with without_retries():
+            yield
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         fault = " ".join(str(error.__cause__ or error).split())
         if isinstance(error, ConnectionError | HTTPError) and not isinstance(error, HfHubHTTPError):  # not answered

@@ -42,7 +42,8 @@ def convert(
         input_format: format of the source.
         output_format: format to write.
         allocation: positions served by each specialist, e.g. [2, 2, 2]; needed for poss and speed, whose files do not
-            state it.
+            state it. The speculators format states it; in the other formats a single layer serves 6 positions, or 7
+            of EAGLE-3's.
         target: "embedded", a local folder or a hub id; the one the draft was trained for.
         file: write model.safetensors, or pytorch_model.bin for software that loads nothing else.
 
@@ -74,6 +75,8 @@ def convert(
         mismatch = f"{source} does not fit --input_format {input_format}"
         with _prefix_errors(mismatch):
             config = _flatten(stored, LAYOUTS[input_format])
+            if allocation is None and LAYOUTS[input_format].nested:
+                allocation = speculators.find_allocation(stored)
             allocation = _find_allocation(input_format, allocation, tensors)
         loaded = Target.load(target, dtype=None, device="cpu")
         with _prefix_errors(mismatch):
@@ -173,6 +176,8 @@ def _write(draft: Draft, out: Path, output_format: str, *, pickled: bool, target
         text = json.dumps(published, indent=2) + "\n"
         checkpoints.write_folder(out, tensors, text, pickled=pickled, token_map=ids)
         usage = _describe_usage(output_format, config, out)
+        if layout.nested and Path(name := speculators.verifier(target)).exists():
+            usage += f", on this machine only: its config.json names the target by its path here, {name}"
     layers = list(config.layers)
     inner = f"; reads the outputs of target layers {layers}, counted from 1" if config.reads_inner_layers else ""
     print(f"{out}: {usage}{inner}")

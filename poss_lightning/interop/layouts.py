@@ -48,7 +48,7 @@ class Layout:
         kv: as in `DraftConfig`, where it has several layers.
         runs: where it has several layers, the positions of all but the last that the loading code is written for; ()
             where that code takes one number for all.
-        positions: that a single layer serves in our config, as files do not state it.
+        positions: that a single layer serves in our config, where a file does not state it.
         depth: passes that its drafts are trained for; None for the sum of the allocation.
         architecture: the name in its config.json.
         embedding: whether the loading code needs the target's embedding in the file.

@@ -30,6 +30,9 @@ def parse(
     Raises:
         ValueError: a value contradicts the target, the tensors, or what a draft of ours computes; the message names it.
     """
+    for name in ("rope_parameters", "rope_scaling", "eagle_config"):
+        if not isinstance(value := published.get(name) or {}, dict):
+            raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
     rotary = published.get("rope_parameters") or published
     scaling = published.get("rope_scaling") or published.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -50,7 +53,8 @@ def parse(
             raise ValueError(f"config.json: {name} is {value!r}; a draft of ours for {spec.name} has {expected!r}")
     if not isinstance(width := published.get("intermediate_size"), int):
         raise ValueError(f"config.json: intermediate_size is {width!r}; it must be the width of a layer's MLP")
-    theta = float(rotary.get("rope_theta") or 10000.0)
+    if not isinstance(theta := rotary.get("rope_theta") or 10000.0, int | float):
+        raise ValueError(f"config.json: rope_theta is {theta!r}; it must be a number, the base of the rotation")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
@@ -62,7 +66,7 @@ def parse(
         kind=layout.kind,
         fc_norm=layout.kind == "eagle3" and bool(published.get("fc_norm")),
         norm_output=layout.kind == "eagle3" and bool(published.get("norm_output")),
-        rope_theta=None if _is_same(theta, spec.rope_theta) else theta,
+        rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
     )
     check_layers(config)
     _check_layer_ids(published, config, layout)

@@ -11,10 +11,11 @@ Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitio
 from typing import Any
 
 from poss_lightning.interop.settings import LAYER_IDS, SWITCHES, UNSUPPORTED
+from poss_lightning.ranges import POSITIONS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 
-KIND, LAYER = "speculators_model_type", "transformer_layer_config"
+KIND, LAYER, ENGINE = "speculators_model_type", "transformer_layer_config", "speculators_config"
 VERSION = "0.9.0"  # whose classes were read, and load what is written
 WITHIN = (  # of the published keys, those that describe the layer
     "model_type",
@@ -59,6 +60,35 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
     return layer | own | {"norm_before_residual": residual}
 
 
+def find_allocation(stored: dict[str, Any]) -> list[int] | None:
+    """One layer for the tokens that an engine drafts by the config's default method; None where it names no method.
+
+    Raises:
+        ValueError: they are no number of positions, or there is something else in their place.
+    """
+    engine = stored.get(ENGINE) or {}
+    if not isinstance(engine, dict):
+        raise ValueError(f"config.json: {ENGINE} is {engine!r}; it must have names with values, {{A: B}}")
+    where, methods = f"{ENGINE}.proposal_methods", engine.get("proposal_methods") or []
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        raise ValueError(f"config.json: {where} is {methods!r}; it must be a list of names with values, [{{A: B}}]")
+    if not methods:
+        return None
+    default = engine.get("default_proposal_method")
+    method = next((each for each in methods if each.get("proposal_type") == default), methods[0])
+    positions = method.get("speculative_tokens")
+    if type(positions) is not int or positions not in POSITIONS:
+        raise ValueError(
+            f"config.json: {where}: speculative_tokens is {positions!r}; it must be a whole number and {POSITIONS}"
+        )
+    return [positions]
+
+
+def verifier(target: Target) -> str:
+    """The name by which engines load the target; the embedded one has none but its folder's."""
+    return target.spec.name if target.spec.name != embedded.NAME else str(embedded.folder())
+
+
 def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, target: Target) -> dict[str, Any]:
     """The config.json of a draft in this format, from the keys of EAGLE-3's.
 
@@ -69,17 +99,16 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         target: which engines load with the draft, by its name.
     """
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": published["rope_theta"]}}
-    name = target.spec.name if target.spec.name != embedded.NAME else str(embedded.folder())
     greedy = {"proposal_type": "greedy", "speculative_tokens": positions, "verifier_accept_k": 1}
     return {
         "architectures": published["architectures"],
         KIND: "eagle3",
         "speculators_version": VERSION,
-        "speculators_config": {
+        ENGINE: {
             "algorithm": "eagle3",
             "proposal_methods": [greedy | {"accept_tolerance": 0.0}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": name, "architectures": [type(target.model).__name__]},
+            "verifier": {"name_or_path": verifier(target), "architectures": [type(target.model).__name__]},
         },
         LAYER: {key: published[key] for key in WITHIN} | rope | {"attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": published["draft_vocab_size"],

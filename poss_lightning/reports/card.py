@@ -65,6 +65,17 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith(".") and not Path(name).exists()
 
 
+def _is_folder(name: str) -> bool:
+    """Whether a target's name is of a folder, here or on the machine that trained: no reader of the card has it."""
+    return name.startswith(("/", ".", "~")) or Path(name).exists()
+
+
+def _public_name(config: DraftConfig) -> str:
+    """The target's name, of a folder the last part alone."""
+    name = config.target.name
+    return Path(name).name if _is_folder(name) else name
+
+
 def plain(text: str) -> str:
     """The text in one line of Markdown, where none of its characters means anything."""
     return MARKS.sub(r"\\\1", " ".join(text.split()))
@@ -75,7 +86,7 @@ def _describe(draft: Specialists) -> list[str]:
     layers = "one layer" if len(config.allocation) == 1 else f"{len(config.allocation)} specialists"
     reads = f"outputs of its layers {list(config.layers)}" if config.layers else "its last features"
     rows = {
-        "target": plain(config.target.name),
+        "target": plain(_public_name(config)),
         "fingerprint of the target": plain(config.target.fingerprint),
         "kind": f"{plain(config.kind)}, reads {reads}",
         "allocation (positions of each specialist)": str(list(config.allocation)),
@@ -88,7 +99,7 @@ def _describe(draft: Specialists) -> list[str]:
         "digest of the weights, in float32": facts["weights"],
     }
     return [
-        f"A draft for speculative decoding with {plain(config.target.name)}: {layers} for "
+        f"A draft for speculative decoding with {plain(_public_name(config))}: {layers} for "
         f"{sum(config.allocation)} positions. It proposes tokens and the target verifies them, so what is written "
         "stays the target's. Trained with poss_lightning.",
         _table(("", ""), [(name, value) for name, value in rows.items() if value]),
@@ -96,9 +107,12 @@ def _describe(draft: Specialists) -> list[str]:
 
 
 def _usage(config: DraftConfig, repo: str) -> list[str]:
-    target = " ".join(config.target.name.split())  # a line end would end the block
+    is_folder = _is_folder(config.target.name)
+    target = "TARGET" if is_folder else " ".join(config.target.name.split())  # a line end would end the block
+    named = f"TARGET is {plain(_public_name(config))}, in a folder of yours or on the hub; the fingerprint is compared."
     return [
         "## Use",
+        *([named] if is_folder else []),
         f"    poss generate 'Why is the sky blue?' --target {shlex.quote(target)} --draft {shlex.quote(repo)}",
         "In Python:",
         "    from poss_lightning import load\n\n"

@@ -442,6 +442,7 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging")  # steps count on
     warnings.filterwarnings("ignore", "Precision .* is not supported by the model summary")  # of megabytes
     warnings.filterwarnings("ignore", "`ModelCheckpoint.* could not find the monitored key")  # DraftFolders says why
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # of a training that goes on
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
     for module in modules:
         logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)

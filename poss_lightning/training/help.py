@@ -1,10 +1,12 @@
 """`poss fit --help`: what is ours, and the trainer's options that most trainings set. `--help all` has the rest."""
 
-from argparse import SUPPRESS, Action
+from argparse import SUPPRESS, Action, ArgumentError
+from itertools import pairwise
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 PRECISION = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
+HELP, ASSIGNED = ("--help", "-h"), ("--help=", "-h=")
 # The options that the short help has, besides those of model and data.
 SAID = {
     "seed_everything": "of weights, order and noise; true draws one (default: %(default)s)",
@@ -36,12 +38,26 @@ class ShortHelp(DefaultHelpFormatter):
 
 
 def choose_help(parser: ArgumentParser, arguments: list[str]) -> list[str]:
-    """The arguments as the parser of their command takes them: it knows `--help`, but neither short nor `all`."""
-    if arguments[-2:] == ["--help", "all"]:
-        return arguments[:-1]
-    if "--help" in arguments or "-h" in arguments:
-        _shorten(parser, arguments[0])
-    return arguments
+    """The arguments as the parser of their command takes them: it knows `--help`, but neither short nor `all`.
+
+    Raises:
+        ArgumentError: help is asked for with another word than `all`.
+    """
+    command, *rest = arguments
+    given = [word for each in rest for word in (each.split("=", 1) if each.startswith(ASSIGNED) else [each])]
+    if not any(word in HELP for word in given):
+        return arguments
+    free = [word for before, word in pairwise([HELP[0], *given]) if not word.startswith("-") and not _takes_one(before)]
+    if free not in ([], ["all"]):
+        raise ArgumentError(None, f"help is asked of {' '.join(free)!r}; it must be --help, or --help all")
+    if not free:
+        _shorten(parser, command)
+    return [command, HELP[0]]
+
+
+def _takes_one(word: str) -> bool:
+    """Whether the next word of a command line is the value of this one."""
+    return word.startswith("-") and "=" not in word and word not in HELP
 
 
 def _shorten(parser: ArgumentParser, command: str) -> None:

@@ -1,5 +1,6 @@
 """Resume a training within the epoch in which its checkpoint stopped, on any number of processes, in its folder."""
 
+import re
 from pathlib import Path
 
 import lightning
@@ -51,4 +52,5 @@ def stay_in_folder(trainer: lightning.Trainer, checkpoint: str | Path) -> None:
         if not isinstance(logger, CSVLogger | TensorBoardLogger) or logger._version is not None:
             continue
         if Path(logger.root_dir or "").resolve() == folder.parent:
-            logger._version = folder.name
+            number = re.fullmatch(r"version_(0|[1-9]\d*)", folder.name)
+            logger._version = int(number[1]) if number else folder.name

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 
 import datasets
 import pytest
+from huggingface_hub.utils import logging as hub_logging
 
 from poss_lightning.evaluation import forms, hub
 from poss_lightning.evaluation.suites import OWN, load_suites, own_suites, read_suites
@@ -301,8 +303,9 @@ def test_several_splits_and_none_named(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["asked", "streamed"])
-def test_a_hub_out_of_reach_is_told_in_one_line_that_names_our_own(tmp_path, monkeypatch, when):
+def test_a_hub_out_of_reach_is_told_in_one_line_that_names_our_own(tmp_path, monkeypatch, capsys, caplog, when):
     def unreachable(*args, **kwargs):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\n(LocalEntryNotFoundError)")
 
     copy = data_set(tmp_path / "copy", [{"question": "a"}], "main", "test")
@@ -310,7 +313,9 @@ def test_a_hub_out_of_reach_is_told_in_one_line_that_names_our_own(tmp_path, mon
         monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
     else:
         monkeypatch.setattr(datasets.IterableDataset, "__iter__", unreachable)
+    usual = hub_logging.get_verbosity()
     with pytest.raises(ConnectionError) as caught:
         read_suites([f"hub:gsm8k?repo={copy}"])
+    assert "Retrying" not in capsys.readouterr().err + caplog.text and hub_logging.get_verbosity() == usual
     assert "the hub cannot be reached (Couldn't reach" in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).endswith("need no network: " + ", ".join(own_suites()))

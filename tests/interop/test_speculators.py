@@ -9,7 +9,9 @@ import torch
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings, speculators
+from poss_lightning.interop.convert import _write
 from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.tensors import Draft
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.interop.test_eagle3 import DEEP, FUSED, KEY, SOME, agree, random_file
@@ -133,7 +135,41 @@ def test_ours_goes_there_and_comes_back(convert, deep, tmp_path, capsys, switche
     assert given["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     agree(tmp_path / "theirs", draft, deep, config=flat(tmp_path / "theirs"))
     convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "speculators")
-    agree(tmp_path / "theirs", Specialists.from_pretrained(tmp_path / "back"), deep, config=flat(tmp_path / "theirs"))
+    back = Specialists.from_pretrained(tmp_path / "back")
+    assert back.config.allocation == (5,)
+    agree(tmp_path / "theirs", back, deep, config=flat(tmp_path / "theirs"))
+
+
+def engine(*methods: object, default: str = "greedy") -> dict:
+    return {"speculators_config": {"proposal_methods": [*methods], "default_proposal_method": default}}
+
+
+GREEDY, SAMPLED = ({"proposal_type": name, "speculative_tokens": n} for name, n in (("greedy", 2), ("sample", 3)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "allocation"),
+    [
+        (engine(GREEDY), (), (2,)),
+        (engine(GREEDY, SAMPLED, default="sample"), (), (3,)),
+        (engine(GREEDY), ("--allocation", "[4]"), (4,)),
+        (engine(), (), (7,)),
+        ({"speculators_config": None}, (), (7,)),
+    ],
+)
+def test_the_tokens_that_an_engine_drafts_are_the_allocation(convert, deep, tmp_path, changes, given, allocation):
+    folder = theirs(tmp_path / "theirs", deep, changes)
+    convert(folder, tmp_path / "ours", "--input_format", "speculators", *given)
+    assert Specialists.from_pretrained(tmp_path / "ours").config.allocation == allocation
+
+
+@pytest.mark.parametrize(("name", "local"), [("OWNER/NAME", False), (None, True)])
+def test_a_target_by_its_path_is_said_to_hold_here_alone(deep, tmp_path, monkeypatch, capsys, name, local):
+    monkeypatch.setattr(deep, "spec", replace(deep.spec, name=name or str(tmp_path)))
+    draft = tiny_draft(deep, [5], kind="eagle3")
+    _write(Draft(draft.config, draft.state_dict()), tmp_path / "out", "speculators", pickled=False, target=deep)
+    said = f", on this machine only: its config.json names the target by its path here, {tmp_path}"
+    assert (said in capsys.readouterr().out) == local
 
 
 def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
@@ -164,6 +200,13 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
         ({}, {"num_hidden_layers": 2}, "transformer_layer_config.num_hidden_layers is 2; a draft of ours has 1"),
         ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling is 'llama3'"),
         ({}, {"hidden_size": 64}, "hidden_size is 64"),
+        ({}, {"rope_parameters": "x"}, "rope_parameters is 'x'; it must have names with values"),
+        ({}, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a number"),
+        (engine({"speculative_tokens": "two"}), {}, "speculative_tokens is 'two'; it must be a whole number"),
+        (engine({"speculative_tokens": 65}), {}, "speculative_tokens is 65; it must be a whole number and lie between"),
+        (engine({}), {}, "speculators_config.proposal_methods: speculative_tokens is None"),
+        (engine(3), {}, "speculators_config.proposal_methods is [3]; it must be a list"),
+        ({"speculators_config": "x"}, {}, "speculators_config is 'x'; it must have names with values"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
 )

@@ -49,9 +49,11 @@ class Command:
 
 
 def messages() -> list[str]:
-    """Every text in the package's code, with … for each value that is put into it."""
+    """Every text in the package's code but its docstrings, with … for each value that is put into it."""
     trees = (ast.parse(path.read_text()) for path in (ROOT / "poss_lightning").rglob("*.py"))
-    texts = (_text(node) for tree in trees for node in ast.walk(tree))
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    texts = (_text(node) for node in nodes if node not in docstrings)
     return [re.sub(r"%(s|d|\.\d+f)", "…", text) for text in texts if text]
 
 

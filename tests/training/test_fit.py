@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import pytest
+from lightning.pytorch.callbacks import model_checkpoint
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from poss_lightning.configs import merge_options
@@ -102,11 +103,13 @@ def test_weights_and_biases_go_by_the_loggers_name():
 def test_nobody_is_advised_to_sum_what_is_summed():
     """Lightning would, some fifty times a run of several processes."""
     words = inspect.getsource(result)
+    assert "exists and is not empty." in inspect.getsource(model_checkpoint)  # as each training that goes on is told
     assert "It is recommended to use `self.log({" in words and "sync_dist=True)`" in words
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         _quieten()
         warnings.warn("It is recommended to use `self.log('val/loss', ..., sync_dist=True)` when logging", stacklevel=1)
+        warnings.warn("Checkpoint directory run/checkpoints exists and is not empty.", stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert [str(each.message) for each in heard] == ["another"]
 

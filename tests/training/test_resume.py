@@ -4,9 +4,12 @@ import json
 import signal
 from functools import partial
 
+import lightning
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from poss_lightning.training.resume import stay_in_folder
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
 
@@ -26,6 +29,15 @@ def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, ever
         assert 0 < len(rest) < len(seen) and seen[-len(rest) :] == rest  # at the exact sample
         for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True):
             assert torch.equal(a, b), after
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize(("folder", "version"), [("version_0", 0), ("version_12", 12), ("a", "a"), ("7", "7")])
+def test_a_logger_takes_the_number_of_the_folder_again(tmp_path, kind, folder, version):
+    """The bar shows the end of a text, and a number as it is."""
+    trainer = lightning.Trainer(logger=kind(tmp_path, name="run"), enable_checkpointing=False)
+    stay_in_folder(trainer, tmp_path / "run" / folder / "checkpoints" / "last.ckpt")
+    assert trainer.loggers[0].version == version and trainer.log_dir == str(tmp_path / "run" / folder)
 
 
 def test_sigkill(store, tmp_path):
