@@ -47,6 +47,6 @@ def test_a_plan_kills_at_each_operation_and_tears_what_is_written():
 
 
 def test_every_command_that_writes_is_among_them():
-    """All of `poss` but those that only read or print, and the demo, which is made of the others."""
-    reading = {"plan", "generate", "allocate", "compare", "validate", "test", "demo"}
+    """All of `poss` but those that only read, print or upload, and the demo, which is made of the others."""
+    reading = {"list", "plan", "generate", "allocate", "compare", "validate", "test", "push", "demo"}
     assert {writer.command for writer in WRITERS.values()} == {*cli.TOOLS, *cli.TRAINER} - reading

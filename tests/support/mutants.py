@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "training: a query sees one slot too many of the context",
         "draft/attention.py",
-        "device=keys.device).sub_(self.skip).clamp_",
-        "device=keys.device).sub_(self.skip - 1).clamp_",
+        "slots[near:] > (own - self.skip).clamp(",
+        "slots[near:] > (own - self.skip + 1).clamp(",
         "draft/test_unroll.py",
     ),
     Mutant(
@@ -207,10 +207,31 @@ MUTANTS = (
         "draft/test_unroll.py decoding/test_engine.py",
     ),
     Mutant(
+        "training: a window is a slot too wide",
+        "draft/attention.py",
+        "slots[: max(far, 0)] <= own - self.window",
+        "slots[: max(far, 0)] < own - self.window",
+        "draft/test_unroll.py",
+    ),
+    Mutant(
+        "drafting: a window does not move with the position",
+        "decoding/drafting.py",
+        "else window - (position - 1))",
+        "else window)",
+        "draft/test_unroll.py",
+    ),
+    Mutant(
+        "training: a round begins behind the last accepted token, not behind its bonus",
+        "losses/slot_weights.py",
+        "accepted + 1, counted[0])",
+        "accepted.clamp(min=1), counted[0])",
+        "test_losses.py evaluation/test_replay.py",
+    ),
+    Mutant(
         "drafting: a node sees its siblings",
         "decoding/drafting.py",
-        "mask = self.slots.tree_mask(frontier.ancestors)\n",
-        "mask = self.slots.tree_mask(frontier.ancestors.any(1, True).expand_as(frontier.ancestors))\n",
+        "mask = self.slots.tree_mask(frontier.ancestors,",
+        "mask = self.slots.tree_mask(frontier.ancestors.any(1, True).expand_as(frontier.ancestors),",
         "draft/test_unroll.py decoding/test_engine.py",
     ),
     Mutant(
