@@ -256,7 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
         problem = PARTS[name](share, options.seed)
         ended[name] = f"{(time.monotonic() - began) / 60:5.1f} minutes, {problem or 'nothing wrong'}", problem
     print(*(f"  {name:<9} {text}" for name, (text, _) in ended.items()), sep="\n")
-    sys.exit(any(problem for _, problem in ended.values()))
+    if any(problem for _, problem in ended.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,9 @@ def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:
     leaf = st.none() | st.booleans() | st.sampled_from([*SMALL, *ODD]) | st.sampled_from(TEXTS)
     option = st.recursive(leaf, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("a"), inner))
     good = st.dictionaries(st.sampled_from(names), option, max_size=2).map(lambda options: json.dumps(options).encode())
-    return st.sampled_from([None, None, None, good, st.binary(max_size=9)]).flatmap(lambda drawn: drawn or st.none())
+    return st.sampled_from([None, None, None, good, st.binary(max_size=9)]).flatmap(
+        lambda drawn: st.none() if drawn is None else drawn
+    )
 
 
 def _with_config(arguments: list[str], files: dict[str, bytes], config: bytes | None) -> tuple:

@@ -467,7 +467,7 @@ def main() -> int:
     unseen = 0
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "cells", "__pycache__"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "cells", "__pycache__"))
         for mutant in MUTANTS:
             file = copy / "poss_lightning" / mutant.file
             whole = file.read_text()
