@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import describe
 from poss_lightning.evaluation.records import (
+    as_object,
     by_folder,
     check_drafts,
     find_depths,
@@ -22,7 +23,6 @@ from poss_lightning.evaluation.records import (
     read_sources,
 )
 from poss_lightning.reports.findings import AUTO
-from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import MethodSummary, summarise
 
 MARKS = re.compile(r"([\\`*_\[\]<>&|~$@]|:(?=//)|(?<=www)\.)")  # what means something within a line of Markdown
@@ -168,22 +168,18 @@ def _cast(draft: Specialists, dtype: torch.dtype) -> Specialists:
 
 def _methods(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The drafts of a run.json."""
-    methods = run["methods"] if isinstance(run.get("methods"), dict) else {}
+    methods = as_object(run.get("methods"))
     return {name: facts for name, facts in methods.items() if isinstance(facts, dict) and "weights" in facts}
 
 
 def _cells(row: MethodSummary, timed: bool) -> list[str]:
     values = [row.tau_micro, row.tau_macro, *([row.speed_up[PLAIN]] if timed else [])]
-    return [str(row.prompts), *map(_with_interval, values)]
-
-
-def _with_interval(value: Estimate) -> str:
-    return f"{value.text()} ({value.interval()})" if value.interval() else value.text()
+    return [str(row.prompts), *(value.with_interval() for value in values)]
 
 
 def _settings(run: dict[str, Any], method: dict[str, Any]) -> str:
     """How a method was measured, and where, in a line."""
-    config = run["config"] if isinstance(run.get("config"), dict) else {}
+    config = as_object(run.get("config"))
     named = [(method, name) for name in ("tree", "depth", "nodes", "tree_width")]
     named += [(config, name) for name in ("temperature", "max_new_tokens", "dtype")]
     named += [(run, name) for name in ("machine", "device", "started", "git")]

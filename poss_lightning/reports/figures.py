@@ -93,14 +93,10 @@ def forest_figure(effects: Effects) -> Figure:
     rows = [Effect(effects.reference, no_effect, math.nan, math.nan, own, detail="the reference")]
     known = {name: gain for name, gain in effects.gains.items() if math.isfinite(gain.value)}
     for name, gain in sorted(known.items(), key=lambda entry: -entry[1].value):
-        label = "identical" if gain.identical else _with_interval(gain, effects.form)
+        label = "identical" if gain.identical else gain.with_interval(effects.form)
         detail = ", ".join(filter(None, [gain.significance(), gain.detectable_text(effects.form.replace("+", ""))]))
         rows.append(Effect(name, gain.value, gain.low, gain.high, label, gain.direction, detail and f"({detail})"))
     return Figure(effects.title, forest_chart(rows, no_effect, effects.title))
-
-
-def _with_interval(gain: Estimate, form: str) -> str:
-    return gain.text(form) + (f" ({gain.interval(form)})" if gain.interval(form) else "")
 
 
 def choice_panel(

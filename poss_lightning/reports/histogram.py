@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -222,13 +222,13 @@ def _of_records(source: Source) -> Iterator[Answered]:
         if record.method in BASELINES:
             continue
         facts = as_object(methods.get(record.method))
-        sizes = [facts.get(name) for name in ("depth", "nodes")]
-        if facts.get("tree", "fixed") != "fixed" or not all(map(_is_natural, sizes)):
+        depth, nodes = facts.get("depth"), facts.get("nodes")
+        if facts.get("tree", "fixed") != "fixed" or not _is_natural(depth) or not _is_natural(nodes):
             raise ValueError(
                 f"{source.folder}: its run.json does not say how many tokens {record.method!r} drafts a round"
             )
         place = {"suite": record.suite, "id": record.id, "turn": record.turn, "repeat": record.repeat}
-        rounds = Acceptance.from_record(record, sizes[0], sizes[1] - 1)
+        rounds = Acceptance.from_record(record, depth, nodes - 1)
         yield Answered(record.method, place, rounds)
 
 
@@ -251,7 +251,7 @@ def _is_accepted(key: Any) -> bool:
     return str(key).isdecimal() and str(int(key)) == str(key) and int(key) <= MOST
 
 
-def _is_natural(value: Any) -> bool:
+def _is_natural(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

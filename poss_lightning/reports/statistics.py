@@ -52,6 +52,10 @@ class Estimate:
         """The interval, or nothing."""
         return "" if math.isnan(self.low) else f"{self.low:{form}}…{self.high:{form}}"
 
+    def with_interval(self, form: str = ".2f") -> str:
+        """The value and, where there is one, its interval."""
+        return self.text(form) + (f" ({self.interval(form)})" if self.interval(form) else "")
+
     def percent(self) -> Self:
         """The same share in per cent."""
         return replace(self, value=100 * self.value, low=100 * self.low, high=100 * self.high)
