@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pydoc
 import re
 import shlex
 import shutil
@@ -271,3 +272,14 @@ def test_the_family_of_the_worked_example_is_tested():
     (own,) = [block.text for block in blocks(page("families.md"), "python")]
     exec(own, given := {})
     assert given["FAMILIES"].items() <= families.FAMILIES.items()
+
+
+def test_the_pages_of_the_api_name_what_is_there():
+    named = [
+        (page.name, line.removeprefix("::: "))
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for line in page.read_text().splitlines()
+        if line.startswith("::: ")
+    ]
+    assert len(named) > 30
+    assert not [each for each in named if pydoc.locate(each[1]) is None]
