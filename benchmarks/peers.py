@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from benchmarks.measure import once, peak_bytes
+from benchmarks.train import LLAMA_3_8B, SMOLLM2, random_spec
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
@@ -29,11 +30,9 @@ from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.target.spec import EmbedHead, TargetSpec
+from poss_lightning.target.spec import EmbedHead
 
-#            hidden, intermediate, heads, kv heads, head_dim, vocabulary, layers
-SMOLLM2 = (576, 1536, 9, 3, 64, 49152, 30)
-LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256, 32)
+LAYERS = 30  # of the target, of which three are read
 
 
 class Problem:
@@ -52,20 +51,8 @@ class Problem:
         self, sizes: tuple[int, ...], slots: int, depth: int, vocabulary: int, device: str, dtype: torch.dtype
     ):
         torch.manual_seed(0)
-        width, inner, heads, kv_heads, head_dim, total, layers = sizes
-        spec = TargetSpec(
-            name="random",
-            hidden_size=width,
-            intermediate_size=inner,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=total,
-            context=8192,
-            rope_theta=1e5,
-            norm_eps=1e-5,
-            layers=layers,
-        )
+        spec = random_spec(sizes, LAYERS)
+        width, total = spec.hidden_size, spec.vocab_size
         self.depth, self.device, self.dtype, self.slots = depth, device, dtype, slots
         ids = torch.arange(vocabulary)
         config = DraftConfig(
@@ -85,6 +72,10 @@ class Problem:
         self.counts[0, :depth] = torch.arange(1, depth + 1)  # a pass counts from its own slot on
         self.packing = Packing.one_per_row(1, slots, torch.device(device))
         self.draft.lm_head.requires_grad_(self.peer.lm_head.weight.requires_grad)
+        self.optimizers = {
+            name: torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.0)
+            for name, model in (("ours", self.draft), ("theirs", self.peer))
+        }
         self.loss_config = resolve_loss_config("kl_div", "eager" if device == "cpu" else "fused")
 
     def ours(self) -> Tensor:
@@ -116,13 +107,9 @@ class Problem:
 
     def step(self, name: str) -> Tensor:
         """A step of `ours` or `theirs`: the loss."""
-        model = self.draft if name == "ours" else self.peer
-        if not hasattr(self, f"{name}_optimizer"):
-            learnt = [each for each in model.parameters() if each.requires_grad]
-            setattr(self, f"{name}_optimizer", torch.optim.AdamW(learnt, lr=0.0))
-        optimizer = getattr(self, f"{name}_optimizer")
+        optimizer = self.optimizers[name]
         with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            loss = getattr(self, name)()
+            loss = self.ours() if name == "ours" else self.theirs()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -30,24 +30,31 @@ SMOLLM2 = (576, 1536, 9, 3, 64, 49152)
 LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
 
 
+def random_spec(sizes: tuple[int, ...], layers: int | None = None) -> TargetSpec:
+    """A target of these sizes, of which nothing but them matters."""
+    width, inner, heads, kv_heads, head_dim, vocabulary = sizes
+    return TargetSpec(
+        name="random",
+        hidden_size=width,
+        intermediate_size=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocabulary,
+        context=8192,
+        rope_theta=1e5,
+        norm_eps=1e-5,
+        layers=layers,
+    )
+
+
 class Problem:
     """Random weights and one packed row of `slots` slots that all count; weights are fp32 whatever is computed in."""
 
     def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype):
         torch.manual_seed(0)
-        width, inner, heads, kv_heads, head_dim, vocabulary = sizes
-        spec = TargetSpec(
-            name="random",
-            hidden_size=width,
-            intermediate_size=inner,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocabulary,
-            context=8192,
-            rope_theta=1e5,
-            norm_eps=1e-5,
-        )
+        spec = random_spec(sizes)
+        width, vocabulary = spec.hidden_size, spec.vocab_size
         with torch.device(device):
             self.draft = Specialists(DraftConfig(target=spec, allocation=ALLOCATION, depth=DEPTH))
             self.head = (torch.randn(vocabulary, width) * 0.1).to(dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 ALPHA = 0.5  # of D-PACE: the least that a chance is taken for, as published
-UNMET = 0.25  # of `rounds`: the weight of what no round meets
+UNMET = 0.25  # of `rounds`: the weight of what no round meets; ours, and no other was tried
 
 SlotWeights = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -39,7 +39,8 @@ def rounds(chances: Tensor, hits: Tensor, counted: Tensor) -> Tensor:
 
     The idea is that of on-policy replay (Draft-OPD, 2605.29343): learn most where drafting goes. A round is met up to
     its first miss, which is included; the next round begins behind it. Of texts that the target wrote greedily, these
-    are the rounds of decoding with a tree width of 1, and they follow the draft as it learns.
+    are the rounds of decoding with a tree width of 1, and they follow the draft as it learns. Where the draft's
+    vocabulary is cut they are so only nearly: `hits` knows no token that the draft cannot propose.
     """
     chains = _chains(hits * counted)
     alive = torch.cat([torch.ones_like(chains[:1]), chains.cumprod(0)])  # (K+1, B, T): all k hit before
@@ -74,7 +75,7 @@ def _firsts(counted: Tensor) -> Tensor:
 
 
 def _reach(first: Tensor, steps: Tensor, inside: Tensor) -> Tensor:
-    """Slots that are reached from the `first` by `steps` to the right, again and again; whoever leaves stays away.
+    """Slots that are reached from the `first` by `steps` to the right, again and again, until they leave their span.
 
     Each turn doubles the steps that it goes: (B, T) three times -> (B, T).
     """

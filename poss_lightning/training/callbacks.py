@@ -90,16 +90,16 @@ class StepLines(lightning.Callback):
     """
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.began, self.first, self.told = time.monotonic(), trainer.global_step, trainer.global_step
+        self.began, self.first, self.printed = time.monotonic(), trainer.global_step, trainer.global_step
         if not sys.stdout.isatty() and trainer.is_global_zero:
             logger.info("step %d of %d: training begins", self.first, int(trainer.estimated_stepping_batches))
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
         step = trainer.global_step
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if sys.stdout.isatty() or not trainer.is_global_zero or step < self.told + every:
+        if sys.stdout.isatty() or not trainer.is_global_zero or step < self.printed + every:
             return
-        self.told = step
+        self.printed = step
         loss = trainer.callback_metrics.get("train/loss")
         rate = (step - self.first) / (time.monotonic() - self.began)
         total = int(trainer.estimated_stepping_batches)
