@@ -131,9 +131,15 @@ class LastCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
-        """Write none after the last step: a run killed in its last validation would resume with nothing to do."""
-        if trainer.global_step != trainer.max_steps:
-            super().on_train_batch_end(trainer, *args)
+        """Before a validation, and after the last step, wait: a run killed in a validation resumes before it."""
+        loop = trainer.fit_loop
+        if trainer.global_step == trainer.max_steps or loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+            return
+        super().on_train_batch_end(trainer, *args)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.global_step != trainer.max_steps:
+            super().on_train_batch_end(trainer, pl_module, None, None, 0)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from poss_lightning.training.callbacks import LastCheckpoint
 from poss_lightning.training.resume import stay_in_folder
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
@@ -38,6 +39,38 @@ def test_a_logger_takes_the_number_of_the_folder_again(tmp_path, kind, folder, v
     trainer = lightning.Trainer(logger=kind(tmp_path, name="run"), enable_checkpointing=False)
     stay_in_folder(trainer, tmp_path / "run" / folder / "checkpoints" / "last.ckpt")
     assert trainer.loggers[0].version == version and trainer.log_dir == str(tmp_path / "run" / folder)
+
+
+class Validations(lightning.Callback):
+    """The steps that were validated; raises in the validation of one."""
+
+    def __init__(self, killed_at: int | None = None):
+        self.killed_at, self.steps = killed_at, []
+
+    def on_validation_batch_end(self, trainer, *rest):
+        if trainer.global_step == self.killed_at:
+            raise Killed
+
+    def on_validation_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("options", [{"val_check_interval": 2, "check_val_every_n_epoch": None}, {}], ids=str)
+def test_killed_in_a_validation_it_goes_on_with_it(store, tmp_path, options):
+    def run(folder, callback, goes_on=None):
+        callbacks = [callback, LastCheckpoint(every_n_train_steps=1)]
+        return fit(store, tmp_path / folder, goes_on=goes_on, callbacks=callbacks, **options)[0]
+
+    seen = Validations()
+    whole = run("whole", seen)
+    assert len(seen.steps) >= 3
+    for number, step in enumerate(seen.steps):
+        with pytest.raises(Killed):
+            run(str(step), Validations(step))
+        rest = Validations()
+        again = run(str(step), rest, "checkpoints/last.ckpt")
+        assert rest.steps == seen.steps[number:]
+        assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
 
 
 def test_sigkill(store, tmp_path):
