@@ -1,11 +1,12 @@
 """`poss push`: a draft and its model card to the hub, where every command finds it by its id."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS, Specialists, find_draft
-from poss_lightning.reports.card import write_card
+from poss_lightning.reports.card import public_name, write_card
 
 CARD = "README.md"
 
@@ -62,9 +63,14 @@ def push(
 def write_folder(
     draft: str, repo: str, folder: Path, records: list[str] | str | None = None, license: str | None = None
 ) -> None:
-    """Write what is uploaded: the draft's files as they are, and its card. Args and errors are those of `push`."""
+    """Write what is uploaded: the draft's weights as they are, its config without a path of here, and its card.
+
+    Args and errors are those of `push`.
+    """
     source = find_draft(draft)
-    card = write_card(Specialists.from_pretrained(source), repo, records, license)
-    for name in (CONFIG, WEIGHTS):
-        shutil.copyfile(source / name, folder / name)
+    read = Specialists.from_pretrained(source)
+    card = write_card(read, repo, records, license)
+    shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
+    public = replace(read.config, target=replace(read.config.target, name=public_name(read.config)))
+    (folder / CONFIG).write_text(public.to_json())
     (folder / CARD).write_text(card, encoding="utf-8")

@@ -114,6 +114,7 @@ def test_a_folder_of_the_target_is_not_published(target, tmp_path, name):
     draft.config = replace(draft.config, target=replace(target.spec, name=name))
     draft.save_pretrained(tmp_path / "draft")
     write_folder(str(tmp_path / "draft"), REPO, tmp_path)
+    assert Specialists.from_pretrained(tmp_path).config.target == replace(target.spec, name="llama")
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert name not in card and "speculative decoding with llama:" in card and "| target | llama |" in card
     assert "--target TARGET --draft" in card and "load('TARGET', draft=" in card and "TARGET is llama" in card

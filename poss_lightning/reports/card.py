@@ -70,7 +70,7 @@ def _is_folder(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or Path(name).exists()
 
 
-def _public_name(config: DraftConfig) -> str:
+def public_name(config: DraftConfig) -> str:
     """The target's name, of a folder the last part alone."""
     name = config.target.name
     return Path(name).name if _is_folder(name) else name
@@ -86,7 +86,7 @@ def _describe(draft: Specialists) -> list[str]:
     layers = "one layer" if len(config.allocation) == 1 else f"{len(config.allocation)} specialists"
     reads = f"outputs of its layers {list(config.layers)}" if config.layers else "its last features"
     rows = {
-        "target": plain(_public_name(config)),
+        "target": plain(public_name(config)),
         "fingerprint of the target": plain(config.target.fingerprint),
         "kind": f"{plain(config.kind)}, reads {reads}",
         "allocation (positions of each specialist)": str(list(config.allocation)),
@@ -99,7 +99,7 @@ def _describe(draft: Specialists) -> list[str]:
         "digest of the weights, in float32": facts["weights"],
     }
     return [
-        f"A draft for speculative decoding with {plain(_public_name(config))}: {layers} for "
+        f"A draft for speculative decoding with {plain(public_name(config))}: {layers} for "
         f"{sum(config.allocation)} positions. It proposes tokens and the target verifies them, so what is written "
         "stays the target's. Trained with poss_lightning.",
         _table(("", ""), [(name, value) for name, value in rows.items() if value]),
@@ -109,7 +109,7 @@ def _describe(draft: Specialists) -> list[str]:
 def _usage(config: DraftConfig, repo: str) -> list[str]:
     is_folder = _is_folder(config.target.name)
     target = "TARGET" if is_folder else " ".join(config.target.name.split())  # a line end would end the block
-    named = f"TARGET is {plain(_public_name(config))}, in a folder of yours or on the hub; the fingerprint is compared."
+    named = f"TARGET is {plain(public_name(config))}, in a folder of yours or on the hub; the fingerprint is compared."
     return [
         "## Use",
         *([named] if is_folder else []),
