@@ -20,6 +20,10 @@ from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import choose_depth, group
 from poss_lightning.work import Work
 
+# HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
+CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
+
 
 @check_numbers
 def report(
@@ -81,7 +85,7 @@ def report(
     work = Work(f"{out}.unfinished", out)
     with work.exclusive(wait=False):
         with atomic(out) as path:
-            path.write_text(page, encoding="utf-8")
+            path.write_text(page.translate(CONTROLS), encoding="utf-8")
         work.clear()
     print(f"{out}: {len(findings.answers)} records of {len(methods)} methods")
 

@@ -144,11 +144,12 @@ def test_a_page_is_complete_in_itself_and_well_formed(tmp_path, run, training, l
 
 
 def test_names_are_text_on_the_page_and_in_the_terminal(tmp_path, run, capsys):
-    evil = "[red]<img src=x onerror=alert(3)>\x1b[2J[/nothing]"
+    evil = "[red]<img src=x onerror=alert(3)>\x1b[2J\x00\x7f\x9b[/nothing]"
     records = [replace(record, method=evil) if record.method == "eagle" else record for record in run[1]]
     write_records(tmp_path / "evil", records, {})
     page = write_page(tmp_path, str(tmp_path / "evil"), reference=evil)
-    assert "<img" not in page and str(escape(evil)) in page
+    assert "<img" not in page and str(escape("[red]<img src=x onerror=alert(3)>␛[2J␀␡\ufffd[/nothing]")) in page
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", page)
     compare(str(tmp_path / "evil"), reference=evil, resamples=50)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "Against [red]<img" in shown
@@ -318,7 +319,7 @@ def test_an_answer_stands_under_its_question(tmp_path, run):
     page = write_page(tmp_path, str(tmp_path / "asked"))
     assert page.count('<p class="question"') == 2  # the first prompt of two suites; older records have none
     first = page[page.index("<summary>chat, prompt 0") :]
-    assert first.index(str(escape(forged))) < first.index('<div class="answer">')
+    assert first.index(str(escape(forged.replace("\x1b", "␛")))) < first.index('<div class="answer">')
 
 
 @pytest.mark.parametrize(("holm", "verdict"), [(0.116, "no difference shown"), (0.01, "faster")])
