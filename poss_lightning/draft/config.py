@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_numbers
+from poss_lightning.ranges import POSITIONS, Layers, Position, Range, Size, Tokens, refuse_numbers
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
@@ -21,6 +21,7 @@ class DraftConfig:
         depth: passes it was trained for.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
+        layers_per_specialist: decoder layers, one above the other, of each specialist.
         vocabulary_size: tokens the draft may propose; None for all.
         order: the specialist, from 0, of each position, where they do not serve runs, e.g. [0, 1, 2, 0, 1, 2]; the
             allocation counts the same positions.
@@ -41,6 +42,7 @@ class DraftConfig:
     depth: Position
     detach: bool = True
     intermediate_size: Size | None = None
+    layers_per_specialist: Layers = 1
     vocabulary_size: int | None = None
     order: tuple[int, ...] | None = None
     kv: str = "separate"

@@ -167,6 +167,10 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         )
     if config.window is not None:
         raise ValueError(f"it has a window of {config.window} slots, which no published layout has; ours keeps it")
+    if config.layers_per_specialist > 1:
+        raise ValueError(
+            f"each specialist has {config.layers_per_specialist} layers, which no published layout has; ours keeps them"
+        )
     if (config.fc_norm or config.norm_output) and not layout.switches:
         raise ValueError(
             "it has fc_norm or norm_output (EAGLE-3.1), which this layout's code does not know; --output_format "

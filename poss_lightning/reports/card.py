@@ -91,6 +91,7 @@ def _describe(draft: Specialists) -> list[str]:
         "kind": f"{plain(config.kind)}, reads {reads}",
         "allocation (positions of each specialist)": str(list(config.allocation)),
         "order": "" if config.order is None else str(list(config.order)),
+        "layers of each specialist": str(config.layers_per_specialist) if config.layers_per_specialist > 1 else "",
         "keys and values": plain(config.kv),
         "switches": ", ".join(name for name in ("fc_norm", "norm_output") if getattr(config, name)),
         "trained to depth": str(config.depth),

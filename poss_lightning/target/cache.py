@@ -192,6 +192,20 @@ class Slots:
         seen = tree | (behind < 0)[:, None]
         return (seen if window is None else seen & (behind >= -window)[:, None])[:, None]
 
+    def causal_mask(self, count: int, window: int | None = None) -> Tensor:
+        """Attention mask of `count` slots behind the verified ones, one after another.
+
+        Args:
+            window: slots that each sees, itself and those on its left; None for all.
+
+        Returns:
+            (B, 1, count, extent), True where visible.
+        """
+        behind = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
+        own = torch.arange(count, device=self.lengths.device)[:, None]  # (count, 1)
+        seen = behind[:, None] <= own
+        return (seen if window is None else seen & (behind[:, None] > own - window))[:, None]
+
 
 class _Layer(CacheLayerMixin):
     """The cache that a transformers attention layer sees: writes into the store, returns a view."""

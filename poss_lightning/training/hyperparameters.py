@@ -42,6 +42,7 @@ def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperpa
         "kv": config.kv,
         "kind": config.kind,
         "intermediate_size": config.intermediate_size or config.target.intermediate_size,
+        "layers_per_specialist": config.layers_per_specialist,
         "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
         "parameters": count_parameters(config),
         "start_from": training.hparams["start_from"] or "random weights",

@@ -18,7 +18,18 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
-from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, check_numbers
+from poss_lightning.ranges import (
+    Amount,
+    Count,
+    Decay,
+    Layers,
+    Position,
+    ShareOrNone,
+    Size,
+    Tokens,
+    Weight,
+    check_numbers,
+)
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
 from poss_lightning.training.resume import resume
@@ -42,6 +53,7 @@ class SpecialistTraining(lightning.LightningModule):
         depth: passes of the unroll in training; None for the sum of the allocation.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
+        layers_per_specialist: decoder layers, one above the other, of each specialist.
         order: the specialist, from 0, of each position, where specialists do not serve runs of positions.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
@@ -89,6 +101,7 @@ class SpecialistTraining(lightning.LightningModule):
         depth: Position | None = None,
         detach: bool = True,
         intermediate_size: Size | None = None,
+        layers_per_specialist: Layers = 1,
         order: list[int] | None = None,
         kv: Literal["separate", "shared"] = "separate",
         kind: Literal["eagle2", "eagle3"] = "eagle2",
@@ -121,6 +134,7 @@ class SpecialistTraining(lightning.LightningModule):
             depth=sum(allocation) if depth is None else depth,
             detach=detach,
             intermediate_size=intermediate_size,
+            layers_per_specialist=layers_per_specialist,
             vocabulary_size=None if vocabulary is None else len(vocabulary),
             order=None if order is None else tuple(order),
             kv=kv,

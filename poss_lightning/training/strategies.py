@@ -102,9 +102,9 @@ class Streamed(TorchCheckpointIO):
 class FSDP2(ModelParallelStrategy):
     """Weights, gradients and optimizer sharded over all processes by torch's fully_shard.
 
-    Every specialist is a group, and what is left of the draft another: weights are gathered once for each batch, while
-    passes before theirs compute; gradients are scattered once for each step, while those of earlier passes are made.
-    With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
+    Every layer of a specialist is a group, and what is left of the draft another: weights are gathered once for each
+    batch, while passes before theirs compute; gradients are scattered once for each step, while those of earlier passes
+    are made. With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
     `SpecialistTraining.configure_model` calls `shard`.
     """
 
@@ -127,7 +127,7 @@ class FSDP2(ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         draft.to(self.root_device)
         inside = replace(policy, cast_forward_inputs=False)  # rotary angles stay in float32
-        for layer in draft.layers:
+        for layer in _layers(draft):
             fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=False)
         fully_shard(draft, mesh=mesh, mp_policy=policy)
         _gather_at_first_calls(draft)
@@ -145,15 +145,19 @@ class FSDP2(ModelParallelStrategy):
                 module.set_requires_gradient_sync(True)
 
 
+def _layers(draft: Specialists) -> list[nn.Module]:
+    return [layer for level in draft.levels for layer in level]
+
+
 def _gather_at_first_calls(draft: Specialists) -> None:
-    """Let FSDP2 see the first call of every specialist in a batch, and no other.
+    """Let FSDP2 see the first call of every layer in a batch, and no other.
 
     Before that call it gathers the weights. Backward runs calls in the reverse of their order, so behind that call all
     gradients of the specialist are there: they are scattered once, and the weights freed.
     """
     fresh: set[nn.Module] = set()  # not yet called in this batch
-    draft.register_forward_pre_hook(lambda *_: fresh.update(draft.layers))
-    for layer in draft.layers:
+    draft.register_forward_pre_hook(lambda *_: fresh.update(_layers(draft)))
+    for layer in _layers(draft):
         for name in CALLS:
             plain = getattr(layer, name)
             register_fsdp_forward_method(layer, name)

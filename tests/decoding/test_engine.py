@@ -27,7 +27,8 @@ from tests.support.decoders import PROMPTS, STOPS, Oracle, drawn, tokens_of
 from tests.support.tiny import tiny_draft, tiny_target
 
 TREES = [(6, 60, 10), (6, 7, 1), (1, 2, 1), (1, 5, 4), (3, 20, 5), (8, 40, 4)]  # depth, nodes, tree_width
-DRAFTS = [([6], {}), ([1] * 6, {}), ([2, 2, 2], {}), ([1, 3, 2], {})]  # allocation, more of the config
+DRAFTS = [([6], {}), ([1] * 6, {}), ([2, 2, 2], {})]  # allocation, more of the config
+DRAFTS += [([1, 3, 2], {"layers_per_specialist": 2})]
 DRAFTS += [([2, 2, 2], {"kv": "shared", "order": (0, 1, 1, 0, 2, 2)})]
 
 
@@ -301,11 +302,14 @@ def test_a_round_never_asks_the_device_and_compiles_whole(target):
         assert drawn(speculative, law, 0, limit=6) == expected
 
 
-def test_step_and_verification_compile_without_a_break(target, monkeypatch):
+@pytest.mark.parametrize("layers", [1, 2])
+def test_step_and_verification_compile_without_a_break(target, monkeypatch, layers):
     """A few times in all, not once for every length of a text."""
+    torch._dynamo.reset()  # of the other case
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    speculative = Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, compile=True)
+    draft = tiny_draft(target, [1, 1], layers_per_specialist=layers)
+    speculative = Speculative(target, draft, 2, 6, 3, compile=True)
     assert tokens_of(speculative, limit=140) == tokens_of(Autoregressive(target), limit=140)
     assert 0 < counter.frame_count <= 16
 

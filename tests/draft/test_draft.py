@@ -248,6 +248,19 @@ def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind):
         torch.testing.assert_close(single.logits(a, deep.embed_head), many.logits(b, deep.embed_head))
 
 
+def test_more_layers_start_as_fewer_and_each_of_them_learns(target):
+    few, more = tiny_draft(target, [6]), tiny_draft(target, [2, 4], 1, layers_per_specialist=3)
+    more.start_from(few)
+    inputs = torch.randn(2, 1, 9, 32)
+    outputs = more(*inputs, 3)
+    for mine, theirs in zip(outputs, few(*inputs, 3), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    outputs[2].square().sum().backward()
+    assert all(layer.down_proj.weight.grad.any() and layer.o_proj.weight.grad.any() for layer in more.stack(1))
+    with pytest.raises(ValueError, match="to start from has 3 layers a specialist, and this one 1"):
+        few.start_from(more)
+
+
 def test_a_wider_layer_starts_as_the_narrow_one_and_has_more_to_learn_with(target):
     narrow, wide = tiny_draft(target, [6]), tiny_draft(target, [6], seed=1, intermediate_size=100)
     inner = narrow.layers[0].down_proj.in_features

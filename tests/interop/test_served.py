@@ -98,9 +98,17 @@ def test_what_even_the_plugin_cannot_express_is_refused(target):
 
 
 @pytest.mark.parametrize("output_format", ["vllm", "sglang", "eagle", "poss"])
-def test_a_window_is_refused(target, output_format):
-    config = tiny_draft(target, [2, 2], window=8).config
-    with pytest.raises(ValueError, match="a window of 8 slots, which no published layout has"):
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"window": 8}, "a window of 8 slots, which no published layout has"),
+        ({"layers_per_specialist": 2}, "each specialist has 2 layers, which no published layout has"),
+    ],
+    ids=str,
+)
+def test_what_no_published_layout_has_is_refused(target, output_format, option, words):
+    config = tiny_draft(target, [2, 2], **option).config
+    with pytest.raises(ValueError, match=words):
         check_expressible(config, find_layout(output_format, config))
 
 

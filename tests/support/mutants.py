@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "drafting: the first specialist runs at every position",
         "decoding/drafting.py",
-        "layer, z = self.draft.specialist_at(position), frontier.z",
-        "layer, z = self.draft.specialist_at(1), frontier.z",
+        "z = self._pass_layer(level, position, z",
+        "z = self._pass_layer(level, 1, z",
         "draft/test_unroll.py decoding/test_engine.py",
     ),
     Mutant(
@@ -211,6 +211,20 @@ MUTANTS = (
         "draft/attention.py",
         "slots[: max(far, 0)] <= own - self.window",
         "slots[: max(far, 0)] < own - self.window",
+        "draft/test_unroll.py",
+    ),
+    Mutant(
+        "drafting: an upper layer of verified slots sees all of them",
+        "target/cache.py",
+        "seen = behind[:, None] <= own",
+        "seen = behind[:, None] <= count",
+        "draft/test_unroll.py",
+    ),
+    Mutant(
+        "drafting: keys of an upper layer are those of the layer below",
+        "decoding/drafting.py",
+        "z = self._pass_layer(level - 1, 1, z, rope, mask)",
+        "z = self._pass_layer(0, 1, z, rope, mask)",
         "draft/test_unroll.py",
     ),
     Mutant(

@@ -23,6 +23,11 @@ KINDS = [
     pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared"}, id="SPEED, in runs of two"),
     pytest.param([2, 2, 2], {"window": 8}, id="a window"),
     pytest.param([3, 3], {"kind": "eagle3", "kv": "shared", "window": 8}, id="SPEED with a window"),
+    pytest.param([6], {"layers_per_specialist": 3}, id="three layers"),
+    pytest.param([2, 2, 2], {"layers_per_specialist": 2}, id="specialists of two layers"),
+    pytest.param([1, 3, 2], {"order": (2, 1, 1, 0, 2, 1), "layers_per_specialist": 2}, id="two layers, out of order"),
+    pytest.param([2, 2, 2], {"kind": "eagle3", "kv": "shared", "layers_per_specialist": 2}, id="SPEED, two layers"),
+    pytest.param([3, 3], {"window": 8, "layers_per_specialist": 2}, id="two layers with a window"),
     pytest.param([3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, id="EAGLE-3.1"),
     pytest.param([1, 3, 2], {"kind": "eagle3", "norm_output": True}, id="specialists that read normed outputs"),
 ]
