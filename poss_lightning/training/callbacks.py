@@ -133,7 +133,8 @@ class LastCheckpoint(ModelCheckpoint):
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
         """Before a validation, and after the last step, wait: a run killed in a validation resumes before it."""
         loop = trainer.fit_loop
-        if trainer.global_step == trainer.max_steps or loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
+        if trainer.global_step == trainer.max_steps or validates:
             return
         super().on_train_batch_end(trainer, *args)
 
