@@ -65,6 +65,7 @@ class Case:
     tree_width: int
     tree: Literal["fixed", "auto"]
     share: bool
+    layers: int  # of each specialist
 
     @property
     def sampling(self) -> Sampling:
@@ -100,6 +101,7 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         tree_width=width,
         tree=random.choice(["fixed", "fixed", "auto"]),
         share=random.choice([False, True]),
+        layers=random.choice([1, 1, 2]),
     )
 
 
@@ -190,7 +192,8 @@ def resident() -> int:
 def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
     likely = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
     vocabulary = None if case.proposals is None else sorted(likely)
-    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, vocabulary=vocabulary)
+    more = {"vocabulary": vocabulary, "layers_per_specialist": case.layers}
+    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, **more)
     return Speculative(
         target,
         draft,
