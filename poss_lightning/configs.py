@@ -111,6 +111,8 @@ def explain(
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", text):
         near = _nearest(unknown[1], known)
         return ArgumentError(None, f"{text}; did you mean --{' or --'.join(near)}?") if near else error
+    if text.startswith("argument data.source --> model.store"):
+        return ArgumentError(None, "model.store is the store of the data: name it as --data.store")
     match = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", text)
     if not match:
         return error
@@ -118,10 +120,12 @@ def explain(
     value = re.search(r".*(?:Got|Given) value: (.*)", text, re.DOTALL)
     places = [file for file in files if _has(read_config(file), option)]
     given = {argument.partition("=")[0] for argument in arguments}
-    named = places or given & {f"--{option}", f"--{option}.class_path"}
+    named = places or given & {f"--{option}", f"--{option}+", f"--{option}.class_path"}
     if not named and value and (nested := re.match(r"NestedArg\(key='([\w.]+)'", value[1])):
         part, example = option.rpartition(".")[2], _CLASSES.get(option, "CLASS")
         text = f"--{option}.{nested[1]} is an option of a {part}: name a {part} first: --{option} {example}"
+    if wrong := re.search(r"Problem with given class_path '([\w.]+)':[\s-]*(Option '\w+' is not accepted)", text):
+        text = f"{option}, {wrong[1].rpartition('.')[2]}: {wrong[2]}"
     if value and (words := describe_type(known.get(option))):
         text = f"{option} is {reprlib.repr(value[1])}; it must be {words}"
     if any(word.startswith(f"--{option}") for word in given):

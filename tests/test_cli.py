@@ -123,7 +123,15 @@ BAD = [
     ),
     (
         (*FIT, "[2]", "--trainer.logger", "TensorBoardLogger", "--trainer.logger.savedir", "runs"),
-        """Parser key "trainer.logger": """,
+        "trainer.logger, TensorBoardLogger: Option 'savedir' is not accepted",
+    ),
+    (
+        (*FIT, "[2]", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.montor", "val/loss"),
+        "trainer.callbacks, EarlyStopping: Option 'montor' is not accepted",
+    ),
+    (
+        ("fit", "--model.store", "{inputs}/store", "--model.allocation", "[2]"),
+        "model.store is the store of the data: name it as --data.store",
     ),
     ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; it must be a whole number (poss extract --help"),
     ((*EXTRACT, "out", *FLOAT, "--layers", "[5]"), "layers has 5"),
