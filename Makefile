@@ -145,7 +145,7 @@ soak: setup  ## 30 minutes of random command lines, random decoding, commands ki
 bench-train: setup  ## a training step against the published one and the machine's matmul rate
 	$(BIN)/python -m benchmarks.train
 
-bench-peers: $(PEERS)/.installed  ## a training step beside that of vLLM's speculators, in an environment of its own; ARGS='--train'
+bench-peers: $(PEERS)/.installed  ## a training step beside that of vLLM's speculators, in an environment of its own; ARGS='--train 60'
 	$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
 
 $(PEERS)/.installed: pyproject.toml
