@@ -113,6 +113,22 @@ class Work:
                 continue
 
 
+@contextmanager
+def alone(out: str | Path) -> Iterator[Path]:
+    """A temporary file that becomes `out`, as long as no other process writes the same.
+
+    Raises:
+        ValueError: one does.
+    """
+    work = Work(f"{out}.unfinished", out)
+    with work.exclusive(wait=False):
+        try:
+            with atomic(out) as path:
+                yield path
+        finally:
+            work.clear()
+
+
 def differences(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """In which settings two pieces of work differ, in words; nested names have dots."""
     old, new = (flat(json.loads(json.dumps(nested))) for nested in (earlier, settings))

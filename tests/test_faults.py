@@ -1,17 +1,19 @@
 """Commands killed, on a full disk, beside another, or on a store that changes: a few cases of `make soak`."""
 
+import re
 from pathlib import Path
 
 from benchmarks.faults import plan
 from poss_lightning import cli
 from tests.support.faults import Fault, Operation
 from tests.support.processes import forked, printed
-from tests.support.writers import WRITERS, Observed, Place
+from tests.support.writers import MADE, WRITERS, Observed, Place, write_inputs
 
 CASES = {
     "merge": ["kill:4", "kill:10", "beside:3", "remove:1", "rewrite:2"],
     "replay": ["kill:9", "truncate:3", "rewrite:3", "full:6"],
     "synthesize": ["kill:9", "torn:8", "kill:30", "beside:12"],
+    "copy": ["kill:9", "beside:3"],
     "convert-bin": ["kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
 }
 
@@ -44,6 +46,13 @@ def test_a_plan_kills_at_each_operation_and_tears_what_is_written():
     assert [fault.at for fault in planned if fault.kind == "full"] == [1, 2, 5]
     assert [fault.at for fault in planned if fault.kind == "limit"] == [0, 2500]
     assert plan(WRITERS["fit-two"], Observed({}, [], [], [])) == []  # of two processes nothing is counted
+
+
+def test_what_every_command_reads_is_there(tmp_path):
+    write_inputs(tmp_path / "inputs")
+    for writer in [*WRITERS.values(), *MADE.values()]:
+        for name in [*re.findall(r"\{inputs\}/([\w.]+)", " ".join(writer.arguments)), *writer.copies]:
+            assert name in MADE or (tmp_path / "inputs" / name).exists(), f"{writer.command} reads {name}"
 
 
 def test_every_command_that_writes_is_among_them():

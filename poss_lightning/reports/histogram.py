@@ -21,12 +21,13 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from poss_lightning.evaluation.records import BASELINES, Record, Source, as_object, read_lines, read_sources
-from poss_lightning.files import atomic, check_file, check_new
+from poss_lightning.files import check_file, check_new
 from poss_lightning.ranges import Draws, Seed, check_numbers
 from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.statistics import Sums, draw_counts, estimate
 from poss_lightning.reports.tables import Cell, Table, make_cell
+from poss_lightning.work import alone
 
 MOST = 1024  # tokens that a round may accept
 AIPERF, VLLM = "spec_decode_acceptance", ("metrics", "speculative_decoding")
@@ -150,7 +151,6 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
     """
     if out is not None:
         check_file(out, ".jsonl")
-        check_new(out)
     answers = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
     if not answers:
         raise ValueError(f"files is {files}; no record in it is of a method that drafts")
@@ -158,7 +158,8 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
     for answer in answers:
         methods.setdefault(answer.method, []).append(answer.rounds)
     if out is not None:
-        with atomic(Path(out)) as path:
+        with alone(out) as path:
+            check_new(out)
             lines = ({"metadata": {"method": a.method, **a.place}, AIPERF: a.rounds.to_aiperf()} for a in answers)
             path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
     print_tables(tables(methods, resamples, seed), note=NOTE, legend="")

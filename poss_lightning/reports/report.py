@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from poss_lightning import __version__
 from poss_lightning.evaluation.records import as_object, find_depths, has_seconds, read_runs
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.files import atomic, check_file
+from poss_lightning.files import check_file
 from poss_lightning.ranges import CountOrNone, Draws, Seed, check_numbers
 from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
@@ -18,7 +18,7 @@ from poss_lightning.reports.figures import assign_colours, choice_panel, depth_f
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import choose_depth, group
-from poss_lightning.work import Work
+from poss_lightning.work import alone
 
 # HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
@@ -82,11 +82,8 @@ def report(
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {findings.made}",
     )
-    work = Work(f"{out}.unfinished", out)
-    with work.exclusive(wait=False):
-        with atomic(out) as path:
-            path.write_text(page.translate(CONTROLS), encoding="utf-8")
-        work.clear()
+    with alone(out) as path:
+        path.write_text(page.translate(CONTROLS), encoding="utf-8")
     print(f"{out}: {len(findings.answers)} records of {len(methods)} methods")
 
 
