@@ -83,7 +83,8 @@ def plain(text: str) -> str:
 
 def _describe(draft: Specialists) -> list[str]:
     config, facts = draft.config, describe(draft)
-    layers = "one layer" if len(config.allocation) == 1 else f"{len(config.allocation)} specialists"
+    each = "one layer" if config.layers_per_specialist == 1 else f"{config.layers_per_specialist} layers"
+    layers = each if len(config.allocation) == 1 else f"{len(config.allocation)} specialists"
     reads = f"outputs of its layers {list(config.layers)}" if config.layers else "its last features"
     rows = {
         "target": plain(public_name(config)),
