@@ -53,11 +53,15 @@ def verify_bytes(engine: Speculative, nodes: int) -> int:
 
 
 def draft_bytes(engine: Speculative, depth: int) -> int:
-    """What `depth` draft steps must read: layer, head, keys and values at each; between them `fc` and projections."""
+    """What `depth` draft steps must read: layer, head, keys and values at each; between them `fc` and projections.
+
+    Of specialists of one layer.
+    """
     drafter, draft, total = engine.drafter, engine.drafter.draft, 0
-    projected = drafter.kv_weights.nbytes // len(draft.layers)  # keys and values of one specialist
+    (kv_weights,) = drafter.kv_weights
+    projected = kv_weights.nbytes // len(draft.layers)  # keys and values of one specialist
     for k in range(1, depth + 1):
-        layer = draft.specialist_at(k)
+        layer = draft.layers[draft.config.specialist_at(k)]
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
         total += own + drafter.embed_head.head.nbytes
         total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.tree_width)

@@ -219,14 +219,13 @@ def gradient_difference(problem: Problem, row: Row) -> dict[str, float]:
 
 def figures(problem: Problem, row: Row, pairs: int) -> dict[str, object]:
     """Seconds and memory of a step of both, in turn."""
-    names = BOTH
-    for name in names:
+    for name in BOTH:
         problem.step(name, row)  # not counted
-    times = [[once(lambda name=name: problem.step(name, row), problem.device) for name in names] for _ in range(pairs)]
+    times = [[once(lambda name=name: problem.step(name, row), problem.device) for name in BOTH] for _ in range(pairs)]
     ratios = [theirs / ours for ours, theirs in times]
-    peaks = {name: peak_bytes(lambda name=name: problem.step(name, row), problem.device) for name in names}
+    peaks = {name: peak_bytes(lambda name=name: problem.step(name, row), problem.device) for name in BOTH}
     return {
-        "seconds": dict(zip(names, (median(of_one) for of_one in zip(*times, strict=True)), strict=True)),
+        "seconds": dict(zip(BOTH, (median(of_one) for of_one in zip(*times, strict=True)), strict=True)),
         "speed_ratio": median(ratios),
         "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in ratios),
         "peak_megabytes_beyond_what_stays": {name: peak / 1e6 for name, peak in peaks.items()},

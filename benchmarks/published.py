@@ -37,7 +37,7 @@ def step(
     own = inputs
     for k in range(1, draft.config.depth + 1):
         joined.append(draft.join(embedded, own))
-        predicted = layer(draft.specialist_at(k), joined, rope)  # (B, T, D)
+        predicted = layer(draft.layers[draft.config.specialist_at(k)], joined, rope)  # (B, T, D)
         live = counts >= k  # (B, T)
         log_q = nn.functional.linear(predicted.to(head.dtype), head).float().log_softmax(-1)  # (B, T, V)
         products = p * log_q  # (B, T, V)

@@ -13,9 +13,11 @@ from poss_lightning.draft import attention, unroll
 from poss_lightning.draft.attention import KeysValues, Packing
 
 
-def attend(queries: Tensor, context: KeysValues, diagonals: list[KeysValues], packing: Packing) -> Tensor:
+def attend(
+    queries: Tensor, context: KeysValues, diagonals: list[KeysValues], packing: Packing, window: None = None
+) -> Tensor:
     """As `attention.attend`, with the weight that hidden keys take; rows must hold one conversation each."""
-    exact = attention.attend(queries, context, diagonals, packing)
+    exact = attention.attend(queries, context, diagonals, packing, window)
     if not diagonals:
         return exact
     keys, values = context

@@ -7,7 +7,7 @@ from poss_lightning.draft.specialists import CONFIG, SHIPPED, DraftConfig, shipp
 from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.suites import HUB, own_suites, read_suites
 from poss_lightning.files import check_file, check_new, conf, conf_names
-from poss_lightning.work import alone
+from poss_lightning.work import write_alone
 
 Row = tuple[str, str]  # a name, and what it is
 
@@ -42,7 +42,7 @@ def copy(name: str, out: str) -> None:
     if (short := name.removeprefix("conf/")) not in known:
         near = "".join(f"did you mean {each}? " for each in get_close_matches(short, known, 1))
         raise FileNotFoundError(f"name is {name!r}, which is no config of the package; {near}poss list shows them")
-    with alone(out) as path:
+    with write_alone(out) as path:
         check_new(out)
         path.write_bytes(conf(short).read_bytes())
     print(f"{out}: edit it, and give it as --config {out}")

@@ -114,7 +114,7 @@ class Work:
 
 
 @contextmanager
-def alone(out: str | Path) -> Iterator[Path]:
+def write_alone(out: str | Path) -> Iterator[Path]:
     """A temporary file that becomes `out`, as long as no other process writes the same.
 
     Raises:

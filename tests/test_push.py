@@ -106,7 +106,7 @@ def test_a_target_of_the_hub_is_the_base_model(target, tmp_path, name, base):
     assert ModelCard.load(tmp_path / "README.md").data.base_model == (name if base else None)
 
 
-@pytest.mark.parametrize("name", ["{here}/models/llama", "/models/llama", "./llama", "~/llama"])
+@pytest.mark.parametrize("name", ["{here}/models/llama", "/models/llama", "./llama", "~/llama", "runs/models/llama"])
 def test_a_folder_of_the_target_is_not_published(target, tmp_path, name):
     """A reader of the card has no such folder."""
     (tmp_path / "models" / "llama").mkdir(parents=True)

@@ -21,6 +21,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.spec import EmbedHead, project
 
+ROWS = 512  # slots of a prompt that pass through a layer at once, below another one
 BLOCK = 128  # logits that are compared together, where the likeliest few of a large vocabulary are sought
 
 
@@ -178,11 +179,13 @@ class Drafter:
 
     def _write_upper(self, z: Tensor, rope: Rope) -> None:
         """Keys and values of newly verified slots above the lowest level, of which z (B, n, Z) is the input."""
-        if len(self.kv_weights) == 1:
-            return
-        mask = self.slots.causal_mask(z.shape[1], self.draft.config.window)
         for level in range(1, len(self.kv_weights)):
-            z = self._pass_layer(level - 1, 1, z, rope, mask)
+            blocks = []
+            for first in range(0, z.shape[1], ROWS):  # the mask of a long prompt with itself would be large
+                rows = slice(first, first + ROWS)
+                mask = self.slots.causal_mask(first, len(z[0, rows]), self.draft.config.window)
+                blocks.append(self._pass_layer(level - 1, 1, z[:, rows], Rope(*(x[:, :, rows] for x in rope)), mask))
+            z = torch.cat(blocks, dim=1)
             self._write_keys_values(z, rope, first_reader=1, level=level)
 
     def _pass_layer(self, level: int, position: int, z: Tensor, rope: Rope, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from poss_lightning.ranges import POSITIONS, Layers, Position, Range, Size, Tokens, refuse_numbers
+from poss_lightning.ranges import POSITIONS, LayersEach, Position, Range, Size, Tokens, refuse_numbers
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
@@ -42,7 +42,7 @@ class DraftConfig:
     depth: Position
     detach: bool = True
     intermediate_size: Size | None = None
-    layers_per_specialist: Layers = 1
+    layers_per_specialist: LayersEach = 1
     vocabulary_size: int | None = None
     order: tuple[int, ...] | None = None
     kv: str = "separate"

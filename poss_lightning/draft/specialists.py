@@ -120,7 +120,7 @@ class Specialists(nn.Module):
 
     def stack(self, specialist: int) -> list[Specialist]:
         """The layers of a specialist, from 0, lowest first."""
-        return [levels[specialist] for levels in self.levels]
+        return [level[specialist] for level in self.levels]
 
     @property
     def levels(self) -> list[Layers]:

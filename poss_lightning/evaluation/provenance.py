@@ -22,6 +22,16 @@ def provenance(device: torch.device) -> dict:
     return {**origin(), "device": name, "threads": torch.get_num_threads()}
 
 
+# Of a draft, with their defaults: named where they are others.
+OPTIONAL = {
+    "intermediate_size": None,
+    "layers_per_specialist": 1,
+    "window": None,
+    "fc_norm": False,
+    "norm_output": False,
+}
+
+
 def origin() -> dict:
     """When this process began, on which machine, and with which code."""
     return {
@@ -37,10 +47,12 @@ def describe(draft: Specialists) -> dict:
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    options = {name: getattr(config, name) for name in OPTIONAL}
     order = {} if config.order is None else {"order": list(config.order)}
     return {
         "allocation": list(config.allocation),
         **order,
+        **{name: value for name, value in options.items() if value != OPTIONAL[name]},
         "kv": config.kv,
         "kind": config.kind,
         "training_depth": config.depth,

@@ -67,13 +67,13 @@ def is_hub_id(name: str) -> bool:
 
 def _is_folder(name: str) -> bool:
     """Whether a target's name is of a folder, here or on the machine that trained: no reader of the card has it."""
-    return name.startswith(("/", ".", "~")) or Path(name).exists()
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def public_name(config: DraftConfig) -> str:
     """The target's name, of a folder the last part alone."""
     name = config.target.name
-    return Path(name).name if _is_folder(name) else name
+    return Path(name).resolve().name if _is_folder(name) else name
 
 
 def plain(text: str) -> str:

@@ -14,6 +14,7 @@ import json
 import reprlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -27,7 +28,7 @@ from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.statistics import Sums, draw_counts, estimate
 from poss_lightning.reports.tables import Cell, Table, make_cell
-from poss_lightning.work import alone
+from poss_lightning.work import write_alone
 
 MOST = 1024  # tokens that a round may accept
 AIPERF, VLLM = "spec_decode_acceptance", ("metrics", "speculative_decoding")
@@ -151,17 +152,18 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
     """
     if out is not None:
         check_file(out, ".jsonl")
-    answers = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
-    if not answers:
-        raise ValueError(f"files is {files}; no record in it is of a method that drafts")
+    with nullcontext() if out is None else write_alone(out) as path:
+        if out is not None:
+            check_new(out)
+        answers = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
+        if not answers:
+            raise ValueError(f"files is {files}; no record in it is of a method that drafts")
+        if path is not None:
+            lines = ({"metadata": {"method": a.method, **a.place}, AIPERF: a.rounds.to_aiperf()} for a in answers)
+            path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
     methods: dict[str, list[Acceptance]] = {}
     for answer in answers:
         methods.setdefault(answer.method, []).append(answer.rounds)
-    if out is not None:
-        with alone(out) as path:
-            check_new(out)
-            lines = ({"metadata": {"method": a.method, **a.place}, AIPERF: a.rounds.to_aiperf()} for a in answers)
-            path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
     print_tables(tables(methods, resamples, seed), note=NOTE, legend="")
 
 

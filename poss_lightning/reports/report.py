@@ -18,7 +18,7 @@ from poss_lightning.reports.figures import assign_colours, choice_panel, depth_f
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 from poss_lightning.reports.summary import choose_depth, group
-from poss_lightning.work import alone
+from poss_lightning.work import write_alone
 
 # HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
@@ -82,7 +82,7 @@ def report(
         facts={folder: list(format_facts(entries)) for folder, entries in facts.items()},
         made=f"poss_lightning {__version__}, {findings.made}",
     )
-    with alone(out) as path:
+    with write_alone(out) as path:
         path.write_text(page.translate(CONTROLS), encoding="utf-8")
     print(f"{out}: {len(findings.answers)} records of {len(methods)} methods")
 

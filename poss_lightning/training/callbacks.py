@@ -132,11 +132,12 @@ class LastCheckpoint(ModelCheckpoint):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
         """Before a validation, and after the last step, wait: a run killed in a validation resumes before it."""
+        if trainer.global_step == trainer.max_steps or trainer.global_step % self._every_n_train_steps:
+            return
         loop = trainer.fit_loop
         validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
-        if trainer.global_step == trainer.max_steps or validates:
-            return
-        super().on_train_batch_end(trainer, *args)
+        if not trainer.strategy.reduce_boolean_decision(validates, all=False):  # processes may see other times
+            super().on_train_batch_end(trainer, *args)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.global_step != trainer.max_steps:

@@ -157,6 +157,8 @@ def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
     if not finished.exists():
         with atomic(note) as path:
             path.write_text(settings)
+        # Lightning's logger writes it only where there is none, and a killed one may have left half of it.
+        (folder / "hparams.yaml").unlink(missing_ok=True)
         place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
         logger = {"class_path": "TensorBoardLogger", "init_args": place}
         more = {"trainer": {"logger": logger}, "ckpt_path": str(last) if last.exists() else None}

@@ -54,9 +54,13 @@ def test_the_published_mask_is_its_definition(k):
             torch.testing.assert_close(found[0, head, t], weights @ values, rtol=1e-4, atol=1e-5)
 
 
-def test_training_takes_the_published_mask_and_validation_the_exact_one():
+def test_training_takes_the_published_mask_and_validation_the_exact_one(target):
+    draft, inputs = tiny_draft(target, [2, 2]), torch.randn(2, 1, 9, 32)
     callback = published_mask.PublishedMask()
     callback.on_train_batch_start()
     assert unroll.attend is published_mask.attend
+    published_outputs = draft(*inputs, 3)
     callback.on_train_batch_end()
     assert unroll.attend is attention.attend
+    exact = draft(*inputs, 3)
+    assert torch.equal(published_outputs[0], exact[0]) and not torch.allclose(published_outputs[1], exact[1])

@@ -56,7 +56,7 @@ def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, 
     Returns:
         The unroll's features there and the Drafter's own (K, D), and whether the unroll would draft the same tokens.
     """
-    start, depth, device = 7, 6, target.device
+    start, depth, device = 11, 6, target.device
     tokens, _, features = inputs(target, start + 1, draft=draft)
     drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
     drafter.start(1, 64)

@@ -195,7 +195,7 @@ class Place:
         ranks = [
             self.start(
                 writer,
-                fault if rank else None,
+                fault if rank == "1" else None,
                 more,
                 environment={**shared, "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0"},
             )

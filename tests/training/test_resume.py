@@ -42,13 +42,17 @@ def test_a_logger_takes_the_number_of_the_folder_again(tmp_path, kind, folder, v
 
 
 class Validations(lightning.Callback):
-    """The steps that were validated; raises in the validation of one."""
+    """The steps that were validated; raises in the validation of one, or right behind it."""
 
-    def __init__(self, killed_at: int | None = None):
-        self.killed_at, self.steps = killed_at, []
+    def __init__(self, killed_at: int | None = None, behind: bool = False):
+        self.killed_at, self.behind, self.steps = killed_at, behind, []
 
     def on_validation_batch_end(self, trainer, *rest):
-        if trainer.global_step == self.killed_at:
+        if trainer.global_step == self.killed_at and not self.behind:
+            raise Killed
+
+    def on_train_batch_start(self, trainer, *rest):
+        if trainer.global_step == self.killed_at and self.behind:
             raise Killed
 
     def on_validation_end(self, trainer, pl_module):
@@ -56,7 +60,8 @@ class Validations(lightning.Callback):
 
 
 @pytest.mark.parametrize("options", [{"val_check_interval": 2, "check_val_every_n_epoch": None}, {}], ids=str)
-def test_killed_in_a_validation_it_goes_on_with_it(store, tmp_path, options):
+@pytest.mark.parametrize("behind", [False, True], ids=["in it", "behind it"])
+def test_killed_in_a_validation_it_goes_on_with_it_and_behind_it_without(store, tmp_path, options, behind):
     def run(folder, callback, goes_on=None):
         callbacks = [callback, LastCheckpoint(every_n_train_steps=1)]
         return fit(store, tmp_path / folder, goes_on=goes_on, callbacks=callbacks, **options)[0]
@@ -64,12 +69,12 @@ def test_killed_in_a_validation_it_goes_on_with_it(store, tmp_path, options):
     seen = Validations()
     whole = run("whole", seen)
     assert len(seen.steps) >= 3
-    for number, step in enumerate(seen.steps):
+    for number, step in enumerate(seen.steps[:-1] if behind else seen.steps):
         with pytest.raises(Killed):
-            run(str(step), Validations(step))
+            run(str(step), Validations(step, behind))
         rest = Validations()
         again = run(str(step), rest, "checkpoints/last.ckpt")
-        assert rest.steps == seen.steps[number:]
+        assert rest.steps == seen.steps[number + behind :]
         assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
 
 
