@@ -134,7 +134,7 @@ class NaiveRounds:
         return [nodes[node]._replace(parent=places[nodes[node].parent]) for node in places]
 
     def _run(self, specialist: int) -> Tensor:
-        """A whole layer over the slots that it has not read: (1, n, D)."""
+        """A whole layer over the slots that it has not read: (1, n, D). Specialists have one layer here."""
         layer, start = self.draft.layers[specialist], self.unread[specialist]
         device, slots = self.left.device, self.slots[start:]
         tokens = torch.tensor([[token for token, _, _ in slots]], device=device)

@@ -236,7 +236,9 @@ def figures(problem: Problem, row: Row, pairs: int) -> dict[str, object]:
 # --- trained ---
 
 
-def train(steps: int, store: str, slots: int, depth: int, vocabulary: int, dtype: torch.dtype, out: Path) -> Path:
+def train(
+    steps: int, store: str, slots: int, depth: int, vocabulary: int, device: str, dtype: torch.dtype, out: Path
+) -> Path:
     """Both from the same weights, on the same texts in the same order: drafts `ours` and `theirs` in the folder `out`.
 
     Each counts the slots that it counts: ours those that a round can reach, theirs all of the answers, and passes that
@@ -245,10 +247,10 @@ def train(steps: int, store: str, slots: int, depth: int, vocabulary: int, dtype
     features = FeatureStore(store)
     torch.manual_seed(0)
     options: dict[str, Any] = {"kind": "eagle3", "detach": False, "vocabulary_size": vocabulary, "normalise": False}
-    draft = SpecialistTraining(store, [depth], **options).draft
+    draft = SpecialistTraining(store, [depth], **options).draft.to(device)
     features = features.select(draft.config.layers)
-    norm = Target.load(features.target.name, "float32", "cpu").model.get_decoder().norm.weight.data
-    problem = Problem(draft, features.embed_head().to(torch.float32), norm, slots, dtype, LEARNING_RATE)
+    norm = Target.load(features.target.name, "float32", "cpu").model.get_decoder().norm.weight.data.to(device)
+    problem = Problem(draft, features.embed_head().to(device, torch.float32), norm, slots, dtype, LEARNING_RATE)
     with tqdm(total=steps, unit="step", desc="training both") as bar:
         for row in islice(stored_rows(features, problem.embed_head, norm, slots, dtype), steps):
             losses = {name: float(problem.step(name, row)) for name in BOTH}
@@ -275,15 +277,15 @@ def stored_rows(store: FeatureStore, head: EmbedHead, norm: Tensor, slots: int, 
 def as_row(batch: Batch, head: EmbedHead, norm: Tensor, dtype: torch.dtype) -> Row:
     """A row of a store, as `SpecialistTraining` reads it."""
     texts = torch.cat([torch.full((length,), number) for number, length in enumerate(batch.lengths[0])])
-    features = batch.features[:, 1:].float()
+    device, features = norm.device, batch.features[:, 1:].float().to(norm.device)
     return Row(
-        tokens=batch.tokens[:, 1:],
-        inputs=batch.draft_input[:, :-1].to(dtype),
+        tokens=batch.tokens[:, 1:].to(device),
+        inputs=batch.draft_input[:, :-1].to(device, dtype),
         features=features.to(dtype),
         hidden=(features / norm).to(dtype),
-        counts=batch.counts[:, :-1] * head.has_row(batch.greedy[:, 1:]),
-        packing=Packing(batch.lengths, batch.positions[:, :-1]),
-        texts=texts[None, :-1],
+        counts=batch.counts[:, :-1].to(device) * head.has_row(batch.greedy[:, 1:].to(device)),
+        packing=Packing(batch.lengths, batch.positions[:, :-1].to(device)),
+        texts=texts[None, :-1].to(device),
     )
 
 
@@ -323,7 +325,7 @@ def main() -> None:
     }
     if given.train:
         with TemporaryDirectory() as place:
-            drafts = train(given.train, given.store, *options, getattr(torch, dtype), Path(place))
+            drafts = train(given.train, given.store, *options, given.device, getattr(torch, dtype), Path(place))
             results |= {"steps": given.train, **measure(drafts, given.answers, given.depth)}
     for name, value in results.items():
         print(f"  {name:<38} {value if not isinstance(value, float) else format(value, '.4g')}")

@@ -1,8 +1,8 @@
-"""Drafting a tree with the specialists (EAGLE-2's dynamic tree), on a cache that never runs a layer twice for a slot.
+"""Drafting a tree with the specialists (EAGLE-2's dynamic tree), on caches of keys and values.
 
 A draft key depends on its slot's z alone. So when a token is verified, or a node drafted, its z is projected once for
-every specialist that will read it; only the root slot and the frontier nodes pass through a whole layer. Where
-specialists have several layers, a verified slot passes through the first specialist's, but for the last.
+every specialist that will read it; only the root slot and the frontier nodes pass through a whole layer, once. Where
+specialists have several layers, verified slots pass through those of the first specialist, all but the last.
 
 A slot joins a token with the feature on its left. Verified slots hold the target's features; the slots of drafted nodes
 stand behind them, level by level, and are overwritten in the next round.

@@ -26,6 +26,7 @@ from poss_lightning.reports.findings import AUTO
 from poss_lightning.reports.summary import MethodSummary, summarise
 
 MARKS = re.compile(r"([\\`*_\[\]<>&|~$@]|:(?=//)|(?<=www)\.)")  # what means something within a line of Markdown
+NESTED = re.compile(r"[\w.-]+(/[\w.-]+){2,}/?")  # a folder in a folder: an id of the hub is OWNER/NAME
 PLAIN = "autoregressive"
 
 
@@ -67,7 +68,7 @@ def is_hub_id(name: str) -> bool:
 
 def _is_folder(name: str) -> bool:
     """Whether a target's name is of a folder, here or on the machine that trained: no reader of the card has it."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+    return name.startswith(("/", ".", "~")) or bool(NESTED.fullmatch(name)) or Path(name).exists()
 
 
 def public_name(config: DraftConfig) -> str:

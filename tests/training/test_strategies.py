@@ -8,7 +8,7 @@ Covered, each against a loop without Lightning: four AdamW steps in float32, som
     … resumed after step 2      itself   itself    itself      itself      itself      itself         -
     … resumed from                -       one       DDP        FSDP2       ZeRO-1      ZeRO-2         -
     … in bf16-mixed               4        2         2           2           2           2            -
-    4, of the EAGLE-3 kind        -        2         2           2           -           2            -
+    4, EAGLE-3 of two layers      -        2         2           2           -           2            -
 
 The numbers are accumulated batches. At 4 batches a step the third is short: it ends the epoch.
 """
