@@ -1,5 +1,6 @@
 """The command line: bad input is answered with one clear line and leaves nothing behind; every YAML in conf/ parses."""
 
+import gc
 import json
 import platform
 import re
@@ -354,6 +355,20 @@ def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):
     (draft / "model.safetensors").unlink()
     assert fit_once(tmp_path / "cell", lab, options) == draft
     assert (draft / "model.safetensors").is_file()
+
+
+def test_a_training_that_is_over_takes_no_memory(inputs, tmp_path):
+    """A sweep has many in one process. Other tests may have left some, in objects that refer to each other."""
+
+    def alive() -> int:
+        return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    data = {"store": str(inputs / "store"), "validation": 0.2}
+    options = {"data": data, "model": {"allocation": [2], "vocabulary_size": None}, "trainer": {"max_steps": 1}}
+    fit_once(tmp_path / "cell", ["lab.yaml"], options)
+    assert alive() == before
 
 
 def test_a_rehearsal_leaves_nothing(poss, small, tmp_path):

@@ -11,6 +11,7 @@ A training's folder, which is that of its logger:
 """
 
 import ctypes
+import gc
 import logging
 import os
 import shutil
@@ -165,6 +166,7 @@ def fit_once(folder: Path, configs: list[str], options: dict[str, Any]) -> Path:
         composed = FitOptions.compose(configs, merge_options(options, more))
         if composed.trainer.get("devices") == 1:
             _Cli("fit", composed, anew=True)
+            gc.collect()  # trainer and module refer to each other: a sweep's next training would stand beside them
         else:
             _fit_apart(composed, folder)
         if not draft.is_dir():
