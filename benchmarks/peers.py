@@ -27,7 +27,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 from benchmarks.measure import once, peak_bytes
-from benchmarks.train import LLAMA_3_8B, SMOLLM2, random_spec
+from benchmarks.random_target import random_spec
+from benchmarks.train import LLAMA_3_8B, SMOLLM2
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
@@ -140,7 +141,7 @@ def random_problem(
 ) -> tuple[Problem, Row]:
     """Random weights, and a row of slots that all count."""
     torch.manual_seed(0)
-    spec = random_spec(sizes, LAYERS)
+    spec = random_spec(*sizes, layers=LAYERS)
     width, total = spec.hidden_size, spec.vocab_size
     config = DraftConfig(
         target=spec, allocation=(depth,), depth=depth, kind="eagle3", detach=False, vocabulary_size=vocabulary

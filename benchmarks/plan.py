@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import warnings
+from functools import partial
 from typing import Literal, NamedTuple
 
 import lightning
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import peak_bytes
+from benchmarks.random_target import random_spec
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.store import Sample
@@ -29,23 +31,7 @@ from poss_lightning.training.plan import TARGETS, TIED
 from poss_lightning.training.setup import Setup
 
 ALLOWED = 0.15
-
-
-def sizes(width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int) -> TargetSpec:
-    """A made-up target."""
-    return TargetSpec(
-        name="made up",
-        hidden_size=width,
-        intermediate_size=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocabulary,
-        context=8192,
-        rope_theta=1e4,
-        norm_eps=1e-5,
-        layers=8,
-    )
+sizes = partial(random_spec, layers=8)  # a made-up target
 
 
 class Case(NamedTuple):

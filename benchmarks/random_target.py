@@ -6,8 +6,35 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
+from poss_lightning.target.spec import TargetSpec
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def random_spec(
+    width: int,
+    inner: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    vocabulary: int,
+    *,
+    layers: int | None = None,
+) -> TargetSpec:
+    """A target of these sizes, of which nothing but them matters."""
+    return TargetSpec(
+        name="made up",
+        hidden_size=width,
+        intermediate_size=inner,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocabulary,
+        context=8192,
+        rope_theta=1e5,
+        norm_eps=1e-5,
+        layers=layers,
+    )
 
 
 def random_target(

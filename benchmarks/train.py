@@ -15,13 +15,13 @@ from torch import Tensor
 
 from benchmarks import published
 from benchmarks.measure import once, peak_bytes, seconds
+from benchmarks.random_target import random_spec
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.files import atomic
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import step_flops
 
 DEPTH, ALLOCATION, PAIRS = 6, (3, 3), 5
@@ -30,30 +30,12 @@ SMOLLM2 = (576, 1536, 9, 3, 64, 49152)
 LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
 
 
-def random_spec(sizes: tuple[int, ...], layers: int | None = None) -> TargetSpec:
-    """A target of these sizes, of which nothing but them matters."""
-    width, inner, heads, kv_heads, head_dim, vocabulary = sizes
-    return TargetSpec(
-        name="random",
-        hidden_size=width,
-        intermediate_size=inner,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocabulary,
-        context=8192,
-        rope_theta=1e5,
-        norm_eps=1e-5,
-        layers=layers,
-    )
-
-
 class Problem:
     """Random weights and one packed row of `slots` slots that all count; weights are fp32 whatever is computed in."""
 
     def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype):
         torch.manual_seed(0)
-        spec = random_spec(sizes)
+        spec = random_spec(*sizes)
         width, vocabulary = spec.hidden_size, spec.vocab_size
         with torch.device(device):
             self.draft = Specialists(DraftConfig(target=spec, allocation=ALLOCATION, depth=DEPTH))

@@ -21,7 +21,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.spec import EmbedHead, project
 
-ROWS = 512  # slots of a prompt that pass through a layer at once, below another one
+ROWS = 512  # slots of a prompt that pass at once through a layer with another above it
 BLOCK = 128  # logits that are compared together, where the likeliest few of a large vocabulary are sought
 
 
