@@ -11,7 +11,7 @@ from scipy import stats
 from scipy.special import expit
 
 from poss_lightning.reports.seeds import crossed_error
-from poss_lightning.reports.statistics import Floats, Sums, draw_counts, estimate, tau_macro
+from poss_lightning.reports.statistics import Floats, Sums, draw_counts, estimate, tau_macro, tau_micro
 
 LOGITS = np.array([[2.2, 1.4, 1.1, 1.0], [2.2, 1.5, 1.3, 1.2]])  # pos-acc of two methods, by position
 EASE, OWN = 0.6, 0.2  # deviations between prompts, of both methods and of one alone
@@ -34,6 +34,21 @@ def over_prompts(prompts: int, experiments: int = 1000) -> tuple[list[float], li
             hits.append((low <= truth <= high, ours.low <= truth <= ours.high))
     shares = np.array(hits, dtype=float).reshape(experiments, 2, 2).mean(0)  # (τ or difference, way)
     return shares[:, 0].tolist(), shares[:, 1].tolist()
+
+
+def over_few(reached: int, prompts: int = 60, experiments: int = 1000) -> tuple[float, float]:
+    """How often intervals hold τ where only some prompts have rounds: with all as Q, then with those that have some."""
+    draw, counts, hits = np.random.default_rng(0), draw_counts(prompts, 300, 0), []
+    points, weights = np.polynomial.hermite_e.hermegauss(60)
+    true = 1 + (np.cumprod(expit(LOGITS[0][:, None] + EASE * points), 0).sum(0) @ weights) / weights.sum()
+    for _ in range(experiments):
+        found = _sums(draw, LOGITS[0], draw.normal(0, EASE, prompts))
+        found.reach[reached:] = 0
+        values = tau_micro(counts, found)
+        intervals = [estimate(values, among) for among in (prompts, reached)]
+        hits.append([one.low <= true <= one.high for one in intervals])
+    every, those = np.mean(hits, 0).tolist()
+    return every, those
 
 
 def _sums(draw: np.random.Generator, logits: Floats, ease: Floats) -> Sums:
@@ -69,6 +84,10 @@ def main() -> None:
     for prompts in (3, 5, 12, 40, 120):
         percentiles, ours = over_prompts(prompts)
         print(f"{prompts:5} prompts   percentiles {_pair(percentiles)}   ours {_pair(ours)}")
+    print("\nof 60 prompts some have rounds: τ with all 60 as Q, with those that have some")
+    for reached in (2, 3, 5, 20):
+        every, those = over_few(reached)
+        print(f"{reached:5} of 60        {every:.2f}   ours {those:.2f}")
     print("\nover 5 seeds and 120 prompts: crossed, bootstrap of both, t over seeds, prompts alone")
     for spread in SPREADS:
         print(f"{spread!s:20} " + "  ".join(f"{share:.3f}" for share in over_seeds(spread)))

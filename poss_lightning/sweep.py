@@ -82,21 +82,23 @@ class Cell:
         return {"configs": configs, "fit": self.fit, self.measure: self.options}
 
     def inputs(self) -> dict[str, str]:
-        """Digests of what else it is made of: stores, the draft it starts from, and what every fit reads first."""
+        """Digests of the local files that it is made of: stores, text, the draft it starts from, every fit's config."""
         return self._trained_on() | self._measured_on()
 
     def _trained_on(self) -> dict[str, str]:
         composed = self._composed
         store, start = composed.data.get("store"), composed.model.get("start_from")
         files = {BASE: conf(BASE)} | ({store: Path(store) / MANIFEST} if store else {})
+        files |= {corpus: Path(corpus)} if (corpus := composed.data.get("corpus")) else {}
         digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
         if (precision := composed.trainer["precision"]) == "auto":  # machines choose differently
             precision = choose_precision(str(composed.trainer.get("accelerator", "auto")))
         return digests | {"trainer.precision": precision}
 
     def _measured_on(self) -> dict[str, str]:
-        store = self.options.get("store")
-        return _digests({store: Path(store) / MANIFEST} if store else {})
+        store, suites = self.options.get("store"), self.options.get("suites") or []
+        files = {store: Path(store) / MANIFEST} if store else {}
+        return _digests(files | {suite: Path(suite) for suite in suites})
 
     def _start(self, draft: str) -> Path:
         """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.losses.slot_weights import SLOT_WEIGHTS, UNMET, dpace, rounds, until_failure
-from poss_lightning.losses.terms import TERMS, by_autograd
+from poss_lightning.losses.terms import TERMS, Distributions, by_autograd
 from tests.support import naive
 
 
@@ -123,6 +123,47 @@ def test_a_term_and_its_gradient_are_the_definition_s_in_float64(name, own, betw
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("apart", [8, 16, 24])
+def test_acceptance_in_float32_where_next_to_nothing_overlaps(apart):
+    """Certain of different tokens: the slope is made of their tiny overlap, which 1 - (1 - overlap) would round."""
+    logits = torch.zeros(2, 1, 1000)
+    logits[0, 0, 3] = logits[1, 0, 7] = apart
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        log_p, log_q = logits.to(dtype).log_softmax(-1)
+        found.append(TERMS["acceptance"](Distributions(log_p.exp(), log_p, log_q.exp(), log_q)))
+    for narrow, wide in zip(*found, strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=0)
+
+
+def test_an_own_head_learns_beside_a_frozen_layer_and_not_in_validation():
+    predictions, features, counts, head = problem(vocabulary=1000)
+    own, weights = torch.randn_like(head).requires_grad_(), {"token": 1.0}
+    together = pass_losses(predictions, features, counts, head, weights=weights, draft_head=own)
+    (expected,) = torch.autograd.grad(together.total, own)
+    frozen = [prediction.detach() for prediction in predictions]
+    alone = pass_losses(frozen, features, counts, head, weights=weights, draft_head=own)
+    torch.testing.assert_close(torch.autograd.grad(alone.total, own)[0], expected)
+    with torch.no_grad(), Largest() as made:
+        validated = pass_losses(predictions, features, counts, head, weights=weights, draft_head=own, chunk=1)
+    torch.testing.assert_close(validated.total, alone.total.detach())
+    assert made.largest < own.numel()
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, torch.Tensor)] for part in ((args, kwargs), out))
+        known = {x.untyped_storage().data_ptr() for x in given}  # a view of one makes no memory
+        new = (x.numel() for x in made if x.untyped_storage().data_ptr() not in known)
+        self.largest = max([self.largest, *new])
+        return out
+
+
 def test_a_term_of_a_script_is_one_like_the_others(monkeypatch):
     """A line of `TERMS` is all: its weight, its sum, and its gradient, which is autograd's of the definition."""
 
@@ -185,8 +226,9 @@ def test_slot_weights_by_hand():
 @pytest.mark.parametrize("own", [False, True])
 def test_slots_weigh_in_the_loss_as_a_naive_twin_weighs_them(name, own):
     head = torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) if own else None
-    predictions, features, _, target_head = problem(batch=1, count=9)
-    counts = torch.tensor([[1, 2, 3, 3, 3, 0, 1, 2, 3]])  # two spans of a row
+    predictions, features, _, target_head = problem(batch=2, count=9)
+    # two spans of a row; and holes in one, as where an own head has no row for the target's token
+    counts = torch.tensor([[1, 2, 3, 3, 3, 0, 1, 2, 3], [1, 2, 0, 3, 3, 3, 0, 3, 3]])
     wide, *given = doubled((predictions, features, counts, target_head), head)
     draft_head = wide[3] if own else None
     ours = pass_losses(wide[:3], *given, weights={"token": 1.0}, slot_weights=name, draft_head=draft_head, chunk=4)
@@ -200,20 +242,12 @@ def test_slots_weigh_in_the_loss_as_a_naive_twin_weighs_them(name, own):
 def test_nothing_as_large_as_slots_times_vocabulary_outlives_its_chunk():
     """Of what forward keeps and backward makes, and of all that is ever made, with a head of the draft's own."""
     predictions, features, counts, head = problem(count=64, vocabulary=200)
-    own, largest = torch.randn_like(head).requires_grad_(), 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            out = function(*args, **(kwargs or {}))
-            largest = max([largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
-            return out
-
-    with Watch():
+    own = torch.randn_like(head).requires_grad_()
+    with Largest() as watch:
         losses = pass_losses(predictions, features, counts, head, **terms((0.0, 1.0, 0.0)), chunk=4, draft_head=own)
         losses.total.backward()
     passes, slots = len(predictions), int((counts > 0).sum())
-    assert largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
+    assert watch.largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
 
 
 def test_parts_and_counts():

@@ -610,6 +610,16 @@ def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(exper
     assert cell.inputs()["embedded-hass"] == sha256("embedded-hass/model.safetensors") != shipped
 
 
+def test_text_that_is_trained_and_measured_on_is_digested(experiment, tmp_path):
+    corpus, suite = tmp_path / "talks.jsonl", tmp_path / "asked.jsonl"
+    for file in (corpus, suite):
+        file.write_text(f"{file.name}\n")
+    fit = {"data": {"corpus": str(corpus), "target": "embedded"}, "trainer": TRAINER}
+    folder = experiment(fit=fit, replay=None, benchmark={"suites": [str(suite), "maths"]})
+    inputs = Sweep.load(Path(folder, "sweep.yaml")).cells(tmp_path)[0].inputs()
+    assert inputs[str(corpus)] == sha256(corpus) and inputs[str(suite)] == sha256(suite) and "maths" not in inputs
+
+
 def test_a_summary_that_cannot_be_made_says_what_differs_first(experiment, tmp_path, capsys):
     sweep(experiment(seeds=[0]))
     line, lines = facts_of(tmp_path, "two"), (tmp_path / "cells.jsonl").read_text()
@@ -634,8 +644,11 @@ def test_a_replay_writes_over_nobodys_records(tmp_path, store):
         replay(store, str(out), drafts={"one": drafts[0]})
     replay(store, str(out), drafts={"one": drafts[0]})
     before = (out / "records.jsonl.gz").read_bytes()
-    with pytest.raises(ValueError, match=r"out holds records of other settings \(methods.one.tree_width"):
+    with pytest.raises(ValueError, match=r"out holds records of other settings \(methods.one.nodes 60, now 7;"):
         replay(store, str(out), drafts={"one": drafts[0]}, tree_width=2)
+    replay(store, str(tmp_path / "chain"), drafts={"one": drafts[0]}, tree_width=1)
+    facts = json.loads((tmp_path / "chain" / "run.json").read_text())["methods"]["one"]
+    assert (facts["nodes"], facts["tree_width"]) == (3, 1)  # all that a chain of two and its root can be
     computed = json.loads((out / "run.json").read_text())["config"]["dtype"]
     other = {"bfloat16": "float32", "float32": "bfloat16"}[computed]
     with pytest.raises(ValueError, match=rf"of other settings \(dtype '{computed}', now '{other}'; "):

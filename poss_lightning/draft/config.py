@@ -109,7 +109,8 @@ class DraftConfig:
     def layers(self) -> tuple[int, ...]:
         """The target's layers that it reads, as `Target.text_layers` counts them; () for none.
 
-        They are those of EAGLE-3's published code: low, middle and high.
+        They are those of EAGLE-3's published code: low, middle and high. Of a target with four or five layers they
+        are not in order, or not three.
         """
         count = self.target.layers
         return (2, count // 2, count - 3) if self.reads_inner_layers and count else ()

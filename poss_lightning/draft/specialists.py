@@ -188,6 +188,8 @@ class Specialists(nn.Module):
             raise ValueError(f"the draft to start from is {other.config.kind}, and this one {self.config.kind}")
         if other.config.fc_norm and not self.config.fc_norm:
             raise ValueError("the draft to start from has fc_norm, and this one has not: make fc_norm true")
+        if other.config.norm_output and not self.config.norm_output:
+            raise ValueError("the draft to start from has norm_output, and this one has not: make norm_output true")
         try:
             self.fc.load_state_dict(other.fc.state_dict())
             if other.config.fc_norm:

@@ -22,7 +22,9 @@ from poss_lightning.evaluation.cells import NOTE, packed_cells, packed_rows
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
 OURS = (UNFINISHED, "run.json", *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
-DRAFT_FACTS = ("weights", "depth", "nodes", "tree_width")  # of a method in run.json: what makes its rounds
+# What makes the rounds of a method, in run.json, and what it is where that does not name it.
+DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}
+GREEDY = (0, 0, 1.0)  # temperature, top-k and top-p
 OPTIONAL = {"pieces", "question", "category"}  # fields of a record
 BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
 
@@ -187,6 +189,16 @@ def has_seconds(records: Iterable[Record]) -> bool:
     return any(record.seconds for record in records)
 
 
+def sampled(source: Source) -> tuple[float, int, float]:
+    """Temperature, top-k and top-p of its run, 0, 0 and 1 where it does not tell them or is greedy."""
+    config = as_object((source.run or {}).get("config"))
+
+    def told(name: str, usual: float) -> float:
+        return value if isinstance(value := config.get(name), int | float) else usual
+
+    return (told("temperature", 0), int(told("top_k", 0)), told("top_p", 1.0)) if told("temperature", 0) else GREEDY
+
+
 def has_auto_trees(runs: dict[str, dict[str, Any]]) -> bool:
     """Whether `tree: auto` sized the trees of any run."""
     return any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
@@ -204,10 +216,16 @@ def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
         for name, facts in methods.items():
             if not isinstance(facts, dict):
                 continue
+            facts = draft_facts(facts)
             first, known = first_runs.setdefault(name, (folder, facts))
-            if other := [fact for fact in DRAFT_FACTS if facts.get(fact) != known.get(fact)]:
-                values = ", ".join(f"{fact} {known.get(fact)} and {facts.get(fact)}" for fact in other)
+            if other := [fact for fact in facts if facts[fact] != known[fact]]:
+                values = ", ".join(f"{fact} {known[fact]} and {facts[fact]}" for fact in other)
                 raise ValueError(f"{name!r} of {first} is another than that of {folder} ({values}): name them apart")
+
+
+def draft_facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Of what a run.json says of a method, what makes its rounds."""
+    return {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}
 
 
 def find_depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:

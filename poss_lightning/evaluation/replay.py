@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
@@ -99,7 +99,13 @@ def replay(
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         depth_of = sum(draft.config.allocation) if depth is None else depth
         Fixed(depth_of, nodes)  # raises where the tree cannot be, before anything is written
-        methods[name] = {"depth": depth_of, "nodes": nodes, "tree_width": tree_width, **describe(draft)}
+        tokens = draft.config.vocabulary_size or draft.config.target.vocab_size
+        tree = {
+            "depth": depth_of,
+            "nodes": min(nodes, count_candidates(depth_of, tree_width, tokens)),
+            "tree_width": min(tree_width, tokens),
+        }
+        methods[name] = {**tree, **describe(draft)}
     check_settings(folder, {"store": store, "dtype": dtype}, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):

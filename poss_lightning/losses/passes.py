@@ -105,12 +105,14 @@ def pass_losses(
         by_slot = counted.to(torch.promote_types(head.dtype, torch.float32))  # (K, S)
         if slot_weights is not None:
             pass_head = head if draft_head is None else draft_head.detach().to(head.dtype)
-            looks = _look(predicted.detach(), features, head, pass_head, terms, chunk)
-            full = [counts.new_zeros(passes, places, dtype=x.dtype) for x in (*looks, counted)]
-            for whole, part in zip(full, (*looks, counted), strict=True):
-                whole[:, counting] = part
-            found = SLOT_WEIGHTS[slot_weights](*(whole.view(passes, *counts.shape) for whole in full))
+            certainty = (*_certainty(predicted.detach(), features, head, pass_head, terms, chunk), counted)
+            of_all = [counts.new_zeros(passes, places, dtype=x.dtype) for x in certainty]  # those that do not count too
+            for every, counting_ones in zip(of_all, certainty, strict=True):
+                every[:, counting] = counting_ones
+            found = SLOT_WEIGHTS[slot_weights](*(every.view(passes, *counts.shape) for every in of_all))
             by_slot = by_slot * found.flatten(1)[:, counting]
+        if draft_head is not None and not torch.is_grad_enabled():
+            draft_head = draft_head.detach()  # else its gradient would be asked for, in validation too
         total, weighted, sums, rows = _Losses.apply(
             predicted, draft_head, pass_weights, features, by_slot, head, terms, chunk, find_top
         )
@@ -125,7 +127,7 @@ def chunk_on(device: str) -> int:
     return 512 if device == "cuda" else 128
 
 
-def _look(
+def _certainty(
     predicted: Tensor, features: Tensor, head: Tensor, pass_head: Tensor, terms: "_Terms", chunk: int
 ) -> tuple[Tensor, Tensor]:
     """The draft's probability of the target's likeliest token, and whether it is the draft's too: (K, S) each."""
@@ -134,11 +136,13 @@ def _look(
     logits = head.new_empty(passes + 1, min(chunk, slots), len(head))
     for start in range(0, slots, chunk):
         rows = slice(start, start + chunk)
-        there = logits.flatten()[: (passes + 1) * len(features[rows]) * len(head)].view(passes + 1, -1, len(head))
-        _write_logits(there, features[rows], predicted[:, rows], head, pass_head, terms)
-        likeliest = there[0].max(-1).indices  # (s,)
-        chances[:, rows] = there[1:].float().log_softmax(-1)[:, torch.arange(len(likeliest)), likeliest].exp()
-        hits[:, rows] = (there[1:].max(-1).indices == likeliest).float()
+        numbers = (passes + 1) * len(features[rows]) * len(head)
+        target, *by_pass = written = logits.flatten()[:numbers].view(passes + 1, -1, len(head))
+        _write_logits(written, features[rows], predicted[:, rows], head, pass_head, terms)
+        likeliest = target.max(-1, keepdim=True).indices  # (s, 1)
+        for k, drafted in enumerate(by_pass):  # (s, V), one by one: in float32 all would be large
+            chances[k, rows] = (drafted.gather(-1, likeliest)[:, 0].float() - drafted.float().logsumexp(-1)).exp()
+            hits[k, rows] = (drafted.max(-1).indices == likeliest[:, 0]).float()
     return chances, hits
 
 
@@ -169,7 +173,7 @@ class _Losses(torch.autograd.Function):
         passes, slots, _ = predicted.shape
         sums = by_slot.new_zeros(len(terms.names), passes)
         top_rows = torch.full((passes, slots), -1, device=predicted.device)
-        gradient = torch.empty_like(predicted) if ctx.needs_input_grad[0] else None
+        gradient = torch.empty_like(predicted) if any(ctx.needs_input_grad[:2]) else None
         head_gradient = torch.zeros_like(draft_head, dtype=by_slot.dtype) if ctx.needs_input_grad[1] else None
         workspace = _Workspace.make(passes, min(chunk, slots), head)
         pass_head = head if draft_head is None else draft_head.to(head.dtype)

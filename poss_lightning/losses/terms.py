@@ -43,16 +43,16 @@ def by_autograd(value: Callable[[Tensor, Tensor], Tensor]) -> Term:
 
 
 def total_variation(of: Distributions) -> Valued:
-    """1 - Σ min(p, q): how often a token drawn from q is rejected."""
-    overlap = torch.minimum(of.p, of.q)
-    return 1 - overlap.sum(-1), torch.where(of.q < of.p, of.q, 0.0).neg_()
+    """1 - Σ min(p, q): how often a token drawn from q is rejected, where both are over the same tokens."""
+    overlap, slope = _overlap(of)
+    return 1 - overlap, slope
 
 
 def acceptance(of: Distributions) -> Valued:
     """-log Σ min(p, q), the negative logarithm of the chance of acceptance (LK losses, arXiv 2602.23881)."""
-    rejected, slope = total_variation(of)
-    accepted = (1 - rejected).clamp(min=LEAST)
-    return -accepted.log(), slope.div_(accepted[:, None])
+    overlap, slope = _overlap(of)
+    overlap = overlap.clamp(min=LEAST)
+    return -overlap.log(), slope.div_(overlap[:, None])
 
 
 def hybrid(of: Distributions) -> Valued:
@@ -60,10 +60,10 @@ def hybrid(of: Distributions) -> Valued:
 
     While little is accepted it is like cross-entropy, whose gradient does not vanish; later it counts acceptance.
     """
-    rejected, slope = total_variation(of)
-    share = (-ETA * (1 - rejected)).exp()  # (s,)
+    overlap, slope = _overlap(of)
+    share = (-ETA * overlap).exp()  # (s,)
     divergence = (of.p * (of.log_p - of.log_q)).sum(-1)
-    value = share * divergence + (1 - share) * rejected
+    value = share * divergence + (1 - share) * (1 - overlap)
     return value, slope.mul_(1 - share[:, None]).sub_(share[:, None] * of.p)
 
 
@@ -79,6 +79,11 @@ def jensen_shannon(of: Distributions) -> Valued:
     log_m = torch.logaddexp(of.log_p, of.log_q) - torch.log(torch.tensor(2.0, dtype=of.p.dtype))
     value = ((of.p * (of.log_p - log_m)).sum(-1) + (of.q * (of.log_q - log_m)).sum(-1)) / 2
     return value, of.q * (of.log_q - log_m) / 2
+
+
+def _overlap(of: Distributions) -> Valued:
+    """Σ min(p, q), which may be tiny: not made of 1 - it, which rounds; and the slope of its negative."""
+    return torch.minimum(of.p, of.q).sum(-1), torch.where(of.q < of.p, of.q, 0.0).neg_()
 
 
 TERMS: dict[str, Term] = {

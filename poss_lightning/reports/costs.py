@@ -1,4 +1,4 @@
-"""Whether drafting pays on the machine that decoded, from the costs that `tree: auto` by_method there."""
+"""Whether drafting pays on the machine that decoded, from the costs that `tree: auto` measured there."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -9,7 +9,6 @@ from poss_lightning.evaluation.records import (
     BASELINES,
     Record,
     Source,
-    as_object,
     by_cell,
     by_folder,
     check_drafts,
@@ -17,6 +16,7 @@ from poss_lightning.evaluation.records import (
     has_auto_trees,
     has_seconds,
     read_sources,
+    sampled,
 )
 from poss_lightning.reports.costs import cost_table, read_costs
 from poss_lightning.reports.lengths import length_tables
@@ -130,11 +130,22 @@ def _find(sources: list[Source], *, baseline: str, reference: str | None, resamp
 
 
 def group_by_temperature(sources: Iterable[Source]) -> dict[str, list[Source]]:
-    """The sources by the temperature of their runs, the lowest first; where no run tells it, it is 0."""
+    """The sources by the temperature of their runs, the lowest first; where no run tells it, it is 0.
+
+    Raises:
+        ValueError: sources of one temperature were sampled with another top-k or top-p.
+    """
     groups: dict[float, list[Source]] = {}
+    cuts: dict[float, tuple[Source, list]] = {}  # top-k and top-p of each temperature, and who has them
     for source in sources:
-        temperature = as_object((source.run or {}).get("config")).get("temperature")
-        groups.setdefault(temperature if isinstance(temperature, int | float) else 0, []).append(source)
+        temperature, *cut = sampled(source)
+        groups.setdefault(temperature, []).append(source)
+        first, known = cuts.setdefault(temperature, (source, cut))
+        if cut != known:
+            raise ValueError(
+                f"{first.folder} was sampled with top_k {known[0]} and top_p {known[1]}, {source.folder} with top_k "
+                f"{cut[0]} and top_p {cut[1]}; records of one temperature must agree in both"
+            )
     return {f"{temperature:g}": groups[temperature] for temperature in sorted(groups)}
 
 

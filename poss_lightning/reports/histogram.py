@@ -15,13 +15,22 @@ import reprlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from poss_lightning.evaluation.records import BASELINES, Record, Source, as_object, read_lines, read_sources
+from poss_lightning.evaluation.records import (
+    BASELINES,
+    Record,
+    Source,
+    as_object,
+    draft_facts,
+    read_lines,
+    read_sources,
+    sampled,
+)
 from poss_lightning.files import check_file, check_new
 from poss_lightning.ranges import Draws, Seed, check_numbers
 from poss_lightning.reports import statistics
@@ -33,7 +42,10 @@ from poss_lightning.work import write_alone
 MOST = 1024  # tokens that a round may accept
 AIPERF, VLLM = "spec_decode_acceptance", ("metrics", "speculative_decoding")
 OURS = "poss_lightning"  # as an engine
-NOTE = "Requests are a random sample: under each value stands its 95 % interval for others like them."
+NOTE = (
+    "Prompts are a random sample: under each value stands its 95 % interval for others like them. All answers to a "
+    "prompt count together; a line of an engine that does not name its prompt counts as one."
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ class Acceptance:
             engine=str(values.get("engine", engine)),
             histogram={key: count for key, count in histogram.items() if count},
             drafted=_natural("num_draft_tokens", values.get("num_draft_tokens")),
-            most=_optional("num_spec_tokens", values.get("num_spec_tokens")),
+            most=_optional("num_spec_tokens", values.get("num_spec_tokens"), MOST),
             new_tokens=_optional("completion_tokens", values.get("completion_tokens")),
             accepted=accepted and [_natural("per_step_accepted", count) for count in accepted],
         )
@@ -137,6 +149,8 @@ class Answered:
     method: str
     place: dict[str, Any]  # suite, id, turn and repeat, of a record; else the line's metadata
     rounds: Acceptance
+    folder: str = field(default="", compare=False)
+    made: str = field(default="", compare=False)  # of the answers of one draft that was sampled in one way, the same
 
 
 @check_numbers
@@ -147,7 +161,7 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
         files: records, or folders of them; AIPerf's profile_export.jsonl (`--export-level records`); or lines of
             responses of vLLM's server (`--per-request-spec-decode-metrics`). Several as [a,b].
         out: file to write, a new one: a line an answer, as AIPerf writes it.
-        resamples: draws of the bootstrap over answers.
+        resamples: draws of the bootstrap over prompts.
         seed: of the bootstrap.
     """
     if out is not None:
@@ -155,25 +169,52 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
     with nullcontext() if out is None else write_alone(out) as path:
         if out is not None:
             check_new(out)
-        answers = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
-        if not answers:
+        found = [answer for file in ([files] if isinstance(files, str) else files) for answer in read_answers(file)]
+        if not found:
             raise ValueError(f"files is {files}; no record in it is of a method that drafts")
+        answers = name_apart(found)
         if path is not None:
             lines = ({"metadata": {"method": a.method, **a.place}, AIPERF: a.rounds.to_aiperf()} for a in answers)
             path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
-    methods: dict[str, list[Acceptance]] = {}
+    print_tables(tables(by_prompt(answers), resamples, seed), note=NOTE, legend="")
+
+
+def name_apart(answers: list[Answered]) -> list[Answered]:
+    """The answers; where several trainings, trees or temperatures have one name, each with its folder's beside it."""
+    made: dict[str, set[str]] = {}
     for answer in answers:
-        methods.setdefault(answer.method, []).append(answer.rounds)
-    print_tables(tables(methods, resamples, seed), note=NOTE, legend="")
+        made.setdefault(answer.method, set()).add(answer.made)
+    several = {method for method, ways in made.items() if len(ways) > 1}
+    return [
+        replace(answer, method=f"{answer.method}, {answer.folder}") if answer.method in several else answer
+        for answer in answers
+    ]
+
+
+def by_prompt(answers: list[Answered]) -> dict[str, list[Acceptance]]:
+    """The rounds of each method's prompts, all turns and repeats of a prompt together."""
+    found: dict[str, dict[Any, list[Acceptance]]] = {}
+    for number, answer in enumerate(answers):
+        suite, prompt = answer.place.get("suite"), answer.place.get("id")
+        key = number if suite is None or prompt is None else (str(suite), str(prompt))
+        found.setdefault(answer.method, {}).setdefault(key, []).append(answer.rounds)
+    return {method: [_together(rounds) for rounds in prompts.values()] for method, prompts in found.items()}
+
+
+def _together(answers: list[Acceptance]) -> Acceptance:
+    histogram: Counter[int] = sum((Counter(one.histogram) for one in answers), Counter())
+    known = [one.most for one in answers if one.most is not None]
+    drafted = sum(one.drafted for one in answers)
+    return Acceptance(answers[0].engine, dict(histogram), drafted, max(known, default=None))
 
 
 def tables(methods: dict[str, list[Acceptance]], resamples: int = 2000, seed: int = 0) -> list[Table]:
     """Acceptance of each method, and its rounds by accepted tokens in per cent."""
     columns = [
-        ("requests",),
+        ("prompts",),
         ("rounds",),
         ("tokens a round", "τ micro"),
-        ("by request", "τ macro"),
+        ("by prompt", "τ macro"),
         ("accepted of drafted, %",),
     ]
     means, shares = [], []
@@ -220,7 +261,7 @@ def read_answers(file: str) -> Iterator[Answered]:
 
 def _of_records(source: Source) -> Iterator[Answered]:
     """Of the methods that draft."""
-    methods = as_object((source.run or {}).get("methods"))
+    methods, way = as_object((source.run or {}).get("methods")), sampled(source)
     for record in source.records:
         if record.method in BASELINES:
             continue
@@ -232,7 +273,8 @@ def _of_records(source: Source) -> Iterator[Answered]:
             )
         place = {"suite": record.suite, "id": record.id, "turn": record.turn, "repeat": record.repeat}
         rounds = Acceptance.from_record(record, depth, nodes - 1)
-        yield Answered(record.method, place, rounds)
+        made = repr((draft_facts(facts), way))
+        yield Answered(record.method, place, rounds, str(source.folder), made)
 
 
 def _of_engine(place: str, values: dict[str, Any], stem: str) -> Answered | None:
@@ -264,5 +306,7 @@ def _natural(name: str, value: Any) -> int:
     return value
 
 
-def _optional(name: str, value: Any) -> int | None:
+def _optional(name: str, value: Any, most: int | None = None) -> int | None:
+    if value is not None and most is not None and _natural(name, value) > most:
+        raise ValueError(f"{name} is {value}; it must be at most {most}")
     return None if value is None else _natural(name, value)

@@ -83,7 +83,7 @@ def _tau(counts: Floats, sums: Floats | None) -> Cell:
         return Cell("")
     none = np.zeros(len(sums))
     taus = statistics.tau_micro(counts, Sums(sums, none, none))
-    return make_cell(estimate(taus if (sums[:, 0] > 0).sum() > 1 else taus[:1], len(sums)))  # one has no spread
+    return make_cell(estimate(taus, int((sums[:, 0] > 0).sum())))
 
 
 def _names(columns: list) -> list[str]:

@@ -17,6 +17,10 @@ the draws would be too narrow with few prompts. Coverage of both, measured on dr
 **A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect". Holm's correction
 (1979) is for several methods that are compared with one; it is not made for several measures, positions or suites.
 
+Q is the number of prompts that a measure has rounds of: late positions, of drafts and of answers, have few. With all 60
+prompts in place of the 2, 3 and 5 that had any, intervals covered .64, .78 and .89, and so .95, .95 and .96
+(`make coverage`).
+
 Letters: R draws, Q prompts, K draft positions. 0/0 is nan, shown as a dash. A share that is 0 or 1 in every prompt has
 an interval of width 0, however few the prompts: it describes this sample, and proves nothing about others.
 """
@@ -190,7 +194,7 @@ def draw_counts(prompts: int, resamples: int, seed: int) -> Floats:
 def standard_error(values: Floats, prompts: int) -> float:
     """Spread of the draws (1+R,) that have a value, nan where there are not two; their variance falls short by 1/Q."""
     drawn = values[1:][np.isfinite(values[1:])]
-    if not np.isfinite(values[0]) or drawn.size < 2:
+    if not np.isfinite(values[0]) or drawn.size < 2 or prompts < 2:
         return math.nan
     return float(drawn.std(ddof=1)) * math.sqrt(prompts / (prompts - 1))
 

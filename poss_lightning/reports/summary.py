@@ -186,13 +186,18 @@ def _summarise_suite(
     macro = {name: statistics.tau_macro(counts, of_prompts) for name, of_prompts in sums.items()}
     speed = {name: statistics.tokens_per_second(counts, of_prompts) for name, of_prompts in sums.items()}
     shares = {name: statistics.pos_acc(counts, of_prompts).T for name, of_prompts in sums.items()}  # (K, 1+R)
+    reached = {name: (of_prompts.reach[:, :-1] > 0).sum(0).tolist() for name, of_prompts in sums.items()}  # K prompts
     baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
     speed_ups = {other: _compare(speed, other, prompts, ratios=True) for other in baselines}
     micro_gains = _compare(micro, reference, prompts)
     macro_gains = _compare(macro, reference, prompts)
     speed_gains = _compare(speed, reference, prompts, ratios=True)
     share_gains = [
-        _compare({name: values[k] for name, values in shares.items() if k < len(values)}, reference, prompts)
+        _compare(
+            {name: values[k] for name, values in shares.items() if k < len(values)},
+            reference,
+            {name: found[k] for name, found in reached.items() if k < len(found)},
+        )
         for k in range(depths[reference] if reference else 0)
     ]
     return [
@@ -203,7 +208,7 @@ def _summarise_suite(
             rounds=int(of_prompts.reach[:, 0].sum()),
             tau_micro=estimate(micro[name], prompts),
             tau_macro=estimate(macro[name], prompts),
-            pos_acc=tuple(statistics.estimate_share(values, prompts) for values in shares[name]),
+            pos_acc=tuple(map(statistics.estimate_share, shares[name], reached[name])),
             tokens_per_second=estimate(speed[name], prompts),
             speed_up={other: gains[name] for other, gains in speed_ups.items() if other != name},
             identical=statistics.estimate_share(
@@ -219,17 +224,22 @@ def _summarise_suite(
 
 
 def _compare(
-    values: dict[str, Floats], reference: str | None, prompts: int, ratios: bool = False
+    values: dict[str, Floats], reference: str | None, prompts: int | dict[str, int], ratios: bool = False
 ) -> dict[str, Comparison]:
-    """Compare (1+R,) values of every other method with the reference's: differences or ratios, corrected."""
+    """Compare (1+R,) values of every other method with the reference's: differences or ratios, corrected.
+
+    `prompts` are those that have values, of all methods or of each.
+    """
     if reference is None:
         return {}
+    counted = prompts if isinstance(prompts, dict) else dict.fromkeys(values, prompts)
+    fewest = {name: min(count, counted[reference]) for name, count in counted.items()}
     scaled = {name: np.log(draws) if ratios else draws for name, draws in values.items()}
     gains = {name: draws - scaled[reference] for name, draws in scaled.items() if name != reference}
     compare = statistics.quotient if ratios else statistics.difference
     return statistics.correct(
         {
-            name: compare(float(gain[0]), statistics.standard_error(gain, prompts), prompts - 1)
+            name: compare(float(gain[0]), statistics.standard_error(gain, fewest[name]), fewest[name] - 1)
             for name, gain in gains.items()
         }
     )

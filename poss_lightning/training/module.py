@@ -68,8 +68,9 @@ class SpecialistTraining(lightning.LightningModule):
             square of 1. A draft that starts from another takes over its scale.
         loss: weights of its terms: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the
             target's ten likeliest tokens), `total_variation`, `acceptance` (the negative logarithm of the chance of
-            acceptance), `hybrid` (of it and cross-entropy), `reverse_kl`, `jensen_shannon`. None is {feature: 1, token:
-            0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts no feature.
+            acceptance), `hybrid` (KL divergence and total variation, weighed by that chance), `reverse_kl`,
+            `jensen_shannon`. None is {feature: 1, token: 0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts
+            no feature.
         slot_weights: "dpace", a slot counts by what its chain of positions still gains there; "until_failure", slots
             behind a chain's first miss do not count; "rounds", what the draft meets when it drafts chains of this text
             counts most (on-policy); None, all count alike. In training alone.

@@ -156,6 +156,25 @@ def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_
     assert torch.equal(other.scale, draft.scale)
 
 
+def test_fc_norm_begins_with_inputs_of_a_mean_square_of_one_or_as_the_fc_without_it(deep):
+    plain, normed = (tiny_draft(deep, [4], kind="eagle3", fc_norm=switch) for switch in (False, True))
+    sizes = torch.tensor([0.1, 3.0, 40.0])  # of the vectors of each inner layer, which all have the same length
+    parts = torch.nn.functional.normalize(torch.randn(500, 3, 32) * torch.logspace(-1, 1, 32), dim=-1) * 32**0.5
+    inputs = (parts * sizes[:, None]).flatten(1)
+    usual = inputs.square().mean(0).sqrt()
+    for norm in normed.fc_norm:
+        norm.weight.data.fill_(1)  # as a new one
+    normed.normalise(torch.ones(32), usual)
+    read = []
+    normed.fc.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    normed.fuse(inputs)
+    assert torch.allclose(read[0].square().mean(0), torch.ones(96), rtol=1e-3)
+    normed.start_from(plain)
+    normed.init_fc_norm(usual)
+    torch.testing.assert_close(normed.fuse(inputs), plain.fuse(inputs), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(normed.fuse(2 * inputs), plain.fuse(2 * inputs), rtol=0.1)
+
+
 def test_a_draft_from_before_inputs_were_scaled_is_read(target, tmp_path):
     draft = tiny_draft(target, [2, 2])
     draft.save_pretrained(tmp_path)
@@ -236,6 +255,14 @@ def test_a_start_of_other_sizes_or_another_target_is_refused(target):
         tiny_draft(target, [2, 2], intermediate_size=40).start_from(tiny_draft(target, [4]))
     with pytest.raises(ValueError, match="another target: fingerprint"):
         tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
+
+
+@pytest.mark.parametrize("switch", ["fc_norm", "norm_output"])
+def test_a_start_with_a_norm_that_this_draft_has_not_is_refused(deep, switch):
+    plain, normed = (tiny_draft(deep, [4], kind="eagle3", **options) for options in ({}, {switch: True}))
+    normed.start_from(plain)
+    with pytest.raises(ValueError, match=f"the draft to start from has {switch}, and this one has not: make {switch}"):
+        plain.start_from(normed)
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])

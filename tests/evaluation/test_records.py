@@ -164,7 +164,9 @@ def test_a_cell_keeps_its_questions_beside_older_cells_without_any(tmp_path):
 
 
 def test_two_drafts_of_one_name_are_refused():
-    runs = {"a": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "auto"}}}}
+    runs = {"a": {"methods": {"hass": {"depth": 6, "weights": "5c"}}}}  # as a replay's, whose trees are fixed
     check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "fixed"}, "poss": {}}}})
     with pytest.raises(ValueError, match=r"'hass' of a is another than that of b \(weights 5c and 37, depth 6 and 4\)"):
         check_drafts(runs | {"b": {"methods": {"hass": {"depth": 4, "weights": "37"}}}})
+    with pytest.raises(ValueError, match=r"that of b \(tree fixed and auto\): name them apart"):
+        check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "auto"}}}})

@@ -52,6 +52,18 @@ def test_other_prompts_or_several_trainings_do_not_stand_side_by_side(tmp_path):
         find([tmp_path / "greedy", tmp_path / "seed-1"])
 
 
+def test_another_top_p_or_tree_under_one_name_is_refused(tmp_path):
+    warm, cut = (run_folder(tmp_path / name, 1.0, seed) for seed, name in enumerate(("warm", "cut")))
+    (cut / "run.json").write_text(json.dumps({"methods": {}, "config": {"temperature": 1.0, "top_p": 0.5}}))
+    says = r"warm was sampled with top_k 0 and top_p 1\.0, .*cut with top_k 0 and top_p 0\.5; records of one"
+    with pytest.raises(ValueError, match=says):
+        find([warm, cut])
+    for folder, tree in ((warm, {}), (cut, {"tree": "auto"})):
+        (folder / "run.json").write_text(json.dumps({"methods": {"eagle": {"depth": 6} | tree}}))
+    with pytest.raises(ValueError, match=r"'eagle' of .*warm is another than that of .*cut \(tree fixed and auto\)"):
+        find([warm, cut])
+
+
 def test_a_reference_that_one_temperature_lacks_is_told_with_it(tmp_path):
     run_folder(tmp_path / "greedy", 0.0, 0)
     warm = run_folder(tmp_path / "warm", 1.0, 1)

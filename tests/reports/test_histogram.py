@@ -1,6 +1,7 @@
 """Rounds by accepted tokens: what engines and AIPerf hold is what our records hold; what is wrong is refused."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from poss_lightning.evaluation.records import to_line
-from poss_lightning.reports.histogram import Acceptance, histogram, read_answers, tables
+from poss_lightning.reports.histogram import Acceptance, by_prompt, histogram, name_apart, read_answers, tables
 from tests.support.synthetic import make_records
 
 DEPTH, NODES = 3, 8
@@ -61,10 +62,37 @@ def test_aiperf_finds_its_identities(folder):
 
 def test_vllm_s_dense_counts_say_the_same(folder, tmp_path):
     responses = lines(tmp_path / "eagle.jsonl", *(of_vllm(record.accepted) for record in DRAFTED), {"error": "busy"})
-    ours, theirs = (
-        tables({"eagle": [answer.rounds for answer in read_answers(file)]}, 20) for file in (str(folder), responses)
-    )
-    assert ours == theirs
+    ours, theirs = ([answer.rounds for answer in read_answers(file)] for file in (str(folder), responses))
+    assert tables({"eagle": ours}, 20) == tables({"eagle": theirs}, 20)
+
+
+def test_turns_and_repeats_of_a_prompt_count_together_and_requests_apart(folder, tmp_path):
+    prompts = by_prompt(list(read_answers(str(folder))))["eagle"]
+    assert len(prompts) == len({(record.suite, record.id) for record in DRAFTED}) < len(DRAFTED)
+    assert sum(one.rounds for one in prompts) == sum(len(record.accepted) for record in DRAFTED)
+    assert sum(one.total for one in prompts) == sum(map(sum, (record.accepted for record in DRAFTED)))
+    requests = lines(tmp_path / "eagle.jsonl", *(of_vllm(record.accepted) for record in DRAFTED))
+    assert len(by_prompt(list(read_answers(requests)))["eagle"]) == len(DRAFTED)
+    again = by_prompt([*read_answers(str(folder)), *read_answers(str(folder))])["eagle"]
+    assert len(again) == len(prompts)  # the same answers once more are not more prompts
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"config": {"temperature": 1.0}},
+        {"config": {"temperature": 1.0, "top_p": 0.5}},
+        {"methods": {"eagle": {"depth": DEPTH, "nodes": NODES, "weights": "5c"}}},
+    ],
+    ids=["temperature", "top-p", "training"],
+)
+def test_other_trainings_and_temperatures_of_one_name_stand_apart(folder, tmp_path, other):
+    beside = tmp_path / "other"
+    shutil.copytree(folder, beside)
+    (beside / "run.json").write_text(json.dumps(json.loads((folder / "run.json").read_text()) | other))
+    answers = name_apart([*read_answers(str(folder)), *read_answers(str(beside))])
+    assert list(by_prompt(answers)) == [f"eagle, {folder}", f"eagle, {beside}"]
+    assert by_prompt(name_apart(list(read_answers(str(folder))))).keys() == {"eagle"}
 
 
 def test_shares_are_counted_rounds():
@@ -89,6 +117,7 @@ STATS = {"acceptance_histogram": {"0": 1, "2": 2}, "num_draft_tokens": 9}
         ),
         ({"num_draft_tokens": 3}, "4 tokens are accepted, and num_draft_tokens is 3"),
         ({"num_draft_tokens": None}, "num_draft_tokens is None; it must be an integer of at least 0"),
+        ({"num_spec_tokens": 10**9}, "num_spec_tokens is 1000000000; it must be at most 1024"),
         ({"num_spec_tokens": 1}, "a round accepted 2 tokens, and num_spec_tokens is 1"),
         ({"num_spec_steps": 4}, "num_spec_steps is 4; by acceptance_histogram it is 3"),
         ({"num_accepted_draft_tokens": 5}, "num_accepted_draft_tokens is 5; by acceptance_histogram it is 4"),

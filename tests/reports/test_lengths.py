@@ -60,6 +60,18 @@ def test_a_column_of_one_prompt_has_no_interval():
     assert short.notes and rest.text == "2.00" and not rest.notes
 
 
+def test_prompts_without_a_round_there_lend_a_column_no_certainty(tmp_path):
+    """Three long answers among 57 short ones: their interval is as wide as without the short ones."""
+    long = {("chat", place, 0, 0): answer([1] * 14 + [level] * 30) for place, level in enumerate((1, 2, 4))}
+    short = {("chat", place, 0, 0): answer([place % 3, 1]) for place in range(3, 60)}
+    widths = []
+    for answers in (long, long | short):
+        ((_, cells),) = length_tables({"eagle": answers}, resamples=4000)[0].rows
+        low, high = map(float, cells[1].notes[0].split("…"))
+        widths.append(high - low)
+    assert 0.8 < widths[1] / widths[0] < 1.25
+
+
 def test_compare_shows_them(tmp_path):
     (tmp_path / "records.jsonl").write_text("".join(to_line(record) + "\n" for record in make_records()))
     titles = [table.title for table in find(tmp_path, resamples=20).tables]
