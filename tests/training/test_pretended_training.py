@@ -22,6 +22,7 @@ from poss_lightning.features.extract import tokenize, write_store
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
+from poss_lightning.losses.slot_weights import SLOT_WEIGHTS
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
@@ -134,12 +135,20 @@ def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | N
     return module.draft.state_dict(), trainer.callback_metrics, waits.batches
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw"},
+        {"optimizer": "muon"},
+        *({"slot_weights": name, "loss": {"hybrid": 1.0, "acceptance": 0.1}} for name in SLOT_WEIGHTS),
+    ],
+    ids=lambda options: options.get("slot_weights") or options["optimizer"],
+)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_steps_are_the_hosts(device, stores, kind, optimizer):
+def test_steps_are_the_hosts(device, stores, kind, options):
     """Through Lightning: transfer, losses, clipping, the optimizer, validation."""
-    host, host_metrics, _ = fit(stores[kind], kind, None, optimizer=optimizer)
-    ours, metrics, batches = fit(stores[kind], kind, device, optimizer=optimizer)
+    host, host_metrics, _ = fit(stores[kind], kind, None, **options)
+    ours, metrics, batches = fit(stores[kind], kind, device, **options)
     for name, value in host.items():
         torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
     assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
