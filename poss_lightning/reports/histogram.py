@@ -11,6 +11,7 @@ from chains: drafted tokens are all that were verified, so `--nodes` less the ro
 """
 
 import json
+import os
 import reprlib
 from collections import Counter
 from collections.abc import Iterator
@@ -149,7 +150,7 @@ class Answered:
     method: str
     place: dict[str, Any]  # suite, id, turn and repeat, of a record; else the line's metadata
     rounds: Acceptance
-    folder: str = field(default="", compare=False)
+    folder: str = field(default="", compare=False)  # of the records, or the engine's file; absolute
     made: str = field(default="", compare=False)  # of the answers of one draft that was sampled in one way, the same
 
 
@@ -182,13 +183,17 @@ def histogram(files: list[str] | str, *, out: str | None = None, resamples: Draw
 def name_apart(answers: list[Answered]) -> list[Answered]:
     """The answers; where several trainings, trees or temperatures have one name, each with its folder's beside it."""
     made: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
     for answer in answers:
         made.setdefault(answer.method, set()).add(answer.made)
-    several = {method for method, ways in made.items() if len(ways) > 1}
-    return [
-        replace(answer, method=f"{answer.method}, {answer.folder}") if answer.method in several else answer
-        for answer in answers
-    ]
+        folders.setdefault(answer.method, set()).add(answer.folder)
+    names = {
+        (method, folder): f"{method}, {os.path.relpath(folder, os.path.commonpath(folders[method]))}"
+        for method, ways in made.items()
+        if len(ways) > 1
+        for folder in folders[method]
+    }
+    return [replace(answer, method=names.get((answer.method, answer.folder), answer.method)) for answer in answers]
 
 
 def by_prompt(answers: list[Answered]) -> dict[str, list[Acceptance]]:
@@ -253,7 +258,7 @@ def read_answers(file: str) -> Iterator[Answered]:
         for source in read_sources(file):
             yield from _of_records(source)
         return
-    found = [answer for place, values in lines if (answer := _of_engine(place, values, path.stem))]
+    found = [answer for place, values in lines if (answer := _of_engine(place, values, path.absolute()))]
     if not found:
         raise ValueError(f"{file}: no line has {AIPERF!r} or {'.'.join(VLLM)!r}")
     yield from found
@@ -274,10 +279,10 @@ def _of_records(source: Source) -> Iterator[Answered]:
         place = {"suite": record.suite, "id": record.id, "turn": record.turn, "repeat": record.repeat}
         rounds = Acceptance.from_record(record, depth, nodes - 1)
         made = repr((draft_facts(facts), way))
-        yield Answered(record.method, place, rounds, str(source.folder), made)
+        yield Answered(record.method, place, rounds, str(source.folder.absolute()), made)
 
 
-def _of_engine(place: str, values: dict[str, Any], stem: str) -> Answered | None:
+def _of_engine(place: str, values: dict[str, Any], file: Path) -> Answered | None:
     """Of one line; None where it has no acceptance, as a failed request's line has none."""
     metadata, found = as_object(values.get("metadata")), values
     for name in (AIPERF,) if AIPERF in values else VLLM:
@@ -288,7 +293,7 @@ def _of_engine(place: str, values: dict[str, Any], stem: str) -> Answered | None
         rounds = Acceptance.from_engine(found)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    return Answered(str(metadata.pop("method", stem)), metadata, rounds)
+    return Answered(str(metadata.pop("method", file.stem)), metadata, rounds, str(file))
 
 
 def _is_accepted(key: Any) -> bool:

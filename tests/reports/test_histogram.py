@@ -91,8 +91,10 @@ def test_other_trainings_and_temperatures_of_one_name_stand_apart(folder, tmp_pa
     shutil.copytree(folder, beside)
     (beside / "run.json").write_text(json.dumps(json.loads((folder / "run.json").read_text()) | other))
     answers = name_apart([*read_answers(str(folder)), *read_answers(str(beside))])
-    assert list(by_prompt(answers)) == [f"eagle, {folder}", f"eagle, {beside}"]
+    assert list(by_prompt(answers)) == ["eagle, ours", "eagle, other"]
     assert by_prompt(name_apart(list(read_answers(str(folder))))).keys() == {"eagle"}
+    served = lines(tmp_path / "eagle.jsonl", of_vllm([1, 2]))
+    assert len(by_prompt(name_apart([*read_answers(served), *read_answers(str(folder))]))) == 2
 
 
 def test_shares_are_counted_rounds():
