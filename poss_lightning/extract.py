@@ -12,7 +12,7 @@ from poss_lightning.features.remote import local_copy
 from poss_lightning.files import check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
-from poss_lightning.ranks import Rank, device_of, share_of
+from poss_lightning.ranks import device_of, share_of, this_rank
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -74,7 +74,7 @@ def extract(
     if layers and len(set(layers)) < len(layers):
         raise ValueError(f"layers is {layers}; name each layer once")
     rank = share_of(parallel)
-    _check_engine(engine, tensor_parallel, rank)
+    _check_engine(engine, tensor_parallel, parallel)
     conversations = read_conversations(corpus, split, limit)
     if engine == "vllm":
         where = choose_device(device)
@@ -99,14 +99,14 @@ def extract(
         print(f"{out}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
 
 
-def _check_engine(engine: str, tensor_parallel: int, rank: Rank) -> None:
+def _check_engine(engine: str, tensor_parallel: int, parallel: Parallel) -> None:
     """Raise ValueError where engine and processes do not go together."""
-    if tensor_parallel < 1 or (tensor_parallel > 1 and engine != "vllm"):
+    if tensor_parallel > 1 and engine != "vllm":
+        raise ValueError(f"tensor_parallel is {tensor_parallel}; it must be 1 without --engine vllm")
+    if engine == "vllm" and parallel != "none":
+        raise ValueError(f"parallel is {parallel!r}, with which vLLM does nothing: give --tensor_parallel instead")
+    if engine == "vllm" and (world := this_rank().world) > 1:
         raise ValueError(
-            f"tensor_parallel is {tensor_parallel}; it must be at least 1, and 1 without --engine vllm, which splits it"
-        )
-    if engine == "vllm" and rank.world > 1:
-        raise ValueError(
-            f"engine is 'vllm' in one of {rank.world} processes, and starts its own: give the command by itself, once "
+            f"engine is 'vllm' in one of {world} processes, and starts its own: give the command by itself, once "
             "for each group of GPUs (CUDA_VISIBLE_DEVICES); they share the shards"
         )

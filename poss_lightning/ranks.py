@@ -30,6 +30,12 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     return Rank()
 
 
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Which process of its machine this is; Lightning's own launcher says so to those that it starts, and no more."""
+    local = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", ""))
+    return int(local) if local.isdecimal() else 0
+
+
 def order(count: int, rank: Rank) -> list[int]:
     """Parts in the order a rank takes them: every world-th, then what the others may have left, from the end.
 

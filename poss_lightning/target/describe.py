@@ -51,7 +51,7 @@ def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
     short_lengths = [kind["original_max_position_embeddings"] for kind in rope if kind.get("rope_type") == "longrope"]
     return TargetSpec(
         name=name,
-        fingerprint=_fingerprint(model),
+        fingerprint=fingerprint(model),
         template=template,
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
@@ -81,7 +81,7 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
     return [parameters[FULL], *(angles for kind, angles in parameters.items() if kind != FULL)]
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):

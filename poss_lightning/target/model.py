@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from poss_lightning.ranks import this_rank
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import Packed, SlotStore, Store, TreeCache
 from poss_lightning.target.chat import Chat
-from poss_lightning.target.describe import embed_head_of, spec_of
+from poss_lightning.target.describe import embed_head_of, fingerprint, spec_of
 from poss_lightning.target.followers import Leader, Part, SharedStore, follow
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.placement import (
@@ -113,11 +114,15 @@ class Target(nn.Module):
             dtype = choose_dtype(dtype, device)
         source = _folder(name)
         placed = placement(name, source, dtype, device, parallel, spared)
+        narrow = (
+            dtype == "float16" and not placed
+        )  # it lacks bfloat16's smallest numbers, of which fingerprints are made
         try:
             with announced(f"loading target {name}"), without_bars():
                 tokenizer = AutoTokenizer.from_pretrained(source)
+                kept = getattr(torch, dtype) if dtype and not narrow else "auto"
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    source, dtype=getattr(torch, dtype) if dtype else "auto", output_loading_info=True, **placed
+                    source, dtype=kept, output_loading_info=True, **placed
                 )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             needs = "config.json, tokenizer.json and model.safetensors"
@@ -130,8 +135,13 @@ class Target(nn.Module):
                 f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew"
             )
         check_placement(model, parallel)
+        as_saved = fingerprint(model) if narrow else None
+        if narrow:
+            model = model.to(torch.float16)
         with announced(f"checking target {name}"):
             target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)
+        if as_saved:
+            target.spec = replace(target.spec, fingerprint=as_saved)
         if target.device.type == "cuda" and placed:
             torch.cuda.set_device(target.device)  # where the draft computes, and what clocks measure
         if parallel == "tensors" and not together:

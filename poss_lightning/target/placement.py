@@ -42,7 +42,9 @@ def home_device(parallel: str, device: str) -> str:
         raise ValueError(
             f"device is {device!r}, but parallel layers takes every GPU: name them in CUDA_VISIBLE_DEVICES"
         )
-    if parallel == "layers" and (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > 1:  # of torchrun
+    # torchrun counts the processes here, and Lightning's launcher only numbers those that it starts
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ.get("LOCAL_RANK", 0)) + 1))
+    if parallel == "layers" and here > 1:
         raise ValueError(f"parallel is layers, with which one process takes every GPU, but there are {here} here")
     if parallel == "tensors" and torch.device(home).type != (known := _accelerator()):
         raise ValueError(f"device is {device!r}, but parallel tensors computes on this machine's {known}")

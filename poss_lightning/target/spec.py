@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from typing import get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,15 @@ class TargetSpec:
     logit_scale: float = 1.0  # between head and softmax; see `EmbedHead`
     logit_cap: float | None = None
     layers: int | None = None  # decoder layers; None in files of before they were counted
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a field of another type, as a file from elsewhere may have it."""
+        for field, kind in get_type_hints(type(self)).items():
+            value = getattr(self, field)
+            wanted = (float | int) if float in (kind, *get_args(kind)) else kind
+            wanted = wanted | None if type(None) in get_args(kind) else wanted
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise ValueError(f"target's {field} is {value!r}; it must be of type {getattr(kind, '__name__', kind)}")
 
     def difference(self, other: "TargetSpec") -> str | None:
         """The first field in which two specs differ, in words; None where they are the same target."""

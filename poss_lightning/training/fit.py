@@ -67,7 +67,7 @@ class FitOptions:
         model: arguments of `SpecialistTraining`, but its store.
         data: arguments of `FeatureData`.
         trainer: arguments of `lightning.Trainer`.
-        seed_everything: of weights, order and noise.
+        seed_everything: of new random weights; `seed` of `data` is of order and noise.
         ckpt_path: a checkpoint to go on from, or to measure.
         weights_only: whether a checkpoint is read without unpickling.
     """
@@ -424,7 +424,12 @@ class _SaveConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer, pl_module) -> None:
         self.began, self.config.ckpt_path = True, None
-        super().setup(trainer, pl_module, "fit")
+        folder = str(trainer.log_dir)  # which all processes ask for together
+        if "://" in folder:
+            super().setup(trainer, pl_module, "fit")
+        elif trainer.is_global_zero:  # the one before may be all that is left of a training that goes on
+            with atomic(Path(folder) / self.config_filename) as path:
+                path.write_text(self.parser.dump(self.config, skip_none=False), encoding="utf-8")
 
 
 def _show_thread_error(args: threading.ExceptHookArgs, show=threading.excepthook) -> None:

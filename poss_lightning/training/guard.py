@@ -99,7 +99,9 @@ def _names(things: list) -> str:
 def save_batches(folder: Path, batches: list[Batch], findings: str) -> None:
     """Write every batch of this process in the step, and the findings."""
     for number, batch in enumerate(batches):
-        state = {name: getattr(batch, name).detach().cpu().contiguous() for name in TENSORS}
+        tensors = {name: getattr(batch, name).detach().cpu() for name in TENSORS}
+        # Copied, as the draft's input may be the features themselves, and a file holds no tensor twice.
+        state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
         state |= {"answers": batch.step.answers.cpu(), "step_tokens": batch.step.tokens.cpu()}
         with atomic(folder / f"{number}-{BATCH}") as path:
             save_file(state, path)

@@ -5,11 +5,12 @@ from itertools import pairwise
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-PRECISION = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or one of Lightning's"
+PRECISION = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true; or another, but not 16-mixed"
 HELP, ASSIGNED = ("--help", "-h"), ("--help=", "-h=")
 # The options that the short help has, besides those of model and data.
 SAID = {
-    "seed_everything": "of weights, order and noise; true draws one (default: %(default)s)",
+    "seed_everything": "of new random weights (--data.seed is of order and noise); true draws one (default: "
+    "%(default)s)",
     "trainer.accelerator": "auto, cpu, gpu or mps (default: %(default)s)",
     "trainer.devices": "how many of a machine's devices train, or auto for all (default: %(default)s)",
     "trainer.num_nodes": "machines (default: %(default)s)",

@@ -227,9 +227,10 @@ def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
     """What a strategy holds of the draft at a moment; a number in float32 has 4 bytes, AdamW's moments 8."""
     item, share = setup.item, 1 / setup.processes
     backward = moment in ("backward", "reduction")
+    keeps = setup.accumulate > 1 and moment != "update"  # the gradients of the batches before, complete
     if setup.strategy in ("one", "ddp"):
         # Lightning drops the old gradients between forward and backward; DDP keeps a bucket beside every gradient.
-        gradients = (0 if moment == "backward" else 4) + (4 if setup.strategy == "ddp" else 0)
+        gradients = (0 if moment == "backward" and not keeps else 4) + (4 if setup.strategy == "ddp" else 0)
         casts = _cast_bytes(setup.config) if item == 2 and moment != "update" else 0
         return DraftBytes(4, gradients, _moment_bytes(setup, count), casts)
     if setup.strategy == "fsdp2":
@@ -239,14 +240,15 @@ def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
         group = max(specialist, count - len(setup.config.allocation) * specialist)
         buffer = group * (4 + item if setup.device == "cuda" else 8) if backward else 0
         gathered = item * (group if moment == "reduction" else count) if moment != "update" else 0
-        return DraftBytes(4 * share, 4 * share, 8 * share, gathered, buffer)
+        return DraftBytes(4 * share, 4 if keeps else 4 * share, 8 * share, gathered, buffer)
     away = 0 if setup.offload else share
     masters, moments = 4 * away, 8 * away
     update = (item + 4) * away if moment == "update" else 0  # gradients as they were reduced, and in float32
     if setup.strategy == "zero3":
         # gathered in one buffer, and copied out of it
         gathered = 2 * item * min(count, LIVE) if moment in ("forward", "backward") else 0
-        return DraftBytes(item * away + masters, item * away + update, moments, gathered, item * BUCKET)
+        own = item if keeps else item * away
+        return DraftBytes(item * away + masters, own + update, moments, gathered, item * BUCKET)
     # Stage 1 too hands gradients to their owners bucket by bucket, and keeps its own share.
-    reduced = item * away if moment == "reduction" else 0
+    reduced = item if keeps else item * away if moment == "reduction" else 0
     return DraftBytes(item + masters, reduced + update, moments, 0, 2 * item * BUCKET if backward else 0)

@@ -199,6 +199,11 @@ class SpecialistTraining(lightning.LightningModule):
             raise ValueError("not_finite is skip, but DeepSpeed cannot undo the backward of a loss: make it stop")
         if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
             raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:  # it expects gradients that overflow
+            raise ValueError(
+                f"trainer.precision is {self.trainer.precision}, whose first steps overflow by design, and a gradient "
+                "that is not finite stops the training: take bf16-mixed or 32-true"
+            )
 
     def configure_optimizers(self):
         hp, parameters = self.hparams, self.draft.parameters()

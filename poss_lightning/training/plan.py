@@ -168,7 +168,7 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
             layers=config["num_hidden_layers"],
         )
         return spec, bool(stored.get("tie_word_embeddings", False))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{path} is no config of a language model: {type(error).__name__} {error}") from error
 
 

@@ -19,7 +19,7 @@ from poss_lightning.features.manifest import verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.shards import write_shard
 from poss_lightning.files import sha256, temporary_path
-from poss_lightning.ranks import Rank, order, this_rank
+from poss_lightning.ranks import Rank, local_rank, order, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 from tests.support.processes import SECONDS, fork
@@ -168,6 +168,12 @@ def test_every_rank_begins_with_its_share_and_goes_on_with_what_is_left(count, w
 )
 def test_a_rank_is_read_from_the_environment(environment, expected):
     assert this_rank(environment) == expected
+
+
+def test_a_process_of_lightning_s_launcher_knows_its_place_on_its_machine():
+    started = {"LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    assert local_rank(started) == 3 and this_rank(started) == (0, 1, 0)
+    assert local_rank({"SLURM_LOCALID": "2"}) == 2 and local_rank({}) == 0
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,25 @@ def test_the_fingerprint_tells_models_apart_not_names_or_dtypes():
     assert rounded.difference(again) is None
 
 
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+def test_a_target_is_the_same_in_float16_which_lacks_its_smallest_weights(tmp_path, saved):
+    model = tiny_model(0).to(torch.bfloat16).to(saved)
+    for parameter in model.parameters():
+        parameter.data.flatten()[3:5] = 2.0**-30
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    narrow, wide = (Target.load(str(tmp_path), dtype, "cpu") for dtype in ("float16", "bfloat16"))
+    assert narrow.dtype == torch.float16 and narrow.spec.difference(wide.spec) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "576"), ("norm_eps", "x"), ("layers", 2.5), ("heads", True)]
+)
+def test_a_spec_with_a_field_of_another_type_is_refused_by_name(target, field, value):
+    with pytest.raises(ValueError, match=f"target's {field} is {value!r}; it must be of type"):
+        TargetSpec(**asdict(target.spec) | {field: value})
+
+
 def test_a_spec_stored_before_there_were_scales_is_of_the_same_target(target):
     stored = {name: value for name, value in asdict(target.spec).items() if not name.startswith("logit_")}
     assert TargetSpec(**stored).difference(target.spec) is None

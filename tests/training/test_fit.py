@@ -1,16 +1,21 @@
 """A training as a function of its options: how they are put together, and that each command takes them."""
 
 import csv
+import errno
 import inspect
 import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from lightning.pytorch.callbacks import model_checkpoint
 from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from poss_lightning.configs import merge_options
 from poss_lightning.training.fit import FitOptions, _quieten, fit, parse, validate
+from poss_lightning.training.module import SpecialistTraining
 
 PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay"}
 SPEED = {"class_path": "poss_lightning.training.callbacks.Throughput"}
@@ -89,6 +94,35 @@ def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
     assert {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"} <= scalars
     written = {path.name for path in folder.iterdir()}
     assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
+
+
+def test_a_config_on_a_full_disk_leaves_the_one_before(store, tmp_path, monkeypatch):
+    """It may be all that tells how to go on."""
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}}
+    trainer = {"precision": "32-true", "max_steps": 1, "logger": logger, "limit_val_batches": 0}
+    options = {"model": {"allocation": [1]}, "data": {"store": store, "validation": 0.2}, "trainer": trainer}
+    fit(FitOptions.compose(["trainer/cpu.yaml"], options))
+    file = tmp_path / "run" / "config.yaml"
+    before = file.read_bytes()
+    assert yaml.safe_load(before)["model"]["allocation"] == [1]
+
+    def full(self, *arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    go_on = {"ckpt_path": str(file.parent / "checkpoints" / "last.ckpt")}
+    with pytest.raises(OSError, match="No space left"):
+        fit(FitOptions.compose(["trainer/cpu.yaml"], options | {"trainer": trainer | {"max_steps": 2}} | go_on))
+    assert file.read_bytes() == before and not [path for path in file.parent.iterdir() if "config" in path.name][1:]
+
+
+def test_float16_with_scaled_gradients_is_refused(store):
+    module = SpecialistTraining(store, [1])
+    module._trainer = SimpleNamespace(
+        strategy=None, precision="16-mixed", precision_plugin=SimpleNamespace(scaler=object())
+    )
+    with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, whose first steps overflow by design"):
+        module.on_fit_start()
 
 
 def test_weights_and_biases_go_by_the_loggers_name():

@@ -8,7 +8,9 @@ import torch
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.guard import NotFinite, load_batch
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import collate
+from poss_lightning.training.guard import NotFinite, load_batch, save_batches
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import DeepSpeed
 from tests.support.processes import forked, printed
@@ -41,6 +43,16 @@ def fit(data, module, tmp_path, **options):
     )
     trainer.fit(module, data)
     return trainer
+
+
+def test_a_batch_whose_draft_input_is_its_features_is_saved_and_read(store, tmp_path):
+    """As on a CPU without noise."""
+    source = FeatureStore(store)
+    batch = collate([[source[0], source[1]]])
+    assert batch.draft_input is batch.features
+    save_batches(tmp_path, [batch], "found")
+    again = load_batch(tmp_path)
+    assert torch.equal(again.draft_input, batch.draft_input) and torch.equal(again.features, batch.features)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -19,7 +19,7 @@ from poss_lightning.training.costs import (
     shapes,
     step_flops,
 )
-from poss_lightning.training.memory import checkpoint_bytes, memory, most_tokens
+from poss_lightning.training.memory import _draft_bytes, checkpoint_bytes, memory, most_tokens
 from poss_lightning.training.plan import GIB, TARGETS, find_target, plan, token_bytes
 from poss_lightning.training.setup import STRATEGIES, Setup
 from tests.support.tiny import tiny_draft, tiny_target
@@ -245,6 +245,21 @@ def test_an_unknown_target_and_a_broken_config_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(ValueError, match=r"config.json is no config of a language model: KeyError 'num_attention"):
         find_target(str(tmp_path))
+    for heads in (0, "nine"):
+        (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "num_attention_heads": heads}))
+        with pytest.raises(ValueError, match=r"config.json is no config of a language model: \w+Error"):
+            find_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_gradients_are_kept_whole(strategy):
+    """Beside the batches themselves: docs/clusters.md."""
+    one = replace(SETUP, strategy=strategy, processes=1 if strategy == "one" else 8)
+    count, least = count_parameters(one.config), 2 if one.zero else 4
+    for moment in ("forward", "backward", "reduction"):
+        gradients = [_draft_bytes(setup, moment, count).gradients for setup in (one, replace(one, accumulate=4))]
+        assert gradients[1] >= max(least, gradients[0])
+    assert _draft_bytes(one, "update", count) == _draft_bytes(replace(one, accumulate=4), "update", count)
 
 
 def test_bytes_of_a_token_keep_the_bars():
