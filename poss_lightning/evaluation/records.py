@@ -193,10 +193,14 @@ def sampled(source: Source) -> tuple[float, int, float]:
     """Temperature, top-k and top-p of its run, 0, 0 and 1 where it does not tell them or is greedy."""
     config = as_object((source.run or {}).get("config"))
 
-    def told(name: str, usual: float) -> float:
+    def number(name: str, usual: float) -> float:
         return value if isinstance(value := config.get(name), int | float) else usual
 
-    return (told("temperature", 0), int(told("top_k", 0)), told("top_p", 1.0)) if told("temperature", 0) else GREEDY
+    return (
+        (number("temperature", 0), int(number("top_k", 0)), number("top_p", 1.0))
+        if number("temperature", 0)
+        else GREEDY
+    )
 
 
 def has_auto_trees(runs: dict[str, dict[str, Any]]) -> bool:
