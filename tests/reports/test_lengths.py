@@ -3,6 +3,8 @@
 from dataclasses import replace
 from statistics import fmean
 
+import pytest
+
 from poss_lightning.evaluation.records import Record, to_line
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.lengths import by_category, by_input, by_position, length_tables
@@ -53,9 +55,10 @@ def test_what_never_varies_has_no_table(tmp_path):
     assert not length_tables({"eagle": {("chat", 0, 0, 0): answer([1, 2])}})
 
 
-def test_a_column_of_one_prompt_has_no_interval():
-    long = answer([1] * 30)
-    answers = {("chat", 0, 0, 0): long, ("chat", 1, 0, 0): answer([1, 2]), ("chat", 2, 0, 0): answer([0, 2])}
+@pytest.mark.parametrize("long", [1, 2])
+def test_a_column_of_one_or_two_prompts_has_no_interval(long):
+    answers = {("chat", place, 0, 0): answer([1] * 30) for place in range(long)}
+    answers |= {("chat", 8, 0, 0): answer([1, 2]), ("chat", 9, 0, 0): answer([0, 2])}
     ((_, (short, rest)),) = length_tables({"eagle": answers})[0].rows
     assert short.notes and rest.text == "2.00" and not rest.notes
 
