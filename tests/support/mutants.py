@@ -487,6 +487,34 @@ MUTANTS = (
         "made = outputs if rank == 0 else made",
         "target/test_parallel.py",
     ),
+    Mutant(
+        "report: prompts without a round in a column make its interval narrow",
+        "reports/lengths.py",
+        "prompts = int((sums[:, 0] > 0).sum())",
+        "prompts = len(sums)",
+        "reports/test_lengths.py",
+    ),
+    Mutant(
+        "report: turns and repeats of a prompt count as so many prompts",
+        "reports/histogram.py",
+        "key = number if suite is None or prompt is None else (str(suite), str(prompt))",
+        "key = number",
+        "reports/test_histogram.py",
+    ),
+    Mutant(
+        "loss: a tiny overlap is made of 1 - (1 - it)",
+        "losses/terms.py",
+        "return torch.minimum(of.p, of.q).sum(-1), ",
+        "return 1 - (1 - torch.minimum(of.p, of.q).sum(-1)), ",
+        "test_losses.py",
+    ),
+    Mutant(
+        "guard: a batch whose draft input is its features is saved as it is",
+        "training/guard.py",
+        "tensor.clone(memory_format=torch.contiguous_format)",
+        "tensor",
+        "training/test_guard.py",
+    ),
 )
 
 
