@@ -48,8 +48,13 @@ def order(count: int, rank: Rank) -> list[int]:
 def device_of(rank: Rank, device: str) -> str:
     """The device of a rank: of several on one machine each takes a GPU of its own."""
     if rank.world > 1 and (choose_device() if device == "auto" else device) == "cuda":
-        return f"cuda:{rank.local % max(1, torch.cuda.device_count())}"  # SLURM may show a task its own GPU only
+        return own_gpu(rank.local)
     return device
+
+
+def own_gpu(local: int) -> str:
+    """The GPU of a machine's process of this number; SLURM may show a task its own only."""
+    return f"cuda:{local % max(1, torch.cuda.device_count())}"
 
 
 def share_of(parallel: str) -> Rank:

@@ -64,7 +64,7 @@ class Drafter:
         self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else project
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
-        self.candidates = count_candidates(depth, tree_width, len(head))
+        self.candidates = count_candidates(depth, self.tree_width)
         # Keys and values of all specialists in one product, level by level: (S, 2 * kv heads * d, Z), above (..., D).
         self.kv_weights = [torch.stack([layer.kv_weight() for layer in level]) for level in draft.levels]
         self.caches = 1 if config.kv == "shared" else len(draft.layers)  # of a level
@@ -218,10 +218,9 @@ def check_tree(depth: int, tree_width: int) -> None:
         raise ValueError(f"depth is {depth} and tree_width {tree_width}; both must be at least 1")
 
 
-def count_candidates(depth: int, tree_width: int, tokens: int) -> int:
-    """Nodes that are scored, root included, by a draft that may propose so many tokens."""
-    width = min(tree_width, tokens)
-    return 1 + width + width**2 * (depth - 1)
+def count_candidates(depth: int, tree_width: int) -> int:
+    """Nodes that are scored, root included, where every node has so many children."""
+    return 1 + tree_width + tree_width**2 * (depth - 1)
 
 
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

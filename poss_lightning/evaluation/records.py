@@ -196,11 +196,9 @@ def sampled(source: Source) -> tuple[float, int, float]:
     def number(name: str, usual: float) -> float:
         return value if isinstance(value := config.get(name), int | float) else usual
 
-    return (
-        (number("temperature", 0), int(number("top_k", 0)), number("top_p", 1.0))
-        if number("temperature", 0)
-        else GREEDY
-    )
+    if not (temperature := number("temperature", 0)):
+        return GREEDY
+    return temperature, int(number("top_k", 0)), number("top_p", 1.0)
 
 
 def has_auto_trees(runs: dict[str, dict[str, Any]]) -> bool:

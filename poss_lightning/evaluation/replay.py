@@ -99,13 +99,9 @@ def replay(
             raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
         depth_of = sum(draft.config.allocation) if depth is None else depth
         Fixed(depth_of, nodes)  # raises where the tree cannot be, before anything is written
-        tokens = draft.config.vocabulary_size or draft.config.target.vocab_size
-        tree = {
-            "depth": depth_of,
-            "nodes": min(nodes, count_candidates(depth_of, tree_width, tokens)),
-            "tree_width": min(tree_width, tokens),
-        }
-        methods[name] = {**tree, **describe(draft)}
+        width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
+        verified = min(nodes, count_candidates(depth_of, width))
+        methods[name] = {"depth": depth_of, "nodes": verified, "tree_width": width, **describe(draft)}
     check_settings(folder, {"store": store, "dtype": dtype}, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):

@@ -13,7 +13,7 @@ from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import STATISTICS, Sample, most_common_tokens
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.ranks import Rank, device_of, gather_objects, local_rank, this_rank
+from poss_lightning.ranks import gather_objects, local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -81,8 +81,8 @@ class OnlineFeatures:
     @torch.inference_mode()
     def root_mean_square(self) -> Tensor:
         """As of a `FeatureStore`; computed on the GPU of this process, where it has one."""
-        local = local_rank()
-        self._move_target(device_of(Rank(local, local + 1, local), choose_device()))
+        device = choose_device()
+        self._move_target(own_gpu(local_rank()) if device == "cuda" else device)
         some = self.texts[:: max(1, len(self.texts) // STATISTICS)]
         inputs = [self._forward(torch.tensor([text.tokens], device=self.model.device))[1][0] for text in some]
         return torch.cat(inputs).float().square().mean(0).sqrt().cpu()

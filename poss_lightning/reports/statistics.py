@@ -17,9 +17,9 @@ the draws would be too narrow with few prompts. Coverage of both, measured on dr
 **A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect". Holm's correction
 (1979) is for several methods that are compared with one; it is not made for several measures, positions or suites.
 
-Q is the number of prompts that a measure has rounds of: late positions, of drafts and of answers, have few. With all 60
-prompts in place of the 2, 3 and 5 that had any, intervals covered .64, .78 and .89, and so .95, .95 and .96
-(`make coverage`).
+Of pos-acc, and of τ by output position, input length or category, Q counts only the prompts that have rounds there,
+which may be few. Where 2, 3 or 5 of 60 prompts had any, intervals with Q = 60 covered .64, .78 and .89, and with Q = 2,
+3 and 5 they covered .95, .95 and .96 (`make coverage`).
 
 Letters: R draws, Q prompts, K draft positions. 0/0 is nan, shown as a dash. A share that is 0 or 1 in every prompt has
 an interval of width 0, however few the prompts: it describes this sample, and proves nothing about others.

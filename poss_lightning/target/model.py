@@ -114,9 +114,8 @@ class Target(nn.Module):
             dtype = choose_dtype(dtype, device)
         source = _folder(name)
         placed = placement(name, source, dtype, device, parallel, spared)
-        narrow = (
-            dtype == "float16" and not placed
-        )  # it lacks bfloat16's smallest numbers, of which fingerprints are made
+        # Fingerprints are of numbers in bfloat16, whose smallest float16 lacks: they are taken before it is rounded.
+        narrow = dtype == "float16" and not placed
         try:
             with announced(f"loading target {name}"), without_bars():
                 tokenizer = AutoTokenizer.from_pretrained(source)
@@ -136,7 +135,7 @@ class Target(nn.Module):
             )
         check_placement(model, parallel)
         as_saved = fingerprint(model) if narrow else None
-        if narrow:
+        if as_saved:
             model = model.to(torch.float16)
         with announced(f"checking target {name}"):
             target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)

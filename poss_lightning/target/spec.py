@@ -39,8 +39,7 @@ class TargetSpec:
         """Raise ValueError for a field of another type, as a file from elsewhere may have it."""
         for field, kind in get_type_hints(type(self)).items():
             value = getattr(self, field)
-            wanted = (float | int) if float in (kind, *get_args(kind)) else kind
-            wanted = wanted | None if type(None) in get_args(kind) else wanted
+            wanted = kind | int if float in (kind, *get_args(kind)) else kind
             if not isinstance(value, wanted) or isinstance(value, bool):
                 raise ValueError(f"target's {field} is {value!r}; it must be of type {getattr(kind, '__name__', kind)}")
 

@@ -247,8 +247,10 @@ def _draft_bytes(setup: Setup, moment: str, count: int) -> DraftBytes:
     if setup.strategy == "zero3":
         # gathered in one buffer, and copied out of it
         gathered = 2 * item * min(count, LIVE) if moment in ("forward", "backward") else 0
-        own = item if keeps else item * away
-        return DraftBytes(item * away + masters, own + update, moments, gathered, item * BUCKET)
+        gradients = item if keeps else item * away
+        return DraftBytes(item * away + masters, gradients + update, moments, gathered, item * BUCKET)
     # Stage 1 too hands gradients to their owners bucket by bucket, and keeps its own share.
-    reduced = item if keeps else item * away if moment == "reduction" else 0
-    return DraftBytes(item + masters, reduced + update, moments, 0, 2 * item * BUCKET if backward else 0)
+    reduced = item * away if moment == "reduction" else 0
+    return DraftBytes(
+        item + masters, (item if keeps else reduced) + update, moments, 0, 2 * item * BUCKET if backward else 0
+    )
