@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from numbers import Real
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -103,6 +104,21 @@ def refuse_numbers(function: Callable[..., Any], values: Mapping[str, Any], pref
             reason = f" ({allowed.reason})" if allowed.reason else ""
             which = f"{number} must" if isinstance(values[name], list | tuple) else "it must"
             raise ValueError(f"{prefix}{name} is {reprlib.repr(values[name])}; {which} {allowed}{reason}")
+
+
+def refuse_types(record: Any, owner: str = "") -> None:
+    """Raise ValueError for the first field of a dataclass that has another type, as a file from elsewhere may have it.
+
+    Args:
+        record: the dataclass' instance.
+        owner: whose field the message says it is, as "target's ".
+    """
+    for field, kind in get_type_hints(type(record)).items():
+        value, kinds = getattr(record, field), get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        allowed = tuple(get_origin(each) or each for each in kinds) + ((int,) if float in kinds else ())
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            names = " | ".join((get_origin(each) or each).__name__ for each in kinds).replace("NoneType", "None")
+            raise ValueError(f"{owner}{field} is {value!r}; it must be of type {names}")
 
 
 def _outside(annotation: Any, value: Any) -> Iterator[tuple[Any, Range]]:

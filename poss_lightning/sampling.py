@@ -118,7 +118,8 @@ def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The first token at which the CDF exceeds `uniform` (...,) in [0, 1): (..., V) -> (...,)."""
     cdf = probabilities.double().cumsum(-1)
     # A token of probability 0 adds nothing to the CDF, so it is never the first to exceed anything.
-    return torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True)[..., 0]
+    first = torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True)[..., 0]
+    return first.clamp(max=probabilities.shape[-1] - 1)  # NaN is never exceeded: still a token, not an index beyond
 
 
 class TokenSampler:

@@ -113,6 +113,11 @@ def test_a_draw_inverts_the_cdf():
     assert draw_tokens(probabilities.expand(4, -1), edges).tolist() == [1, 3, 4, 4]
 
 
+def test_what_is_no_number_still_draws_a_token():
+    drawn = draw_tokens(torch.full((1, 5), torch.nan), torch.tensor([0.5], dtype=torch.float64))
+    assert drawn.tolist() == [4]  # and no index beyond them
+
+
 def sampler(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> TokenSampler:
     return TokenSampler(Sampling(**law), prompts, room, torch.device("cpu"), torch.Generator().manual_seed(seed))
 

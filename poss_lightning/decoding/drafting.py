@@ -47,6 +47,7 @@ class Drafter:
         ValueError: a number below 1, a depth beyond the draft's window, or a CPU that cannot read a head in 8 bits.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         draft: Specialists,
@@ -58,7 +59,8 @@ class Drafter:
         check_tree(depth, tree_width)
         config = draft.config
         config.check_depth(depth)
-        self.draft, self.embed_head = draft, embed_head.restrict(draft.vocabulary)
+        # With a head of its own, it reads of the target's EmbedHead no more than the embedding.
+        self.draft, self.embed_head = draft, embed_head if config.own_head else embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width = depth, min(tree_width, len(head))
         self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else project
@@ -76,9 +78,7 @@ class Drafter:
         if self.slots.fits(batch, total):
             self.slots.clear()
             return self.store.clear()
-        self.slots = Slots(batch, total, weight.device)
-        self.slots.min_extent = self.tree_slots  # one extent for all steps of a round
-        self.store = SlotStore(
+        store = SlotStore(
             layers=self.caches * len(self.kv_weights),
             batch=batch,
             capacity=total,
@@ -87,6 +87,8 @@ class Drafter:
             dtype=weight.dtype,
             device=weight.device,
         )
+        self.store, self.slots = store, Slots(batch, total, weight.device)  # both or, out of memory, none
+        self.slots.min_extent = self.tree_slots  # one extent for all steps of a round
         self.root = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
         self.root_z = weight.new_zeros(batch, 1, self.kv_weights[0].shape[-1])
 
@@ -132,7 +134,7 @@ class Drafter:
             predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
             # 2. Each node's likeliest children, scored by their paths.
             log_probs, rows = top_log_probs(logits, width)  # (B, M, k)
-            tokens = self.embed_head.token_ids(rows).flatten(1)  # (B, M*k)
+            tokens = self.draft.token_ids(rows).flatten(1)  # (B, M*k)
             log_probs = log_probs.clamp(max=0).nan_to_num(nan=-torch.inf)  # a child never scores above its parent
             paths = (scores[..., None] + log_probs).flatten(1)
             levels.append(Tree(tokens, nodes.repeat_interleave(width, dim=1), paths))

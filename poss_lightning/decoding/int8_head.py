@@ -85,8 +85,10 @@ def int8_product(head: Tensor) -> Product:
     """A head (V, D) in 8 bits, whether it is faster or not.
 
     Raises:
-        ValueError: this CPU has no exact products of bytes.
+        ValueError: the head is not on a CPU, or this CPU has no exact products of bytes.
     """
+    if head.device.type != "cpu":
+        raise ValueError(f"int8_head is true, but the draft's head is on {head.device}: it is for CPUs alone")
     if (levels := exact_levels()) is None:
         raise ValueError("int8_head is true, but this CPU has no exact products of bytes")
     return Int8Head(head, levels)

@@ -160,9 +160,10 @@ class Model:
                 'return_tensors="pt").input_ids, or ask model.chat(text)'
             )
         if generation_config is not None:
-            given = {name: value for name, value in locals().items() if name in _CONFIGURED and value is not None}
+            arguments = dict(locals())
+            given = {name: arguments[name] for name in _CONFIGURED if arguments[name] is not None}
             given |= {"logits_processor": logits_processor, "streamer": streamer, "generator": generator, "seed": seed}
-            options = _read_config(generation_config) | given
+            options = _read_config(generation_config, given)
             return self.generate(input_ids, attention_mask=attention_mask, **options)
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
             kind = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
@@ -181,7 +182,8 @@ class Model:
         sampling = _sampling(bool(do_sample), temperature, top_k, top_p, processors)
         if streamer is not None and batch > 1:
             raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
-        prompts = _unpadded(input_ids, attention_mask, pad if pad not in stops else None)
+        known = pad_token_id if pad_token_id is not None else self.tokenizer.pad_token_id
+        prompts = _unpadded(input_ids, attention_mask, known if known not in stops else None)
         limit = _limit(max_new_tokens, max_length, length)
 
         watch: Callable[[Progress], None] | None = None
@@ -225,13 +227,17 @@ _CONFIGURED += ("pad_token_id", "repetition_penalty", "num_return_sequences")
 _MEANINGLESS = ("transformers_version", "bos_token_id", "_from_model_config", "use_cache")  # here
 
 
-def _read_config(config: "GenerationConfig") -> dict[str, Any]:
-    """The arguments that a generation config sets; those of drawing only where it draws, as transformers has it."""
+def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a generation config sets, and over them those `given`.
+
+    As transformers has it, the config's temperature and the like hold only where tokens are drawn, whoever says so.
+    """
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in _MEANINGLESS}
     if unknown := [name for name in fields if name not in _CONFIGURED]:
         raise ValueError(f"generation_config sets {unknown[0]}; this reads {', '.join(_CONFIGURED)}")
-    drawing = ("temperature", "top_k", "top_p")
-    return {name: value for name, value in fields.items() if name not in drawing or fields.get("do_sample")}
+    if not (fields | given).get("do_sample"):
+        fields = {name: value for name, value in fields.items() if name not in ("temperature", "top_k", "top_p")}
+    return fields | given
 
 
 def _seeded(seed: int, generator: torch.Generator | None) -> torch.Generator:

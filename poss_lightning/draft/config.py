@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
-from poss_lightning.ranges import POSITIONS, LayersEach, Position, Range, Size, Tokens, refuse_numbers
+from poss_lightning.ranges import POSITIONS, LayersEach, Position, Range, Size, Tokens, refuse_numbers, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
@@ -61,6 +61,7 @@ class DraftConfig:
                 f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
                 f"{POSITIONS.most} positions at most"
             )
+        refuse_types(self)
         refuse_numbers(DraftConfig, vars(self))
         if self.kv not in ("separate", "shared"):
             raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")

@@ -136,6 +136,10 @@ class Specialists(nn.Module):
         """What the head reads of predicted features: (..., D) -> (..., D)."""
         return self.norm(predicted) if self.config.own_head else predicted
 
+    def token_ids(self, rows: Tensor) -> Tensor:
+        """Rows of the head -> the target's token ids."""
+        return rows if self.vocabulary is None else self.vocabulary[rows]
+
     def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = project) -> Tensor:
         """Of predicted features (..., D), over the draft's vocabulary, as `embed_head` is: (..., V)."""
         features = self.head_input(predicted)

@@ -115,7 +115,7 @@ def benchmark(
             divides it among the processes of torchrun, of which the first does everything else.
     """
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
-    config = {name: value for name, value in locals().items() if name != "out"}
+    config = {name: value for name, value in dict(locals()).items() if name != "out"}
     check_folder(out, *OURS)
     drafts = drafts or {}
     check_names(drafts)

@@ -87,7 +87,7 @@ def generate(
             set.
         json: print one JSON object, and nothing else.
     """
-    config = {name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json")}
+    config = {name: value for name, value in dict(locals()).items() if name not in ("compare", "chat", "show", "json")}
     _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")

@@ -165,8 +165,11 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         raise ValueError(
             f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} can express it"
         )
-    if config.window is not None:
-        raise ValueError(f"it has a window of {config.window} slots, which no published layout has; ours keeps it")
+    if config.window is not None and not layout.nested:
+        raise ValueError(
+            f"it has a window of {config.window} slots, which this layout's code does not know; --output_format "
+            "speculators can express it for a single layer of kind eagle3"
+        )
     if config.layers_per_specialist > 1:
         raise ValueError(
             f"each specialist has {config.layers_per_specialist} layers, which no published layout has; ours keeps them"

@@ -11,6 +11,7 @@ from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 OURS = "poss_lightning"  # our config, where a layout has a place for it
 SWITCHES = ("fc_norm", "norm_output")  # of EAGLE-3.1
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc")  # of EAGLE-3 drafts that compute something else
@@ -33,9 +34,10 @@ def parse(
     for name in ("rope_parameters", "rope_scaling", "eagle_config"):
         if not isinstance(value := published.get(name) or {}, dict):
             raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
-    rotary = published.get("rope_parameters") or published
+    theta = (published.get("rope_parameters") or {}).get("rope_theta") or published.get("rope_theta") or 10000.0
     scaling = published.get("rope_scaling") or published.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    rotated = scaling.get("partial_rotary_factor") or published.get("partial_rotary_factor")
     heads, total = published.get("num_attention_heads"), published.get("vocab_size")
     for name, value, expected in (
         ("hidden_size", published.get("hidden_size"), spec.hidden_size),
@@ -46,6 +48,7 @@ def parse(
         ("head_dim", published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
         ("rms_norm_eps", published.get("rms_norm_eps", 1e-6), spec.norm_eps),
         ("rope_scaling", kind, "default"),
+        ("partial_rotary_factor", rotated or 1, 1),
         ("hidden_act", published.get("hidden_act", "silu"), "silu"),
         *((name, bool(published.get(name)), False) for name in UNSUPPORTED),
     ):
@@ -53,7 +56,7 @@ def parse(
             raise ValueError(f"config.json: {name} is {value!r}; a draft of ours for {spec.name} has {expected!r}")
     if not isinstance(width := published.get("intermediate_size"), int):
         raise ValueError(f"config.json: intermediate_size is {width!r}; it must be the width of a layer's MLP")
-    if not isinstance(theta := rotary.get("rope_theta") or 10000.0, int | float):
+    if not isinstance(theta, int | float):
         raise ValueError(f"config.json: rope_theta is {theta!r}; it must be a number, the base of the rotation")
     config = DraftConfig(
         target=spec,
@@ -66,18 +69,33 @@ def parse(
         kind=layout.kind,
         fc_norm=layout.kind == "eagle3" and bool(published.get("fc_norm")),
         norm_output=layout.kind == "eagle3" and bool(published.get("norm_output")),
+        window=_find_window(published),
         rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
     )
     check_layers(config)
-    _check_layer_ids(published, config, layout)
+    _check_layer_ids(published, config)
     return config
 
 
-def _check_layer_ids(published: dict[str, Any], config: DraftConfig, layout: Layout) -> None:
-    """Raise ValueError where a file names other layers than ours; it counts from 1 (vLLM's key) or 0 (SGLang's)."""
-    ids = published.get(LAYER_IDS) or (published.get("eagle_config") or {}).get(LAYER_IDS)
-    ours = list(config.layers)
-    known = [ours] if layout.nested else [ours, [layer - 1 for layer in ours]]
+def _find_window(published: dict[str, Any]) -> int | None:
+    """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
+    kinds, window = published.get("layer_types") or [FULL], published.get("sliding_window")
+    if kinds not in ([FULL] * len(kinds), [SLIDING] * len(kinds)):
+        raise ValueError(f"config.json: layer_types is {kinds!r}; all must be {FULL}, or all {SLIDING}")
+    if kinds[0] == FULL:
+        return None
+    if type(window) is not int or window < 1:
+        raise ValueError(f"config.json: sliding_window is {window!r}; it must be the slots that a query sees")
+    return window
+
+
+def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
+    """Raise ValueError where a file names other layers than ours: counted from 1, in eagle_config from 0 or 1."""
+    ids, ours = published.get(LAYER_IDS), list(config.layers)
+    known = [ours]
+    if not ids:
+        ids = (published.get("eagle_config") or {}).get(LAYER_IDS)
+        known.append([layer - 1 for layer in ours])
     if ids and ids not in known:
         raise ValueError(f"config.json: {LAYER_IDS} is {ids}; a draft of ours for {config.target.name} fuses {ours}")
 
@@ -116,6 +134,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "vocab_size": spec.vocab_size,
         **{name: True for name in SWITCHES if getattr(config, name)},
+        **({"layer_types": [SLIDING], "sliding_window": config.window} if config.window else {}),
         **own_head,
         **bias,
         **ours,

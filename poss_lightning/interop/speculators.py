@@ -30,6 +30,8 @@ WITHIN = (  # of the published keys, those that describe the layer
     "rms_norm_eps",
     "tie_word_embeddings",
     "vocab_size",
+    "layer_types",  # and this one where it has a window
+    "sliding_window",
 )
 
 
@@ -99,6 +101,7 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         target: which engines load with the draft, by its name.
     """
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": published["rope_theta"]}}
+    layer = {key: published[key] for key in WITHIN if key in published}
     greedy = {"proposal_type": "greedy", "speculative_tokens": positions, "verifier_accept_k": 1}
     return {
         "architectures": published["architectures"],
@@ -110,7 +113,7 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": verifier(target), "architectures": [type(target.model).__name__]},
         },
-        LAYER: {key: published[key] for key in WITHIN} | rope | {"attention_bias": False, "mlp_bias": False},
+        LAYER: layer | rope | {"attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": published["draft_vocab_size"],
         "target_hidden_size": None,
         LAYER_IDS: list(layers),

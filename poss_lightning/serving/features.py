@@ -96,9 +96,9 @@ def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch
     Raises:
         ValueError: the file is missing or torn, of another text, or of another shape or dtype.
     """
-    with open(f"{file}{LOCK}") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
     try:
+        with open(f"{file}{LOCK}") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
         content = load_file(file)
         states, tokens = content["hidden_states"], content["token_ids"]
     except (OSError, SafetensorError, KeyError) as error:

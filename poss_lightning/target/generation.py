@@ -11,6 +11,8 @@ from poss_lightning.target.cache import TreeCache, step_of
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target, causal_ancestors
 
+BLOCK = 2048  # slots of a prompt that one forward reads
+
 
 class OutputTracker:
     """Which of B texts go on, and how long: cuts what is emitted at the first stop token and at each text's limit.
@@ -65,6 +67,8 @@ def prefill(
 ) -> tuple[TreeCache, Tensor, Tensor]:
     """Read the prompts into a cache with `room` more slots: `cache` where it fits, else a new one, somewhat larger.
 
+    Long ones are read block by block, as a mask has a byte for each pair of a block's slots and the slots so far.
+
     Returns:
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).
     """
@@ -75,11 +79,18 @@ def prefill(
         cache = target.new_cache(len(prompts), -(-capacity // ahead) * ahead)
     else:
         cache.clear()
-    ancestors = causal_ancestors(tokens.shape[1], target.device)
-    features, draft_input = target.forward_tree(tokens, ancestors, cache, layers=layers)
-    lengths = [len(prompt) for prompt in prompts]
-    cache.append(lengths)
-    return cache, draft_input, features[range(len(prompts)), [length - 1 for length in lengths]]
+    lengths, draft_inputs = torch.tensor([len(prompt) for prompt in prompts]), []
+    last = torch.zeros(len(prompts), target.spec.hidden_size, dtype=target.dtype, device=target.device)  # (B, D)
+    for begin in range(0, tokens.shape[1], BLOCK):
+        block = tokens[:, begin : begin + BLOCK]
+        ancestors = causal_ancestors(block.shape[1], target.device)
+        features, draft_input = target.forward_tree(block, ancestors, cache, layers=layers)
+        draft_inputs.append(draft_input)
+        counts = (lengths - begin).clamp(0, block.shape[1])
+        cache.append(counts.tolist())
+        ends = (counts > 0).nonzero()[:, 0]  # rows that have read their last token so far
+        last[ends] = features[ends, counts[ends] - 1]
+    return cache, torch.cat(draft_inputs, dim=1), last
 
 
 def generate(

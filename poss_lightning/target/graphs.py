@@ -89,16 +89,19 @@ class Graphs:
         with torch.cuda.device(self.device):  # streams and graphs are those of the current device
             stream, usual = torch.cuda.Stream(), torch.cuda.current_stream()
             stream.wait_stream(usual)
-            with torch.cuda.stream(stream):  # as torch asks: libraries allocate in a first run, outside the graph
-                work(lambda name: nullcontext())
-            usual.wait_stream(stream)
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
+            try:
+                with torch.cuda.stream(stream):  # as torch asks: libraries allocate in a first run, outside the graph
+                    work(lambda name: nullcontext())
+            finally:  # also where it ran out of memory: the work is then done without a graph
+                usual.wait_stream(stream)
+                for tensor, value in zip(state, saved, strict=True):
+                    tensor.copy_(value)
 
             @contextmanager
             def record(name: str) -> Iterator[None]:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+                # Other threads may allocate meanwhile, as another engine or a loader that pins memory does.
+                with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                     yield
                 self.pool = graph.pool()
                 parts.append((name, graph.replay))

@@ -123,6 +123,8 @@ class Target(nn.Module):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     source, dtype=kept, output_loading_info=True, **placed
                 )
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"target {name!r} does not fit on {device}: {str(error).splitlines()[0]}") from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             needs = "config.json, tokenizer.json and model.safetensors"
             raise FileNotFoundError(

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from typing import get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from poss_lightning.machine import best_seconds
+from poss_lightning.ranges import refuse_types
 
 FEW = 32  # rows of features for which `project` may put the head on the left
 LEAST_GAIN = 0.8  # the other order of a product is taken where it needs at most this share of the time of `linear`
@@ -37,11 +37,7 @@ class TargetSpec:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a field of another type, as a file from elsewhere may have it."""
-        for field, kind in get_type_hints(type(self)).items():
-            value = getattr(self, field)
-            wanted = kind | int if float in (kind, *get_args(kind)) else kind
-            if not isinstance(value, wanted) or isinstance(value, bool):
-                raise ValueError(f"target's {field} is {value!r}; it must be of type {getattr(kind, '__name__', kind)}")
+        refuse_types(self, "target's ")
 
     def difference(self, other: "TargetSpec") -> str | None:
         """The first field in which two specs differ, in words; None where they are the same target."""

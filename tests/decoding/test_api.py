@@ -74,6 +74,16 @@ def test_stop_tokens_are_the_models_own_unless_others_are_named(stop):
     )
 
 
+def test_a_stop_token_is_no_padding_where_nothing_ends(reference):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    model = load(reference, tokenizer=tokenizer)
+    prompt = torch.tensor([[5, min(model.target.chat.stops), 6, min(model.target.chat.stops)]])
+    every = torch.ones_like(prompt)
+    bare = model.generate(prompt, max_new_tokens=4, eos_token_id=[])
+    assert torch.equal(bare, model.generate(prompt, attention_mask=every, max_new_tokens=4, eos_token_id=[]))
+
+
 def test_padding_is_known_without_a_mask_too(model, reference):
     tokens = padded("left")["input_ids"]
     assert torch.equal(model.generate(tokens, max_new_tokens=9), reference.generate(tokens, max_new_tokens=9))
@@ -216,6 +226,16 @@ def test_a_generation_config_gives_what_is_not_said(model, reference):
         model.generate(**inputs, generation_config=config), reference.generate(**inputs, generation_config=config)
     )
     assert model.generate(inputs["input_ids"], config, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+def test_whether_a_config_draws_is_asked_of_the_arguments_too(model, reference):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    half = GenerationConfig(temperature=0.5, top_k=7, max_new_tokens=12)
+    said = model.generate(**inputs, do_sample=True, temperature=0.5, top_k=7, max_new_tokens=12, seed=3)
+    assert torch.equal(model.generate(**inputs, generation_config=half, do_sample=True, seed=3), said)
+    draws = GenerationConfig(do_sample=True, temperature=0.7, max_new_tokens=7, eos_token_id=1, pad_token_id=2)
+    greedy = reference.generate(**inputs, generation_config=draws, do_sample=False)
+    assert torch.equal(model.generate(**inputs, generation_config=draws, do_sample=False), greedy)
 
 
 def test_a_seed_draws_the_same_again_and_several_answers_of_each_prompt(model):

@@ -106,9 +106,10 @@ def test_plain_decoding_replayed_says_the_same(law):
         assert tokens_of(plain, law, prompts, limit, seed) == expected
 
 
-def test_where_a_capture_fails_work_is_done_without(monkeypatch, caplog):
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_where_a_capture_fails_work_is_done_without(monkeypatch, caplog, where):
     """As CUDA would have it: streams of the device of the work, whichever is current."""
-    chosen, state = [], torch.zeros(1)
+    chosen, state, runs = [], torch.zeros(1), []
 
     def fails(*_, **__):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -125,7 +126,11 @@ def test_where_a_capture_fails_work_is_done_without(monkeypatch, caplog):
 
     def work(part):
         with part("work"):
-            return state.add_(1)
+            state.add_(1)
+        runs.append(part)
+        if where == "warm-up" and len(runs) == 1:  # as where memory runs out halfway
+            fails()
+        return state
 
     assert graphs.run("key", work, [state], clock) == 1  # not 2: the warm-up left no trace
     assert not graphs.enabled and chosen == [torch.device("cuda", 1)]

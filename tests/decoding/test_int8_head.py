@@ -6,7 +6,14 @@ import torch
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.int8_head import LEVELS, WEIGHT_LEVELS, Int8Head, exact_levels, faster_product
+from poss_lightning.decoding.int8_head import (
+    LEVELS,
+    WEIGHT_LEVELS,
+    Int8Head,
+    exact_levels,
+    faster_product,
+    int8_product,
+)
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.spec import project
 from tests.support.decoders import PROMPTS
@@ -100,5 +107,7 @@ def test_it_is_taken_where_it_is_faster_or_asked_for(target):
 
 def test_a_cpu_without_exact_sums_says_so(target, monkeypatch):
     monkeypatch.setattr("poss_lightning.decoding.int8_head.exact_levels", lambda: None)
+    with pytest.raises(ValueError, match="the draft's head is on meta: it is for CPUs alone"):
+        int8_product(torch.empty(4, 4, device="meta"))
     with pytest.raises(ValueError, match="int8_head is true, but this CPU has no exact products of bytes"):
         Drafter(tiny_draft(target, [2, 2]), target.embed_head, 4, 5, int8_head=True)

@@ -78,6 +78,52 @@ def test_a_config_from_before_there_were_kinds_is_read(target, deep):
     assert tiny_draft(deep, [2], kind="eagle3").config.layers == (2, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers_per_specialist": "2"}, "layers_per_specialist is '2'; it must be of type int"),
+        ({"depth": 6.0}, "depth is 6.0; it must be of type int"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'; it must be of type float"),
+        ({"window": True}, "window is True; it must be of type int"),
+        ({"detach": 1}, "detach is 1; it must be of type bool"),
+        ({"target": {"heads": "4"}}, "target's heads is '4'; it must be of type int"),
+    ],
+    ids=str,
+)
+def test_a_file_with_a_field_of_another_type_is_refused(target, changes, words):
+    stored = asdict(tiny_draft(target, [2, 2]).config)
+    stored |= {**changes, "target": stored["target"] | changes.get("target", {})}
+    with pytest.raises(ValueError, match=rf"DRAFT/config.json is not a draft's config \({words}"):
+        DraftConfig.from_json(json.dumps(stored), "DRAFT/config.json")
+
+
+def test_a_whole_number_is_a_base_too(target):
+    stored = asdict(tiny_draft(target, [2, 2]).config) | {"rope_theta": 500000}
+    assert DraftConfig.from_json(json.dumps(stored), "config.json").rope_theta == 5e5
+
+
+def test_a_draft_with_its_own_head_keeps_none_of_the_targets(deep):
+    some = torch.arange(0, 320, 7)
+    draft = tiny_draft(deep, [2], kind="eagle3", vocabulary=some)
+    drafter = Drafter(draft, deep.embed_head)
+    assert drafter.embed_head is deep.embed_head
+    assert not any(weight.requires_grad for weight in drafter.kv_weights)
+
+
+def test_a_cache_that_memory_has_no_room_for_changes_nothing(target, monkeypatch):
+    drafter = Drafter(tiny_draft(target, [2]), target.embed_head)
+    drafter.start(2, 10)
+    slots, store = drafter.slots, drafter.store
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr("poss_lightning.decoding.drafting.SlotStore", lambda **_: raise_memory())
+        drafter.start(8, 100)
+    assert (drafter.slots, drafter.store) == (slots, store)
+
+
+def raise_memory():
+    raise torch.OutOfMemoryError("out of memory")
+
+
 @pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
 def test_an_allocation_that_cannot_be_is_refused(target, allocation):
     with pytest.raises(ValueError, match=r"allocation is .* positive integers"):

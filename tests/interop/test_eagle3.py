@@ -270,6 +270,7 @@ def test_the_switches_of_eagle_3_1_travel_to_engines_and_back(convert, deep, tmp
         ({"fc_norm": True}, "fc_norm.0.weight is missing (and 2 more)"),
         ({"norm_before_residual": True}, "norm_before_residual is True; a draft of ours for"),
         ({FUSED_BY: [1, 4, 7]}, "ids is [1, 4, 7]; a draft of ours for"),
+        ({FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
         ({"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
@@ -291,6 +292,13 @@ def test_marks_may_be_missing_as_engines_skip_them(deep):
         given, {name: tensors[name] for name in tensors.keys() - {"t2d"}}, LAYOUTS["eagle3"], [7], deep
     )
     assert same(part.state, whole.state) and part.config == whole.config
+
+
+def test_the_base_of_the_rotation_is_found_where_transformers_finds_it(deep):
+    bases = {"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}
+    for given in (*bases, {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}):
+        known = {name: value for name, value in CONFIG.items() if name != "rope_theta"} | {KEY: len(SOME)}
+        assert parse_published(known | given, random_file(), LAYOUTS["eagle3"], [7], deep).config.rope_theta == 5e5
 
 
 @pytest.mark.parametrize("ids", [{FUSED_BY: FUSED}, {"eagle_config": {FUSED_BY: [1, 3, 4]}}, {FUSED_BY: None}], ids=str)

@@ -101,7 +101,7 @@ def test_what_even_the_plugin_cannot_express_is_refused(target):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"window": 8}, "a window of 8 slots, which no published layout has"),
+        ({"window": 8}, "a window of 8 slots, which this layout's code does not know"),
         ({"layers_per_specialist": 2}, "each specialist has 2 layers, which no published layout has"),
     ],
     ids=str,

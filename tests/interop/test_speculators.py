@@ -140,6 +140,24 @@ def test_ours_goes_there_and_comes_back(convert, deep, tmp_path, capsys, switche
     agree(tmp_path / "theirs", back, deep, config=flat(tmp_path / "theirs"))
 
 
+@pytest.mark.parametrize(
+    ("layer", "window"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 16}, 16),
+        ({"layer_types": ["full_attention"], "sliding_window": 16}, None),
+        ({"sliding_window": 16}, None),  # as vLLM reads it
+    ],
+    ids=str,
+)
+def test_a_sliding_window_comes_and_goes(convert, deep, tmp_path, layer, window):
+    convert(theirs(tmp_path / "theirs", deep, layer=layer), tmp_path / "ours", "--input_format", "speculators")
+    draft = Specialists.from_pretrained(tmp_path / "ours")
+    assert draft.config.window == window
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "speculators")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())["transformer_layer_config"]
+    assert {name: back.get(name) for name in layer} == (layer if window else dict.fromkeys(layer))
+
+
 def engine(*methods: object, default: str = "greedy") -> dict:
     return {"speculators_config": {"proposal_methods": [*methods], "default_proposal_method": default}}
 
@@ -199,6 +217,9 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
         ({}, {"model_type": "qwen3"}, "transformer_layer_config.model_type is 'qwen3'; a draft of ours has 'llama'"),
         ({}, {"num_hidden_layers": 2}, "transformer_layer_config.num_hidden_layers is 2; a draft of ours has 1"),
         ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling is 'llama3'"),
+        ({}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; a draft of ours for"),
+        ({}, {"layer_types": ["sliding_attention"]}, "sliding_window is None; it must be the slots that a query sees"),
+        ({}, {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']; all must be full"),
         ({}, {"hidden_size": 64}, "hidden_size is 64"),
         ({}, {"rope_parameters": "x"}, "rope_parameters is 'x'; it must have names with values"),
         ({}, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a number"),

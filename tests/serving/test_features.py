@@ -135,9 +135,11 @@ def test_what_is_not_the_states_of_the_text_is_refused(deep, tmp_path, change, w
     assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
 
 
-def test_a_torn_file_is_refused(deep, tmp_path):
+@pytest.mark.parametrize("name", ["torn", "torn.lock"])
+def test_a_torn_file_is_refused(deep, tmp_path, name):
     (tmp_path / "torn").write_bytes(b"{")
     (tmp_path / "torn.lock").touch()
+    (tmp_path / name).unlink()
     reader = engine_reader(deep, (), folder=tmp_path)
     reader._engine = lambda texts: [str(tmp_path / "torn")]
     with pytest.raises(ValueError, match=r"left no whole file of states at .*torn"):

@@ -49,6 +49,23 @@ def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
                 torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [(), (1, 2)], ids=str)
+@pytest.mark.parametrize("block", [1, 3, 5])
+def test_a_prompt_read_in_blocks_is_the_prompt(monkeypatch, block, layers):
+    """Rows of several lengths, some of which end with a block: last features, the draft's input, what follows."""
+    target, prompts = tiny_target(), [[5, 6, 7, 8, 9, 3, 4], [10, 11], [7, 8, 9]]
+    readings = []
+    for size in (2048, block):
+        monkeypatch.setattr("poss_lightning.target.generation.BLOCK", size)
+        cache, draft_input, last = prefill(target, prompts, 4, layers=layers)
+        real = torch.cat([row[: len(prompt)] for row, prompt in zip(draft_input, prompts, strict=True)])
+        assert cache.slots.host_lengths == cache.slots.lengths.tolist() == [7, 2, 3]
+        following = target.tree_features(torch.tensor([[4, 5]] * 3), causal_ancestors(2, target.device), cache)
+        readings.append((last, real, following))
+    for found, expected in zip(*readings, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_mask_off_by_one_is_seen(target):
     tokens, up = random_tree(3, nodes=8, vocabulary=300)
     above = ancestor_mask(torch.tensor([up]), 8)
