@@ -83,7 +83,7 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
 
 
 def main() -> None:
-    target = Target.load("embedded")
+    target = Target.load("embedded", device="cpu")
     print(f"{target.dtype_name} on {target.device}")
     figures = {"dtype": target.dtype_name, "extraction": extraction(target), "heads": heads(target)}
     for part in (figures["extraction"], figures["heads"]):

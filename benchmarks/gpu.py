@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("there is no CUDA device; POSS_DEVICE=cpu runs every line at tiny sizes")
     sizes, facts = FULL if device == "cuda" else TINY, provenance(torch.device(device))
     work = Work(Path(options.out).with_suffix(".unfinished"))
-    work.claim({name: facts[name] for name in ("machine", "device")})
+    work.claim({name: facts[name] for name in ("machine", "device", "git", "versions")})
     for part in options.parts:
         if work.receipt(part) is None:
             work.write_receipt(part, PARTS[part](sizes, device))

@@ -19,12 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe, provenance
 from poss_lightning.evaluation.records import Record, Source, read_sources, to_line
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.files import atomic
 from poss_lightning.interop.convert import convert
+from poss_lightning.machine import choose_device
 from poss_lightning.serving.client import VLLM, ServedAnswer, Server
 from poss_lightning.target.model import Target
 
@@ -182,7 +185,7 @@ def main(arguments: list[str], program: Program = VLLM) -> None:
             "config": config | {"engine": f"vLLM {version}", "load": load},
             "methods": methods,
             "served": served,
-            **provenance(target.device),
+            **provenance(torch.device(choose_device())),  # vLLM's; the target here gives its template alone
         }
         records = [each for name, (answers, _) in by_method.items() for each in records_of(name, prompts, answers)]
         write(options.out / f"load-{load}", records, facts)

@@ -253,12 +253,14 @@ def _words(sizes: Sizes) -> str:
 
 def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: str, dtype: str, device: str) -> str:
     """Train one draft, if that is not done, and return its folder."""
+    accelerator = torch.device(device).type
+    mixed = dtype == "bfloat16" and accelerator in ("cpu", "cuda")  # autocast elsewhere is not ours to trust
     options = {
         "data": {"store": store},
         "model": {"vocabulary_size": size, "start_from": start},
         "trainer": {
-            "accelerator": torch.device(device).type,
-            "precision": "bf16-mixed" if dtype == "bfloat16" else "32-true",
+            "accelerator": accelerator,
+            "precision": "bf16-mixed" if mixed else "32-true",
             "max_steps": steps,
             "val_check_interval": steps,
             "check_val_every_n_epoch": None,

@@ -34,7 +34,7 @@ from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.cells import CELLS, FOLDERS, NOTE, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records, read_records, read_runs
-from poss_lightning.evaluation.suites import load_suites
+from poss_lightning.evaluation.suites import load_suites, local_files
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, sha256
@@ -98,7 +98,7 @@ class Cell:
     def _measured_on(self) -> dict[str, str]:
         store, suites = self.options.get("store"), self.options.get("suites") or []
         files = {store: Path(store) / MANIFEST} if store else {}
-        return _digests(files | {suite: Path(suite) for suite in suites})
+        return _digests(files | {str(file): file for suite in suites for file in local_files(suite)})
 
     def _start(self, draft: str) -> Path:
         """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""
@@ -285,7 +285,7 @@ class Sweep:
     def _cell(self, folder: Path, choice: str, seed: int, packed: PackedCell | None) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
         common, special = self.fit or {}, self.choices[choice] or {}
-        fit = merge_options(common, special)
+        fit = merge_options(merge_options({}, common), special)  # both with names that have dots
         configs = [*common.get("config", []), *special.get("config", [])]
         options = OmegaConf.create(fit | {"seed": seed, "fit": fit, "measure": getattr(self, measure)})
         plain: Any = OmegaConf.to_container(options, resolve=True)

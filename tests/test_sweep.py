@@ -148,6 +148,12 @@ def test_seeds_differ_and_the_same_seed_does_not(experiment, tmp_path):
     assert given["seed_everything"] == given["data"]["seed"] == 3
 
 
+@pytest.mark.parametrize("data", [{"data": {"seed": 7}}, {"data.seed": 7}], ids=str)
+def test_the_order_of_the_data_may_be_one_for_all_seeds(experiment, data):
+    own = Sweep.load(Path(experiment(fit=data)) / "sweep.yaml")
+    assert {cell.fit["data"]["seed"] for cell in own.cells(Path("x"))} == {7}
+
+
 def test_an_option_of_fit_may_stand_for_another(experiment, tmp_path):
     own = Sweep.load(
         Path(experiment(fit={"trainer": {"max_steps": 7, "val_check_interval": "${trainer.max_steps}"}})) / "sweep.yaml"

@@ -52,6 +52,8 @@ class Replay(lightning.Callback):
             length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
             _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")
 
+    on_test_batch_end, on_test_epoch_end = on_validation_batch_end, on_validation_epoch_end
+
 
 class Probe(lightning.Callback):
     """Decodes a few prompts greedily after every validation, with the target, and logs `probe/tau` and pos-acc.
@@ -139,6 +141,7 @@ def _log(
     positions.update(counts)
     mean = length.compute()
     if mean.isnan():
-        return rank_zero_warn(f"there is no {tau}, as no answer is long enough for a round: give more or longer ones")
+        rank_zero_warn(f"there is no {tau}, as no answer is long enough for a round: give more or longer ones")
+        return module.log(tau, mean, logger=False)  # a ModelCheckpoint ends the training where it finds none
     module.log(tau, mean, prog_bar=True)
     module.log_by_depth(by_depth, positions.compute())

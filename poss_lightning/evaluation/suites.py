@@ -125,12 +125,15 @@ def _options(source: str, *known: str) -> tuple[str, dict[str, str]]:
     return place, options
 
 
+def local_files(suite: str) -> list[Path]:
+    """The user's own files that a suite's name stands for; none for a suite of the project or of the hub."""
+    path = Path(suite.partition("?")[0])
+    return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
+
+
 def _files(source: str) -> list[Path]:
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    if path.is_dir() and (inside := sorted(path.glob("*.jsonl"))):
-        return inside
+    if found := local_files(source):
+        return found
     if source in own_suites():
         return [OWN / f"{source}.jsonl"]
     shipped, known = ", ".join(own_suites()), ", ".join(HUB + name for name in KNOWN)

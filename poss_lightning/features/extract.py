@@ -88,6 +88,8 @@ def write_store(
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):
+            for leftover in folder.glob(".shard-*.tmp"):  # of a process that was killed, on another machine perhaps
+                leftover.unlink()
             Manifest(
                 target=target.spec,
                 dtype=target.dtype_name,

@@ -1,6 +1,6 @@
 """Online features: the target reads every batch when it is needed, in the training process; nothing is on disk."""
 
-import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,9 +60,13 @@ class OnlineFeatures:
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
         """The same, for a draft that reads these layers."""
         self.model.check_layers(layers)
-        selected = copy.copy(self)
+        selected = OnlineFeatures(self.model, self.texts)
         selected.layers = tuple(layers)
         return selected
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a loader's workers are sent where they are not forked: they read texts, and need no target."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
 
     @property
     def target(self) -> TargetSpec:
@@ -111,8 +115,8 @@ class OnlineFeatures:
         return batch._replace(features=features, draft_input=inputs, greedy=greedy)
 
     def _move_target(self, device: torch.device | str) -> None:
-        if not self.model.spans_devices:
-            self.model.to(device)
+        if not self.model.spans_devices and self.model.device != torch.device(device):
+            self.model.move(device)
 
     def _forward_in_turn(self, groups: list[list[list[int]]]) -> list[tuple[Tensor, Tensor]]:
         """`_forward` of each group of texts; processes that share the target take part in those of the others."""

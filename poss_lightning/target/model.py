@@ -71,11 +71,8 @@ class Target(nn.Module):
         self.leader: Leader | None = None  # on rank 0 of processes that share the model, where the others follow
         try:
             self.spec = spec_of(model, name, self.chat.digest)
-            self.embed_head = embed_head_of(model, self.spec)
             self.masks = LayerMasks.of(self.config, self.spec.context)
-            self.kv_layout = [(self.device, self.spec.kv_heads)] * self.config.num_hidden_layers
-            if self.spans_devices:
-                self.kv_layout = kv_layout(model, self.device)
+            self._find_parts()
             self._check()
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whatever its code raises
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
@@ -148,6 +145,18 @@ class Target(nn.Module):
         if parallel == "tensors" and not together:
             target._lead_or_follow()
         return target
+
+    def move(self, device: torch.device | str) -> None:
+        """Take a model on one device to another, without a second embedding and head: they stay the model's own."""
+        self.model.to(device)
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        """The model's embedding and head, and where its layers keep keys and values."""
+        self.embed_head = embed_head_of(self.model, self.spec)
+        self.kv_layout = [(self.device, self.spec.kv_heads)] * self.config.num_hidden_layers
+        if self.spans_devices:
+            self.kv_layout = kv_layout(self.model, self.device)
 
     def _lead_or_follow(self) -> None:
         """Return on rank 0; the others serve it, and end."""

@@ -51,7 +51,7 @@ class DraftFolders(lightning.Callback):
         self.validated = True
         self._save(trainer, pl_module, "draft-last")
         value = trainer.callback_metrics.get(self.monitor)
-        if value is None:
+        if value is None or value.isnan():
             rank_zero_warn(f"nothing was logged as {self.monitor!r}, so no draft-best is written")
             return
         score = trainer.strategy.broadcast(self.sign * float(value))  # by a bit of rounding some would save, others not
@@ -176,7 +176,8 @@ class Throughput(lightning.Callback):
             slots=slots,
             context=keys / tokens,
         )
-        self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # no wait for the device
+        if any(batch.spans):  # and not one that only fills up the step
+            self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # without a wait
         self.batch_ended = time.monotonic()
         if trainer.global_step >= self.step + trainer.log_every_n_steps:  # pyright: ignore[reportAttributeAccessIssue]
             self._log(trainer, pl_module)

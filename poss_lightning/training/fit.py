@@ -117,7 +117,7 @@ def validate(options: FitOptions) -> None:
 
 
 def test(options: FitOptions) -> None:
-    """The same as `validate`, logged as `test/`. Raises as `fit` does."""
+    """The same as `validate`, under the same names. Raises as `fit` does."""
     _Cli("test", options)
 
 

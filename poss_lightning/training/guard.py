@@ -14,6 +14,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.schedule import Step
 from poss_lightning.features.stream import Batch
 from poss_lightning.files import atomic
+from poss_lightning.ranks import gather_objects
 from poss_lightning.training.strategies import save_draft
 
 BATCH, NOTE = "batch.safetensors", "note.json"
@@ -45,9 +46,7 @@ def report_nonfinite(trainer: Trainer, draft: Specialists, batches: list[Batch],
         losses: their weighted losses, (K,) each.
     """
     local = locate_losses(draft, batches, losses)
-    everywhere = [local] * trainer.world_size
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(everywhere, local)
+    everywhere = gather_objects(local) if trainer.world_size > 1 else [local]
     findings = "; ".join(filter(None, everywhere)) or locate_gradients(draft, batches)
     folder = Path(trainer.log_dir or trainer.default_root_dir) / f"not-finite-{trainer.global_step}"
     save_draft(draft, folder, writes=trainer.is_global_zero)

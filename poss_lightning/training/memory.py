@@ -24,6 +24,7 @@ from poss_lightning.training.setup import Setup
 
 BUCKET = 200_000_000  # numbers; Lightning's reduce_bucket_size of DeepSpeed, allocated however small the draft is
 LIVE = 1_000_000_000  # numbers; its max_live_parameters at stage 3
+FEATURE = 2  # bytes of a number of the target's features, as a store has them
 MOST = 2**26  # tokens of the largest batch that `most_tokens` considers
 
 
@@ -128,11 +129,11 @@ def _input_width(setup: Setup) -> int:
 def _forward(setup: Setup) -> Memory:
     """Inside the loss: the passes are over, and a chunk's matrices are there."""
     width, slots, counting = setup.config.target.hidden_size, setup.slots, setup.counting
-    inputs = 0 if setup.zero or setup.embed_head == 4 else 4 * slots * _input_width(setup)  # as the draft's own numbers
+    inputs = 0 if setup.zero else 4 * slots * _input_width(setup)  # as the draft's own numbers
     passes = setup.config.depth * width * setup.item
     loss = passes * (slots + 2 * counting)  # predictions; those that count, and their gradients
     # the target's features there, the draft's top tokens, and which slots count
-    loss += counting * (width * setup.embed_head + 9 * setup.config.depth)
+    loss += counting * (width * FEATURE + 9 * setup.config.depth)
     rows = min(setup.chunk, counting)
     # four matrices in float32, and all logits
     loss += rows * setup.vocabulary * (16 + setup.embed_head * (setup.config.depth + 1))
@@ -140,7 +141,7 @@ def _forward(setup: Setup) -> Memory:
         loss += setup.config.depth * slots * _norm_bytes(setup)  # of the predictions, before their own head
         # its gradient and a chunk's, and its copy
         loss += count_head_parameters(setup.config) * (4 + 2 * setup.embed_head)
-    return _memory_at("forward", setup, slots * (unroll_bytes(setup) + width * setup.embed_head) + inputs, loss)
+    return _memory_at("forward", setup, slots * (unroll_bytes(setup) + width * FEATURE) + inputs, loss)
 
 
 def _backward(setup: Setup) -> Memory:
@@ -200,7 +201,7 @@ def _memory_at(moment: str, setup: Setup, activations: float = 0, loss: float = 
         copies=draft.copies,
         embed_head=rows * width * setup.embed_head,
         # tokens, greedy, counts and positions in 64 bits, features, and the draft's input, with noise
-        batch=setup.accumulate * setup.tokens * (4 * 8 + (width + _input_width(setup)) * setup.embed_head),
+        batch=setup.accumulate * setup.tokens * (4 * 8 + (width + _input_width(setup)) * FEATURE),
         activations=activations,
         loss=loss,
     )

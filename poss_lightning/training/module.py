@@ -32,7 +32,7 @@ from poss_lightning.ranges import (
 )
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
-from poss_lightning.training.resume import resume
+from poss_lightning.training.resume import epoch_steps, resume
 from poss_lightning.training.strategies import FSDP2, DeepSpeed
 
 Source = FeatureStore | OnlineFeatures
@@ -167,6 +167,7 @@ class SpecialistTraining(lightning.LightningModule):
         self._since_step: list[tuple[Batch, Tensor]] = []
         # Validation goes as deep as decoding will, at whatever depth the draft is trained.
         self.eval_depth = max(config.depth, sum(allocation))
+        config.check_depth(self.eval_depth)
         self.loss_terms = tuple(dict.fromkeys(["token", "topk", *(name for name, w in self.loss_weights.items() if w)]))
         means: dict[str, Metric | MetricCollection] = {
             name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)
@@ -239,7 +240,8 @@ class SpecialistTraining(lightning.LightningModule):
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
         losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"], find_top=logs)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-        self.log("train/loss", self._sum_passes(means), prog_bar=True)
+        if any(batch.spans):  # and not one that only fills up the step
+            self.log("train/loss", self._sum_passes(means), prog_bar=True)
         self._since_step.append((batch, losses.weighted))
         if logs:
             self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -305,6 +307,7 @@ class SpecialistTraining(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
         checkpoint["draft"] = self.draft.config.to_json()
+        checkpoint["epoch_steps"] = epoch_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         if self._trainer is not None:

@@ -34,10 +34,15 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         progress = loop["epoch_loop.batch_progress"]["current"]
         taken, unfinished = len(schedule) - schedule.remaining(), progress["ready"] - progress["completed"]
         progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
-    if trainer.max_steps == -1:  # it ends with its epochs, which may have other numbers of steps now
-        steps = -(-state["total"] // schedule.step_batches) / -(-state["total"] // state["share"])
-        learning_rate = checkpoint["lr_schedulers"][0]
-        learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps)
+    if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, which may have other numbers of steps
+        learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
+        before = checkpoint.get("epoch_steps", steps)
+        learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
+
+
+def epoch_steps(trainer: lightning.Trainer) -> int:
+    """Optimizer steps of an epoch."""
+    return -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
 
 
 def folder_of(checkpoint: str | Path) -> Path:

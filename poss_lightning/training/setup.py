@@ -25,7 +25,6 @@ class Setup:
         precision: one of `PRECISIONS`.
         device: cpu or cuda.
         chunk: slots whose (chunk, V) matrices exist at once.
-        embed_head: bytes of a number of the target's features, embedding and head.
         accumulate: batches of a step; they are kept until it is known whether the whole step is finite.
         optimizer: one of `OPTIMIZERS`.
 
@@ -44,7 +43,6 @@ class Setup:
     precision: str = "bf16-mixed"
     device: str = "cuda"
     chunk: int = 128
-    embed_head: int = 2
     accumulate: int = 1
     optimizer: str = "adamw"
 
@@ -77,6 +75,11 @@ class Setup:
     def item(self) -> int:
         """Bytes of a number that a layer computes with."""
         return 2 if self.precision == "bf16-mixed" else 4
+
+    @property
+    def embed_head(self) -> int:
+        """Bytes of a number of the target's embedding and head, which compute as the layers do."""
+        return self.item
 
     @property
     def slots(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import logging as hub_logging
 
 from poss_lightning.evaluation import forms, hub
-from poss_lightning.evaluation.suites import OWN, load_suites, own_suites, read_suites
+from poss_lightning.evaluation.suites import OWN, load_suites, local_files, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -137,6 +137,15 @@ def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
 def test_sources_that_are_none(source, words):
     with pytest.raises((FileNotFoundError, ValueError), match=words):
         read_suites([source])
+
+
+def test_files_of_a_suite_are_known_by_its_name(tmp_path):
+    """Those of the user, which may change between two measurements."""
+    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
+        (tmp_path / name).touch()
+    assert [file.name for file in local_files(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
+    assert local_files(f"{tmp_path / 'a.jsonl'}?field=question") == [tmp_path / "a.jsonl"]
+    assert local_files("chat") == local_files("hub:gsm8k") == []
 
 
 def test_two_suites_of_one_name_are_refused(tmp_path):

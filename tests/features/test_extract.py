@@ -87,6 +87,16 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(whole, target, tmp_pa
     assert contents(tmp_path) == contents(whole)
 
 
+def test_what_a_machine_that_died_left_is_removed(whole, target, tmp_path, monkeypatch):
+    dies_after(monkeypatch, target, 4)
+    with pytest.raises(KeyboardInterrupt):
+        write_store(tmp_path, target, make_conversations(), **SIZES)
+    monkeypatch.undo()
+    (tmp_path / ".shard-00001.arrow.another-machine.tmp").write_bytes(b"half")
+    write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert contents(tmp_path) == contents(whole)
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "settings.json"])
 def test_a_kill_around_any_file_is_survived(whole, target, tmp_path, monkeypatch, name):
     """Killed with the file half written under its temporary name, and with the file just there."""

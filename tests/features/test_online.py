@@ -1,6 +1,7 @@
 """Online features are those of a store, batch by batch, and train the same draft."""
 
 import json
+import pickle
 
 import lightning
 import pytest
@@ -11,7 +12,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,24 @@ def test_online_is_the_store(both, packed, kind):
     assert online.draft.vocabulary.equal(stored.draft.vocabulary)
     for a, b in zip(stored.draft.parameters(), online.draft.parameters(), strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_workers_are_sent_no_target(both):
+    """Where they are not forked, a loader pickles what they read."""
+    online = FeatureData(**both["online-eagle3"], validation=0.2).source
+    for features in (online, online.select((2, 3, 4))):
+        sent = pickle.loads(pickle.dumps(features))
+        assert not hasattr(sent, "model") and sent.layers == features.layers
+        assert sent[0].tokens.equal(features[0].tokens)
+
+
+def test_a_target_that_moved_has_one_embedding():
+    target = tiny_target()
+    target.model.double()  # takes other memory, as a GPU's would be
+    target.move("cpu")
+    assert target.embed_head.embedding.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
+    target.move("meta")
+    assert {device.type for device, _ in target.kv_layout} == {target.embed_head.head.device.type} == {"meta"}
 
 
 def test_a_store_or_a_corpus(both):

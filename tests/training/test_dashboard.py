@@ -9,6 +9,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,6 +25,7 @@ from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
 from poss_lightning.training import hyperparameters, panels
+from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.dashboard import Dashboard, pick_slots
 from poss_lightning.training.module import SpecialistTraining
 
@@ -228,6 +230,25 @@ def test_answers_of_two_tokens_or_more_are_replayed():
         tokens = torch.arange(20)
         batch = collate([[Sample("a", tokens, tokens, spans, torch.zeros(20, 4))]])
         assert [sample.spans for sample in answered_samples(batch)] == ([long] if long else [])
+
+
+def test_no_answer_long_enough_for_a_round_ends_no_training(store, tmp_path, monkeypatch):
+    """A checkpoint may watch what is then no number; loggers and the best draft leave it out."""
+    monkeypatch.setattr("poss_lightning.evaluation.probe.answered_samples", lambda batch: [])
+    watch = ModelCheckpoint(tmp_path, monitor="val/tau_tree", mode="max")
+    trainer = lightning.Trainer(
+        max_steps=2,
+        val_check_interval=1,
+        accelerator="cpu",
+        logger=CSVLogger(tmp_path, name="", version=""),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Replay(), DraftFolders(), watch],
+    )
+    with pytest.warns(UserWarning, match="there is no val/tau_tree, as no answer is long enough"):
+        trainer.fit(SpecialistTraining(store, [1]), FeatureData(store, batch_tokens=512, validation=0.2))
+    assert trainer.global_step == 2 and not (tmp_path / "draft-best").exists() and (tmp_path / "draft-last").exists()
+    assert "val/tau_tree" not in (tmp_path / "metrics.csv").read_text()
 
 
 def test_few_answers_are_whole_batches(store):

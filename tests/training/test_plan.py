@@ -112,6 +112,7 @@ def test_attention_s_flops_are_three_times_those_of_its_forward(target):
         bench.Case(bench.sizes(32, 88, 8, 2, 8, 300), (3,), 3, [900]),  # all scores
         bench.Case(bench.NARROW, (2, 1), 3, [256], detach=False, kind="eagle3"),
         bench.Case(bench.sizes(64, 88, 4, 4, 16, 20000), (3,), 3, [32], kind="eagle3"),  # all head
+        bench.Case(bench.sizes(64, 88, 4, 4, 16, 20000), (3,), 3, [64], precision="32-true"),  # all of the target's
         bench.Case(bench.sizes(256, 704, 4, 4, 64, 300), (1, 1), 2, [8], precision="32-true", optimizer="muon"),
     ],
 )

@@ -92,6 +92,19 @@ def die_on_two(store, folder, afters):
             fit(store, folder / str(after), Kill(after + 1), devices=2, strategy="ddp")
 
 
+@pytest.mark.parametrize(
+    "ends", [{}, {"max_steps": 1000}, {"limit_train_batches": 4}, {"max_steps": 9}], ids=lambda ends: "".join(ends)
+)
+def test_the_rate_falls_to_nothing_and_no_sooner_with_other_steps(store, tmp_path, ends):
+    """Half as many batches a step from then on: epochs have twice as many steps, and `max_steps` stays what it is."""
+    with pytest.raises(Killed):
+        fit(store, tmp_path, Kill(6), accumulate_grad_batches=2, **ends)
+    with pytest.warns(UserWarning, match="the run goes on with 1 batches a step"):
+        _, trainer, _ = fit(store, tmp_path, goes_on="last.ckpt", **ends)
+    steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+    assert abs(steps - trainer.estimated_stepping_batches) <= 1
+
+
 def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
     afters, log = (1, 3), tmp_path / "log"
     assert forked(log, 2, die_on_two, store, tmp_path, afters) == [0, 0], printed(log)

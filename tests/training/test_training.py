@@ -241,6 +241,37 @@ def test_checkpoints_hold_nothing_frozen_and_resume(source, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
 
 
+def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, tmp_path):
+    """The last step of an epoch, of batches that are too few: the loss is that of the last real one."""
+    logged = []
+
+    class Watch(lightning.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            logged.append((any(batch.spans), float(trainer.callback_metrics["train/loss"])))
+
+    data = FeatureData(store, batch_tokens=512, validation=0.2)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=7,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Watch()],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(SpecialistTraining(store, [2]), data)
+    assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
+    assert logged[-1][1] == [loss for real, loss in logged if real][-1]
+
+
+def test_a_depth_of_validation_beyond_the_window_is_refused_at_once(store):
+    with pytest.raises(ValueError, match="depth is 6, and the draft's window 5"):
+        SpecialistTraining(store, [2, 2, 2], depth=5, window=5)
+
+
 def test_throughput_is_seen(store, tmp_path):
     """Slots and tokens of all batches between two logs, and FLOPs of the same, over the seconds between them."""
     module = SpecialistTraining(store, [2, 2])
