@@ -182,8 +182,8 @@ class Model:
         sampling = _sampling(bool(do_sample), temperature, top_k, top_p, processors)
         if streamer is not None and batch > 1:
             raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
-        known = pad_token_id if pad_token_id is not None else self.tokenizer.pad_token_id
-        prompts = _unpadded(input_ids, attention_mask, known if known not in stops else None)
+        pads = pad not in stops and not (pad_token_id is None and self.tokenizer.pad_token_id is None)
+        prompts = _unpadded(input_ids, attention_mask, pad if pads else None)
         limit = _limit(max_new_tokens, max_length, length)
 
         watch: Callable[[Progress], None] | None = None

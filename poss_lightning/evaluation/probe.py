@@ -44,7 +44,6 @@ class Replay(lightning.Callback):
         if trainer.sanity_checking:
             return
         draft = gather_draft(pl_module.draft).to(pl_module.device, pl_module.embed_head.embedding.dtype).eval()
-        draft.vocabulary = None  # the module's head is restricted to it already
         depth = pl_module.eval_depth
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
             replayed = replay_rounds(draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
@@ -52,7 +51,8 @@ class Replay(lightning.Callback):
             length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
             _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")
 
-    on_test_batch_end, on_test_epoch_end = on_validation_batch_end, on_validation_epoch_end
+    on_test_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType]
+    on_test_epoch_end = on_validation_epoch_end  # pyright: ignore[reportAssignmentType]
 
 
 class Probe(lightning.Callback):

@@ -148,7 +148,7 @@ class Target(nn.Module):
 
     def move(self, device: torch.device | str) -> None:
         """Take a model on one device to another, without a second embedding and head: they stay the model's own."""
-        self.model.to(device)
+        self.model.to(device)  # pyright: ignore[reportArgumentType]
         self._find_parts()
 
     def _find_parts(self) -> None:

@@ -108,8 +108,8 @@ class EmbedHead(nn.Module):
         return self.vocabulary[rows] == tokens
 
     def restrict(self, vocabulary: Tensor | None) -> "EmbedHead":
-        """The same with only the head's rows of `vocabulary`; None keeps all."""
-        if vocabulary is None:
+        """The same with only the head's rows of `vocabulary`, unless it has only these already; None keeps all."""
+        if vocabulary is None or self.vocabulary is not None:
             return self
         return EmbedHead(self.embedding, self.head, vocabulary.to(self.head.device), self.scale, self.cap)
 

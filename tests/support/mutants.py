@@ -515,6 +515,41 @@ MUTANTS = (
         "tensor",
         "training/test_guard.py",
     ),
+    Mutant(
+        "prefill: a row that ends in an earlier block forgets its last feature",
+        "target/generation.py",
+        "ends = (counts > 0).nonzero()[:, 0]",
+        "ends = (counts >= 0).nonzero()[:, 0]",
+        "target/test_target.py",
+    ),
+    Mutant(
+        "convert: a published draft's sliding window is dropped",
+        "interop/settings.py",
+        "        window=_find_window(published),\n",
+        "",
+        "interop/test_speculators.py",
+    ),
+    Mutant(
+        "resume: the rate of a training that its epochs end goes on as if steps were the same",
+        "training/resume.py",
+        "* steps / before)",
+        ")",
+        "training/test_resume.py",
+    ),
+    Mutant(
+        "graphs: a warm-up that fails leaves its traces",
+        "target/graphs.py",
+        "                for tensor, value in zip(state, saved, strict=True):\n                    tensor.copy_(value)",
+        "                pass",
+        "decoding/test_graphs.py",
+    ),
+    Mutant(
+        "generate: a config's temperature is dropped where the argument says that tokens are drawn",
+        "decoding/model.py",
+        'if not (fields | given).get("do_sample"):',
+        'if not fields.get("do_sample"):',
+        "decoding/test_api.py",
+    ),
 )
 
 
