@@ -114,7 +114,9 @@ def replace_cuda(monkeypatch: pytest.MonkeyPatch, device: PretendedDevice) -> No
     """Let what the package asks of `torch.cuda` for its graphs be the pretended device's."""
 
     @contextmanager
-    def capture(graph: Graph, pool: Pool | None = None, stream: Any = None) -> Iterator[None]:
+    def capture(
+        graph: Graph, pool: Pool | None = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         graph.begin(pool)
         device.graph = graph
         try:
