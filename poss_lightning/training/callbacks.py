@@ -51,7 +51,7 @@ class DraftFolders(lightning.Callback):
         self.validated = True
         self._save(trainer, pl_module, "draft-last")
         value = trainer.callback_metrics.get(self.monitor)
-        if value is None or value.isnan():
+        if value is None or math.isnan(value):
             rank_zero_warn(f"nothing was logged as {self.monitor!r}, so no draft-best is written")
             return
         score = trainer.strategy.broadcast(self.sign * float(value))  # by a bit of rounding some would save, others not
