@@ -108,7 +108,7 @@ class NaiveRounds:
             # Without the batch dimension: a product with a part of (1, n, D) would first copy the whole head.
             predicted = self._run(self.draft.config.specialist_at(k))[0, -len(frontier) :]  # (M, D)
             logs, tokens = self.embed_head.logits(predicted).float().log_softmax(-1).topk(self.tree_width, dim=-1)
-            tokens, level = self.embed_head.token_ids(tokens).tolist(), []
+            tokens, level = self.draft.token_ids(tokens).tolist(), []
             for parent, logs_of, tokens_of in zip(frontier, logs.tolist(), tokens, strict=True):
                 for log, token in zip(logs_of, tokens_of, strict=True):
                     level.append(len(nodes))

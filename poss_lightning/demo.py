@@ -17,7 +17,7 @@ from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.extract import extract
 from poss_lightning.files import atomic, check_folder
-from poss_lightning.machine import best_seconds, choose_device
+from poss_lightning.machine import best_seconds, choose_device, choose_precision
 from poss_lightning.ranges import Amount, Count, Size, Tokens, check_numbers
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.report import report
@@ -254,13 +254,12 @@ def _words(sizes: Sizes) -> str:
 def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: str, dtype: str, device: str) -> str:
     """Train one draft, if that is not done, and return its folder."""
     accelerator = torch.device(device).type
-    mixed = dtype == "bfloat16" and accelerator in ("cpu", "cuda")  # autocast elsewhere is not ours to trust
     options = {
         "data": {"store": store},
         "model": {"vocabulary_size": size, "start_from": start},
         "trainer": {
             "accelerator": accelerator,
-            "precision": "bf16-mixed" if mixed else "32-true",
+            "precision": choose_precision(accelerator, dtype),
             "max_steps": steps,
             "val_check_interval": steps,
             "check_val_every_n_epoch": None,

@@ -63,14 +63,17 @@ def choose_dtype(name: str, device: str) -> str:
     return dtype
 
 
-def choose_precision(accelerator: str) -> str:
-    """Lightning's `precision` for a trainer's `accelerator`: bf16-mixed where bfloat16 is fast, else 32-true."""
+def choose_precision(accelerator: str, dtype: str = "auto") -> str:
+    """Lightning's `precision` for a trainer's `accelerator`: bf16-mixed where `dtype` is bfloat16, else 32-true.
+
+    Of `auto` it is bfloat16 where that is fast.
+    """
     device = {"gpu": "cuda"}.get(accelerator, accelerator)
     if device == "auto":
         device = choose_device()
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         return "32-true"  # autocast elsewhere is not ours to trust; a GPU that is missing Lightning names itself
-    return "bf16-mixed" if choose_dtype("auto", device) == "bfloat16" else "32-true"
+    return "bf16-mixed" if choose_dtype(dtype, device) == "bfloat16" else "32-true"
 
 
 def check_kernel_tools() -> None:

@@ -80,7 +80,7 @@ def parse(
 def _find_window(published: dict[str, Any]) -> int | None:
     """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
     kinds, window = published.get("layer_types") or [FULL], published.get("sliding_window")
-    if kinds not in ([FULL] * len(kinds), [SLIDING] * len(kinds)):
+    if not isinstance(kinds, list) or kinds not in ([FULL] * len(kinds), [SLIDING] * len(kinds)):
         raise ValueError(f"config.json: layer_types is {kinds!r}; all must be {FULL}, or all {SLIDING}")
     if kinds[0] == FULL:
         return None

@@ -94,8 +94,9 @@ class SlotStore:
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
-        kept = [self._by_row(slots, 1)[:, rows].flatten(1, 2) for slots in (self.keys, self.values)]
-        (self.keys, self.values), self.batch = kept, len(rows)  # both or, out of memory, none
+        self.keys = self._by_row(self.keys, 1)[:, rows].flatten(1, 2)
+        self.values = self._by_row(self.values, 1)[:, rows].flatten(1, 2)
+        self.batch = len(rows)
 
     def _by_row(self, slots: Tensor, dim: int) -> Tensor:
         return slots.unflatten(dim, (self.batch, self.capacity))

@@ -88,8 +88,8 @@ def prefill(
         draft_inputs.append(draft_input)
         counts = (lengths - begin).clamp(0, block.shape[1])
         cache.append(counts.tolist())
-        ends = (counts > 0).nonzero()[:, 0]  # rows that have read their last token so far
-        last[ends] = features[ends, counts[ends] - 1]
+        rows = (counts > 0).nonzero()[:, 0]  # with tokens in this block
+        last[rows] = features[rows, counts[rows] - 1]
     return cache, torch.cat(draft_inputs, dim=1), last
 
 

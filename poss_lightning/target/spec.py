@@ -96,10 +96,6 @@ class EmbedHead(nn.Module):
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-    def token_ids(self, rows: Tensor) -> Tensor:
-        """Rows of the head -> the target's token ids."""
-        return rows if self.vocabulary is None else self.vocabulary[rows]
-
     def has_row(self, tokens: Tensor) -> Tensor:
         """For which of the target's token ids the head has a row; False for -1, which is no token."""
         if self.vocabulary is None:

@@ -136,11 +136,11 @@ def _forward(setup: Setup) -> Memory:
     loss += counting * (width * FEATURE + 9 * setup.config.depth)
     rows = min(setup.chunk, counting)
     # four matrices in float32, and all logits
-    loss += rows * setup.vocabulary * (16 + setup.embed_head * (setup.config.depth + 1))
+    loss += rows * setup.vocabulary * (16 + setup.item * (setup.config.depth + 1))
     if setup.config.own_head:
         loss += setup.config.depth * slots * _norm_bytes(setup)  # of the predictions, before their own head
         # its gradient and a chunk's, and its copy
-        loss += count_head_parameters(setup.config) * (4 + 2 * setup.embed_head)
+        loss += count_head_parameters(setup.config) * (4 + 2 * setup.item)
     return _memory_at("forward", setup, slots * (unroll_bytes(setup) + width * FEATURE) + inputs, loss)
 
 
@@ -199,7 +199,7 @@ def _memory_at(moment: str, setup: Setup, activations: float = 0, loss: float = 
         gradients=draft.gradients * count + draft.buckets,
         optimizer=draft.optimizer * count,
         copies=draft.copies,
-        embed_head=rows * width * setup.embed_head,
+        embed_head=rows * width * setup.item,
         # tokens, greedy, counts and positions in 64 bits, features, and the draft's input, with noise
         batch=setup.accumulate * setup.tokens * (4 * 8 + (width + _input_width(setup)) * FEATURE),
         activations=activations,

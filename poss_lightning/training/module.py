@@ -355,7 +355,7 @@ class SpecialistTraining(lightning.LightningModule):
     def _unrolled(self, batch: Batch, losses: PassLosses) -> dict[str, Tensor]:
         """The arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
         return {
-            "proposals": self.embed_head.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
+            "proposals": self.draft.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
             "greedy": batch.greedy[:, 1:-1],
             "text": batch.tokens[:, 2:],
             "counts": batch.counts[:, :-2],

@@ -73,13 +73,8 @@ class Setup:
 
     @property
     def item(self) -> int:
-        """Bytes of a number that a layer computes with."""
+        """Bytes of a number that a layer, or the target's embedding and head, computes with."""
         return 2 if self.precision == "bf16-mixed" else 4
-
-    @property
-    def embed_head(self) -> int:
-        """Bytes of a number of the target's embedding and head, which compute as the layers do."""
-        return self.item
 
     @property
     def slots(self) -> int:

@@ -70,7 +70,7 @@ def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4, conf
     expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, depth))  # (K, V)
     embed_head, ours = target.embed_head.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
     features = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, depth))
-    ours[:, embed_head.token_ids(torch.arange(len(embed_head.head)))] = draft.logits(features, embed_head)
+    ours[:, draft.token_ids(torch.arange(len(embed_head.head)))] = draft.logits(features, embed_head)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -219,6 +219,7 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
         ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling is 'llama3'"),
         ({}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; a draft of ours for"),
         ({}, {"layer_types": ["sliding_attention"]}, "sliding_window is None; it must be the slots that a query sees"),
+        ({}, {"layer_types": 3}, "layer_types is 3; all must be full_attention"),
         ({}, {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']; all must be full"),
         ({}, {"hidden_size": 64}, "hidden_size is 64"),
         ({}, {"rope_parameters": "x"}, "rope_parameters is 'x'; it must have names with values"),

@@ -518,8 +518,8 @@ MUTANTS = (
     Mutant(
         "prefill: a row that ends in an earlier block forgets its last feature",
         "target/generation.py",
-        "ends = (counts > 0).nonzero()[:, 0]",
-        "ends = (counts >= 0).nonzero()[:, 0]",
+        "rows = (counts > 0).nonzero()[:, 0]",
+        "rows = (counts >= 0).nonzero()[:, 0]",
         "target/test_target.py",
     ),
     Mutant(
