@@ -123,7 +123,7 @@ def demo(
         max_new_tokens: decoded a turn, at most.
         vocabulary_size: tokens the trained drafts may propose, the commonest in the corpus.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these.
+        device: auto (cuda, else mps, else cpu), one of these, or a GPU by its number, as cuda:1.
     """
     check_folder(out, NOTE)
     folder, began, device = Path(out), time.perf_counter(), choose_device(device)
@@ -253,13 +253,15 @@ def _words(sizes: Sizes) -> str:
 
 def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: str, dtype: str, device: str) -> str:
     """Train one draft, if that is not done, and return its folder."""
-    accelerator = torch.device(device).type
+    place = torch.device(device)
+    numbered = {} if place.index is None else {"devices": [place.index]}
     options = {
         "data": {"store": store},
         "model": {"vocabulary_size": size, "start_from": start},
         "trainer": {
-            "accelerator": accelerator,
-            "precision": choose_precision(accelerator, dtype),
+            "accelerator": place.type,
+            **numbered,
+            "precision": choose_precision(place.type, dtype),
             "max_steps": steps,
             "val_check_interval": steps,
             "check_val_every_n_epoch": None,

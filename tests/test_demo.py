@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from poss_lightning.demo import LADDER, SPARE, Sizes, Speed, demo, expected_seconds, measure, plan
+from poss_lightning.demo import LADDER, SPARE, Sizes, Speed, _fit, demo, expected_seconds, measure, plan
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
@@ -33,6 +33,15 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     with pytest.raises(ValueError, match="was begun with steps 2, now 3: go on without --steps, or choose another"):
         demo(str(folder), str(target), **heads, **sizes | {"steps": 3})
+
+
+@pytest.mark.parametrize(("device", "devices"), [("cpu", None), ("cuda", None), ("cuda:0", [0]), ("cuda:1", [1])])
+def test_it_trains_on_the_device_that_it_decodes_on(device, devices, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("poss_lightning.demo.fit_once", lambda folder, configs, options: given.append(options))
+    _fit(tmp_path, "hass", store="", size=8, steps=1, start="", dtype="float32", device=device)
+    trainer = given[0]["trainer"]
+    assert (trainer["accelerator"], trainer.get("devices")) == (device.split(":")[0], devices)
 
 
 # --- how much of it a machine does ---
