@@ -79,7 +79,7 @@ def packed_cells(path: str | Path) -> list[PackedCell]:
         ValueError: a line that is not a cell; the message names file and line.
     """
     path = Path(path)
-    for experiment, below in ((path, ()), *_above(path)):
+    for experiment, below in ((path, ()), *_above(path), *_above(path.absolute())):
         if (experiment / CELLS).is_file():
             cells = sorted(_read_lines(experiment), key=lambda cell: cell.folder)
             return [cell for cell in cells if cell.folder.parts[len(experiment.parts) + 1 :][: len(below)] == below]

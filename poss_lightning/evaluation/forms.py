@@ -36,7 +36,7 @@ def turns(record: dict, field: str | None = None) -> list[str]:
         )
     value = record[name]
     if name in _CHATS:
-        texts = _user_turns(record, name)
+        texts = _user_turns({name: value}, name)
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         texts = _user_turns({"messages": value}, name)
     else:

@@ -64,9 +64,11 @@ def load_suites(sources: list[str] | None = None, limit: Count | None = None) ->
     Raises:
         FileNotFoundError: a source is none of them.
         ConnectionError: the hub cannot be reached.
-        ValueError: a malformed record (the message names file, line and field), an unknown option, an empty suite,
-            two suites of one name, or two questions of one id.
+        ValueError: no source, a malformed record (the message names file, line and field), an unknown option, an empty
+            suite, two suites of one name, or two questions of one id.
     """
+    if sources is not None and not sources:
+        raise ValueError("suites is []; name at least one, or leave it out for the project's own")
     suites = [suite for source in sources or own_suites() for suite in _load(source, limit)]
     for name in Counter(suite.name for suite in suites):
         sources = [suite.source for suite in suites if suite.name == name]

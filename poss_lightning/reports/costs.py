@@ -21,16 +21,20 @@ def read_costs(runs: dict[str, dict[str, Any]]) -> dict[str, Costs]:
 
 
 def cost_table(costs: Mapping[str, Costs], speed_ups: Mapping[str, Comparison]) -> Table:
-    """A row for each method: its costs, the break-even of some rounds, and whether it was faster than plain."""
+    """A row for each method: its costs, the break-even of some rounds, and whether it was faster than plain.
+
+    Trees larger than the largest that was measured have empty cells.
+    """
     columns = [("plain", "step"), ("draft", "step")]
     columns += [("verify", f"{nodes} nodes") for _, nodes in TREES]
     columns += [(f"{steps} steps,", f"{nodes} nodes:", "τ >") for steps, nodes in TREES]
     columns += [("drafting", "pays")]
     rows = []
     for method, cost in costs.items():
-        milliseconds = [cost.verify[1], cost.draft_step, *(cost.verify_seconds(nodes) for _, nodes in TREES)]
-        cells = [Cell(f"{1000 * seconds:.1f}") for seconds in milliseconds]
-        cells += [Cell(f"{cost.break_even(steps, nodes):.2f}") for steps, nodes in TREES]
+        largest = max(cost.verify)  # nothing is known of larger trees
+        cells = [Cell(f"{1000 * seconds:.1f}") for seconds in (cost.verify[1], cost.draft_step)]
+        cells += [Cell(f"{1000 * cost.verify_seconds(n):.1f}" if n <= largest else "") for _, n in TREES]
+        cells += [Cell(f"{cost.break_even(steps, n):.2f}" if n <= largest else "") for steps, n in TREES]
         rows.append(([method], [*cells, Cell(say_if_faster(speed_ups.get(method)))]))
     return Table(TITLE, ["method"], columns, rows)
 

@@ -20,7 +20,7 @@ from poss_lightning.evaluation.records import (
 )
 from poss_lightning.reports.costs import cost_table, read_costs
 from poss_lightning.reports.lengths import length_tables
-from poss_lightning.reports.seeds import Cells, summarise_seeds
+from poss_lightning.reports.seeds import Cells, check_choice, summarise_seeds
 from poss_lightning.reports.statistics import Comparison, Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary, group, summarise
 from poss_lightning.reports.tables import (
@@ -91,10 +91,12 @@ def find(
         FileNotFoundError, ValueError: as `read_sources`, `check_drafts`, `summarise` and `summarise_seeds`.
     """
     options: dict = {"baseline": baseline, "reference": reference, "resamples": resamples, "seed": seed}
-    by_temperature = group_by_temperature(read_sources(records))
+    sources = read_sources(records)
+    by_temperature = group_by_temperature(sources)
     if len(by_temperature) == 1:
         return _find(next(iter(by_temperature.values())), **options)
     _check_temperatures(by_temperature)
+    check_drafts(by_folder(sources))
     found = {}
     for name, sources in by_temperature.items():
         try:
@@ -108,9 +110,9 @@ def _find(sources: list[Source], *, baseline: str, reference: str | None, resamp
     """What records of one temperature say."""
     runs, cells = by_folder(sources), by_cell(sources)
     known, chosen = find_depths(runs), choose_cells(cells)
-    answers = select_records(cells, chosen) if cells else [record for source in sources for record in source.records]
     if not cells:  # whose folders tell the trainings of a choice apart
         check_drafts(runs)
+    answers = select_records(cells, chosen) if cells else [record for source in sources for record in source.records]
     if len(chosen) < len(cells) or (cells and has_seconds(answers)):  # speeds compare within a folder only
         findings = _find_over_seeds(cells, baseline, reference, known)._replace(answers=answers)
     else:
@@ -323,7 +325,13 @@ def choose_cells(cells: Cells) -> list[tuple[str, int]]:
 
 
 def select_records(cells: Cells, chosen: list[tuple[str, int]]) -> list[Record]:
-    """Each choice's own records from its chosen cell, and those of the baselines from the first chosen cell."""
+    """Each choice's own records from its chosen cell, and those of the baselines from the first chosen cell.
+
+    Raises:
+        ValueError: as `check_choice`.
+    """
+    for cell in chosen:
+        check_choice(*cell, cells[cell])
     return [
         record
         for place, cell in enumerate(chosen)

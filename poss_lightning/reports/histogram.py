@@ -7,10 +7,12 @@ Three forms are read, a line of JSON an answer, and the first is what is written
     a records.jsonl, or folders of them                                                    `poss benchmark`, `replay`
 
 AIPerf's form is its SpecDecodeAcceptanceRecord (0.12), and vLLM's its per-request metrics (0.32). Neither tells trees
-from chains: drafted tokens are all that were verified, so `--nodes` less the root in each round of ours.
+from chains: drafted tokens are all that were verified, so `--nodes` less the root in each round of ours. They
+are not known of `tree: auto`.
 """
 
 import json
+import math
 import os
 import reprlib
 from collections import Counter
@@ -37,12 +39,14 @@ from poss_lightning.ranges import Draws, Seed, check_numbers
 from poss_lightning.reports import statistics
 from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.statistics import Sums, draw_counts, estimate
-from poss_lightning.reports.tables import Cell, Table, make_cell
+from poss_lightning.reports.summary import describe_answer
+from poss_lightning.reports.tables import Cell, Table, drop_empty_columns, make_cell
 from poss_lightning.work import write_alone
 
 MOST = 1024  # tokens that a round may accept
 AIPERF, VLLM = "spec_decode_acceptance", ("metrics", "speculative_decoding")
 OURS = "poss_lightning"  # as an engine
+PLACE = ("suite", "id", "turn", "repeat")  # of an answer
 NOTE = (
     "Prompts are a random sample: under each value stands its 95 % interval for others like them. All answers to a "
     "prompt count together; a line of an engine that does not name its prompt counts as one."
@@ -56,7 +60,7 @@ class Acceptance:
     Attributes:
         engine: that decoded it.
         histogram: accepted tokens -> rounds that accepted so many; the bonus is not counted.
-        drafted: tokens that were drafted and verified, in all rounds.
+        drafted: tokens that were drafted and verified, in all rounds; None where it is not known.
         most: that a round can accept; None where it is not known.
         new_tokens: of the answer; None where it is not known.
         accepted: round by round, where it is known.
@@ -67,13 +71,13 @@ class Acceptance:
 
     engine: str
     histogram: dict[int, int]
-    drafted: int
+    drafted: int | None = None
     most: int | None = None
     new_tokens: int | None = None
     accepted: list[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.drafted < self.total:
+        if self.drafted is not None and self.drafted < self.total:
             raise ValueError(f"{self.total} tokens are accepted, and num_draft_tokens is {self.drafted}")
         if self.most is not None and max(self.histogram, default=0) > self.most:
             raise ValueError(f"a round accepted {max(self.histogram)} tokens, and num_spec_tokens is {self.most}")
@@ -94,7 +98,7 @@ class Acceptance:
         known = {
             "engine": self.engine,
             "mean_acceptance_length": 1 + self.total / self.rounds if self.rounds else 1.0,
-            "draft_acceptance_rate": self.total / self.drafted if self.drafted else 0.0,
+            "draft_acceptance_rate": None if self.drafted is None else self.total / max(self.drafted, 1),
             "acceptance_histogram": {str(accepted): self.histogram[accepted] for accepted in sorted(self.histogram)},
             "num_accepted_draft_tokens": self.total,
             "num_draft_tokens": self.drafted,
@@ -126,7 +130,7 @@ class Acceptance:
         found = cls(
             engine=str(values.get("engine", engine)),
             histogram={key: count for key, count in histogram.items() if count},
-            drafted=_natural("num_draft_tokens", values.get("num_draft_tokens")),
+            drafted=_optional("num_draft_tokens", values.get("num_draft_tokens")),
             most=_optional("num_spec_tokens", values.get("num_spec_tokens"), MOST),
             new_tokens=_optional("completion_tokens", values.get("completion_tokens")),
             accepted=accepted and [_natural("per_step_accepted", count) for count in accepted],
@@ -137,10 +141,11 @@ class Acceptance:
         return found
 
     @classmethod
-    def from_record(cls, record: Record, depth: int, drafted: int) -> "Acceptance":
-        """From a record of ours; `drafted` tokens a round, of which `depth` can be accepted."""
+    def from_record(cls, record: Record, depth: int, drafted: int | None) -> "Acceptance":
+        """From a record of ours; `drafted` tokens a round, if known, of which `depth` can be accepted."""
         accepted = record.accepted
-        return cls(OURS, dict(Counter(accepted)), drafted * len(accepted), depth, record.new_tokens, accepted)
+        every = None if drafted is None else drafted * len(accepted)
+        return cls(OURS, dict(Counter(accepted)), every, depth, record.new_tokens, accepted)
 
 
 @dataclass(frozen=True)
@@ -197,9 +202,21 @@ def name_apart(answers: list[Answered]) -> list[Answered]:
 
 
 def by_prompt(answers: list[Answered]) -> dict[str, list[Acceptance]]:
-    """The rounds of each method's prompts, all turns and repeats of a prompt together."""
+    """The rounds of each method's prompts, all turns and repeats of a prompt together.
+
+    Raises:
+        ValueError: an answer is there twice.
+    """
     found: dict[str, dict[Any, list[Acceptance]]] = {}
+    seen: dict[tuple, Answered] = {}
     for number, answer in enumerate(answers):
+        if all(name in answer.place for name in PLACE):
+            key = (answer.method, *(str(answer.place[name]) for name in PLACE))
+            if (first := seen.setdefault(key, answer)) is not answer:
+                raise ValueError(
+                    f"{answer.method!r} answers {describe_answer(key[1:])} twice, in {first.folder} and in "
+                    f"{answer.folder}; name each answer once"
+                )
         suite, prompt = answer.place.get("suite"), answer.place.get("id")
         key = number if suite is None or prompt is None else (str(suite), str(prompt))
         found.setdefault(answer.method, {}).setdefault(key, []).append(answer.rounds)
@@ -209,8 +226,9 @@ def by_prompt(answers: list[Answered]) -> dict[str, list[Acceptance]]:
 def _together(answers: list[Acceptance]) -> Acceptance:
     histogram: Counter[int] = sum((Counter(one.histogram) for one in answers), Counter())
     known = [one.most for one in answers if one.most is not None]
-    drafted = sum(one.drafted for one in answers)
-    return Acceptance(answers[0].engine, dict(histogram), drafted, max(known, default=None))
+    drafted = [one.drafted for one in answers if one.drafted is not None]
+    every = sum(drafted) if len(drafted) == len(answers) else None
+    return Acceptance(answers[0].engine, dict(histogram), every, max(known, default=None))
 
 
 def tables(methods: dict[str, list[Acceptance]], resamples: int = 2000, seed: int = 0) -> list[Table]:
@@ -229,18 +247,20 @@ def tables(methods: dict[str, list[Acceptance]], resamples: int = 2000, seed: in
         reach = np.flip(np.flip(exact, 1).cumsum(1), 1)  # rounds that accepted so many or more
         sums = Sums(reach, np.zeros(len(found)), np.zeros(len(found)))
         counts = draw_counts(len(found), resamples, seed)
-        taus = [estimate(tau(counts, sums), len(found)) for tau in (statistics.tau_micro, statistics.tau_macro)]
-        rate = statistics.ratio(counts @ reach[:, 1:].sum(1), counts @ np.array([float(one.drafted) for one in found]))
+        active = int((reach[:, 0] > 0).sum())  # prompts that have rounds
+        taus = [estimate(tau(counts, sums), active) for tau in (statistics.tau_micro, statistics.tau_macro)]
+        drafted = np.array([math.nan if one.drafted is None else one.drafted for one in found])
+        rate = statistics.ratio(counts @ reach[:, 1:].sum(1), counts @ drafted)
         cells = [Cell(str(len(found))), Cell(str(int(reach[:, 0].sum()))), *map(make_cell, taus)]
-        means.append(([name], [*cells, make_cell(estimate(rate, len(found)).percent(), ".1f")]))
+        means.append(([name], [*cells, make_cell(statistics.estimate_share(rate, active).percent(), ".1f")]))
         drawn = counts @ exact  # (1+R, K+1)
         parts = statistics.ratio(drawn, np.broadcast_to(drawn.sum(1, keepdims=True), drawn.shape))
         shares.append(
-            ([name], [make_cell(statistics.estimate_share(part, len(found)).percent(), ".1f") for part in parts.T])
+            ([name], [make_cell(statistics.estimate_share(part, active).percent(), ".1f") for part in parts.T])
         )
     places = [[str(accepted)] for accepted in range(deepest + 1)]
     return [
-        Table("Acceptance", ["method"], columns, means),
+        drop_empty_columns(Table("Acceptance", ["method"], columns, means)),
         Table("Rounds by accepted tokens, %", ["method"], places, shares),
     ]
 
@@ -272,12 +292,13 @@ def _of_records(source: Source) -> Iterator[Answered]:
             continue
         facts = as_object(methods.get(record.method))
         depth, nodes = facts.get("depth"), facts.get("nodes")
-        if facts.get("tree", "fixed") != "fixed" or not _is_natural(depth) or not _is_natural(nodes):
+        if not _is_natural(depth) or not _is_natural(nodes):
             raise ValueError(
                 f"{source.folder}: its run.json does not say how many tokens {record.method!r} drafts a round"
             )
-        place = {"suite": record.suite, "id": record.id, "turn": record.turn, "repeat": record.repeat}
-        rounds = Acceptance.from_record(record, depth, nodes - 1)
+        place = {name: getattr(record, name) for name in PLACE}
+        drafted = nodes - 1 if facts.get("tree", "fixed") == "fixed" else None  # else each round has a size of its own
+        rounds = Acceptance.from_record(record, depth, drafted)
         made = repr((draft_facts(facts), way))
         yield Answered(record.method, place, rounds, str(source.folder.absolute()), made)
 

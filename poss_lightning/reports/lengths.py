@@ -16,7 +16,6 @@ from poss_lightning.reports.summary import Answers
 from poss_lightning.reports.tables import Cell, Table, make_cell
 
 Rounds = Iterator[tuple[Any, int]]  # the column, and accepted tokens, of each round
-FEWEST = 3  # prompts with a round in a column that has intervals; those of two reach below 1 and beyond K + 1
 SHORTEST = {"position": 32, "input": 128}  # where the second column begins; each reaches twice as far as the one before
 
 
@@ -84,8 +83,7 @@ def _tau(counts: Floats, sums: Floats | None) -> Cell:
         return Cell("")
     none = np.zeros(len(sums))
     taus = statistics.tau_micro(counts, Sums(sums, none, none))
-    prompts = int((sums[:, 0] > 0).sum())
-    return make_cell(estimate(taus if prompts >= FEWEST else taus[:1], prompts))
+    return make_cell(estimate(taus, int((sums[:, 0] > 0).sum())))
 
 
 def _names(columns: list) -> list[str]:

@@ -6,6 +6,7 @@ A run in `CHOICE/seed-N` is one of its choice's seeds; any other run is a choice
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,7 +17,7 @@ from poss_lightning.reports.statistics import Estimate, interval
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag
 EVENTS = "events.out.tfevents.*"
-SEED = re.compile(r"seed-\d+")
+SEED, VERSION = re.compile(r"seed-\d+"), re.compile(r"version_\d+")  # the latter are Lightning's
 
 
 def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
@@ -57,6 +58,10 @@ def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
         tags = folders.setdefault(Path(*of), {}).setdefault(run, {})
         for tag, series in scalars.items():  # several folders of one seed are one run
             tags[tag] = sorted(tags.get(tag, []) + series, key=lambda point: point[0])
+    versions = Counter(folder.parent for folder in folders if VERSION.fullmatch(folder.name))
+    for version in [folder for folder in folders if VERSION.fullmatch(folder.name)]:
+        if versions[version.parent] == 1 and version.parent not in folders:  # Lightning's only one says nothing
+            folders[version.parent] = folders.pop(version)
     shared = os.path.commonpath(folders) if folders else ""
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
     return {folder.name if name == "." else name: list(folders[folder].values()) for folder, name in names.items()}

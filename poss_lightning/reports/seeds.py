@@ -18,6 +18,7 @@ their interaction:
     degrees of freedom by Satterthwaite (1946), S, Q and I all counted
 
 For a measure that is no mean over prompts (micro τ, pos-acc, speed), d are its jackknife pseudo-values (Tukey 1958).
+Prompts without a round that the measure looks at, in any training of the two, are not counted, as in `statistics.py`.
 How often the 95 % interval contains the true difference, for 5 seeds and 120 prompts, by the standard deviations of the
 parts of d (`make coverage`):
 
@@ -36,6 +37,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from poss_lightning.evaluation.records import BASELINES, Record
 from poss_lightning.reports import statistics
@@ -60,8 +62,25 @@ from poss_lightning.reports.summary import (
 )
 
 Cells = dict[tuple[str, int], list[Record]]  # (choice, training seed) -> what its folder holds
-Values = dict[str, dict[int, Floats]]  # choice -> seed -> (1+Q,): the value, then that without each prompt in turn
+Values = dict[str, dict[int, "Jackknife"]]  # choice -> seed -> one measure
 RATIOS = ("tokens_per_second", "speed_up")  # measures that are compared by ratio; all others by difference
+
+
+@dataclass(frozen=True)
+class Jackknife:
+    """One measure of one training, for its jackknife over prompts.
+
+    Attributes:
+        values: (1+Q,) of all prompts, then without each in turn.
+        counted: (Q,) bool, which prompts have what it measures.
+    """
+
+    values: Floats
+    counted: NDArray[np.bool_]
+
+    @property
+    def value(self) -> float:
+        return float(self.values[0])
 
 
 @dataclass(frozen=True)
@@ -158,16 +177,23 @@ def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
     return np.sqrt(variance / (seeds * prompts)), np.fmax(satterthwaite, min(freedom))
 
 
-def _measure(methods: dict[str, Answers], choice: str, baseline: str | None, depth: int) -> dict[str, Floats]:
-    """Every measure of one cell: (1+Q,) values, of all prompts and without each in turn."""
+def _measure(methods: dict[str, Answers], choice: str, baseline: str | None, depth: int) -> dict[str, Jackknife]:
+    """Every measure of one cell."""
     sums = sum_by_prompt(methods[choice], depth)
-    counts = leave_one_out(len(sums.tokens))
-    measures = {"tau_macro": statistics.tau_macro(counts, sums), "tau_micro": statistics.tau_micro(counts, sums)}
-    measures |= {f"pos_acc_{k}": share for k, share in enumerate(statistics.pos_acc(counts, sums).T, start=1)}
+    counts, reached = leave_one_out(len(sums.tokens)), sums.reach.T > 0  # (K+1, Q)
+    measures = {
+        name: Jackknife(tau(counts, sums), reached[0])
+        for name, tau in (("tau_macro", statistics.tau_macro), ("tau_micro", statistics.tau_micro))
+    }
+    shares = statistics.pos_acc(counts, sums).T
+    measures |= {f"pos_acc_{k + 1}": Jackknife(share, reached[k]) for k, share in enumerate(shares)}
     if np.isfinite(sums.seconds).all():
-        measures["tokens_per_second"] = speed = statistics.tokens_per_second(counts, sums)
+        every = np.ones_like(reached[0])
+        speed = statistics.tokens_per_second(counts, sums)
+        measures["tokens_per_second"] = Jackknife(speed, every)
         if baseline is not None:
-            measures["speed_up"] = speed / statistics.tokens_per_second(counts, sum_by_prompt(methods[baseline], 0))
+            plain = statistics.tokens_per_second(counts, sum_by_prompt(methods[baseline], 0))
+            measures["speed_up"] = Jackknife(speed / plain, every)
     return measures
 
 
@@ -179,21 +205,25 @@ def _summarise(suite: str, measure: str, values: Values, reference: str | None) 
     gains, gains_these = {}, {}
     for choice, seeds in paired.items():
         if seeds:
-            effects = np.stack([change(values[choice][seed]) - change(others[seed]) for seed in seeds])  # (S, 1+Q)
+            pairs = [(values[choice][seed], others[seed]) for seed in seeds]
+            effects = np.stack([change(own.values) - change(other.values) for own, other in pairs])  # (S, 1+Q)
+            counted = np.any([own.counted | other.counted for own, other in pairs], axis=0)
+            effects = effects[:, np.append(True, counted)]
             mean = float(effects[:, 0].mean())
             gains_these[choice] = compare(mean, _deviation(effects[:, 0]) / len(seeds) ** 0.5, len(seeds) - 1)
             gains[choice] = compare(mean, *_error(pseudo_values(effects)))
     gains, gains_these = correct(gains), correct(gains_these)
     rows = []
     for choice, trainings in values.items():
-        by_seed = {seed: float(trainings[seed][0]) for seed in sorted(trainings)}
-        mean, deviation = float(np.mean([*by_seed.values()])), _deviation(np.array([*by_seed.values()]))
+        by_seed = {seed: trainings[seed].value for seed in sorted(trainings)}
+        value, deviation = float(np.mean([*by_seed.values()])), _deviation(np.array([*by_seed.values()]))
+        mean = interval(value, deviation / len(by_seed) ** 0.5, len(by_seed) - 1)
         row = SeedSummary(
             suite=suite,
             choice=choice,
             measure=measure,
             values=by_seed,
-            mean=interval(mean, deviation / len(by_seed) ** 0.5, len(by_seed) - 1),
+            mean=statistics.within_share(mean) if measure.startswith("pos_acc_") else mean,
             deviation=deviation,
             gain=gains.get(choice),
             gain_these_prompts=gains_these.get(choice),
@@ -204,8 +234,9 @@ def _summarise(suite: str, measure: str, values: Values, reference: str | None) 
 
 
 def _error(effects: Floats) -> tuple[float, float]:
-    """`crossed_error` of one comparison's (S, Q); nan with one seed or one prompt, which have no spread."""
-    if min(effects.shape) < 2:
+    """`crossed_error` of one comparison's (S, Q); nan with one seed, or with too few prompts."""
+    seeds, prompts = effects.shape
+    if seeds < 2 or prompts < statistics.FEWEST:
         return math.nan, math.nan
     error, freedom = crossed_error(effects)
     return float(error), float(freedom)
@@ -218,11 +249,15 @@ def _deviation(values: Floats) -> float:
 
 def _methods(choice: str, seed: int, records: list[Record], baseline: str) -> dict[str, Answers]:
     """One cell's answers by the choice, and by the baseline where there is one."""
-    methods = group([record for record in records if record.method in (choice, baseline)])
-    if choice not in methods:
-        names = ", ".join(dict.fromkeys(record.method for record in records))
-        raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {names}")
-    return methods
+    check_choice(choice, seed, records)
+    return group([record for record in records if record.method in (choice, baseline)])
+
+
+def check_choice(choice: str, seed: int, records: list[Record]) -> None:
+    """Raise ValueError unless some of a cell's records are of its choice."""
+    names = dict.fromkeys(record.method for record in records)
+    if choice not in names:
+        raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {', '.join(names)}")
 
 
 def _check_prompts(answers: dict[tuple[str, int], Answers]) -> None:

@@ -17,12 +17,14 @@ the draws would be too narrow with few prompts. Coverage of both, measured on dr
 **A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect". Holm's correction
 (1979) is for several methods that are compared with one; it is not made for several measures, positions or suites.
 
-Of pos-acc, and of τ by output position, input length or category, Q counts only the prompts that have rounds there,
-which may be few. Where 2, 3 or 5 of 60 prompts had any, intervals with Q = 60 covered .64, .78 and .89, and with Q = 2,
-3 and 5 they covered .95, .95 and .96 (`make coverage`).
+Q counts only the prompts that have rounds where a measure looks: of pos-acc at that position, of τ at that output
+position, input length or category. They may be few. Where 2, 3 or 5 of 60 prompts had any, intervals with Q = 60
+covered .64, .78 and .89, and with Q = 2, 3 and 5 they covered .95, .95 and .96 (`make coverage`). Those of two prompts
+reach below 1 and beyond K + 1, so fewer than three have none, nor a test.
 
-Letters: R draws, Q prompts, K draft positions. 0/0 is nan, shown as a dash. A share that is 0 or 1 in every prompt has
-an interval of width 0, however few the prompts: it describes this sample, and proves nothing about others.
+Letters: R draws, Q prompts, K draft positions. 0/0 is nan, shown as a dash. Where nothing varies between prompts, which
+few may do by chance, there is no interval either; but a share that is 0 or 1 in every prompt has one of width 0: it
+describes this sample, and proves nothing about others.
 """
 
 import math
@@ -38,6 +40,7 @@ from scipy.optimize import root_scalar
 
 Floats = NDArray[np.float64]
 LEVEL = 0.05  # of two-sided tests and of intervals
+FEWEST = 3  # prompts with a round that have an interval or a test
 
 
 @dataclass(frozen=True)
@@ -192,22 +195,26 @@ def draw_counts(prompts: int, resamples: int, seed: int) -> Floats:
 
 
 def standard_error(values: Floats, prompts: int) -> float:
-    """Spread of the draws (1+R,) that have a value, nan where there are not two; their variance falls short by 1/Q."""
+    """Spread of the draws (1+R,) that have a value; their variance falls short by 1/Q. nan of fewer than `FEWEST`."""
     drawn = values[1:][np.isfinite(values[1:])]
-    if not np.isfinite(values[0]) or drawn.size < 2 or prompts < 2:
+    if not np.isfinite(values[0]) or drawn.size < 2 or prompts < FEWEST:
         return math.nan
     return float(drawn.std(ddof=1)) * math.sqrt(prompts / (prompts - 1))
 
 
 def estimate(values: Floats, prompts: int) -> Estimate:
-    """The value of row 0 and its interval; `values` (1+R,)."""
-    return interval(float(values[0]), standard_error(values, prompts), prompts - 1)
+    """The value of row 0 and, where it varies, its interval; `values` (1+R,), of `prompts` that have rounds."""
+    return interval(float(values[0]), standard_error(values, prompts) or math.nan, prompts - 1)
 
 
 def estimate_share(values: Floats, prompts: int) -> Estimate:
-    """The same for a share: its interval ends at 0 and 1."""
-    plain = estimate(values, prompts)
-    return Estimate(plain.value, max(plain.low, 0.0), min(plain.high, 1.0)) if plain.interval() else plain
+    """The same for a share, also where it does not vary."""
+    return within_share(interval(float(values[0]), standard_error(values, prompts), prompts - 1))
+
+
+def within_share(share: Estimate) -> Estimate:
+    """A share whose interval ends at 0 and 1."""
+    return replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0)) if share.interval() else share
 
 
 # --- from a standard error to intervals and tests ---

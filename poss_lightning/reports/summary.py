@@ -32,7 +32,8 @@ class MethodSummary:
         tau_micro_gain: difference to the reference method; None for itself, or if none was named.
         tau_macro_gain: the same for `tau_macro`.
         pos_acc_gain: the same by position, for the positions that both draft; empty where the others are None.
-        speed_gain: ratio of tokens per second to the reference method; None likewise.
+        speed_gain: ratio of tokens per second to the reference method; None likewise, and of what does not
+            draft where the reference does.
 
     Comparisons are Holm-corrected for all methods that are compared with the same one.
     """
@@ -101,8 +102,10 @@ def group(records: list[Record]) -> dict[str, Answers]:
     """The records by method, baselines first, each in one order of prompts.
 
     Raises:
-        ValueError: an answer is there twice, missing for one of the methods, or one to another prompt.
+        ValueError: there is none, an answer is there twice, missing for one of the methods, or one to another prompt.
     """
+    if not records:
+        raise ValueError("there are no records")
     methods: dict[str, Answers] = {}
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
         key = (record.suite, record.id, record.turn, record.repeat)
@@ -186,17 +189,21 @@ def _summarise_suite(
     macro = {name: statistics.tau_macro(counts, of_prompts) for name, of_prompts in sums.items()}
     speed = {name: statistics.tokens_per_second(counts, of_prompts) for name, of_prompts in sums.items()}
     shares = {name: statistics.pos_acc(counts, of_prompts).T for name, of_prompts in sums.items()}  # (K, 1+R)
-    reached = {name: (of_prompts.reach[:, :-1] > 0).sum(0).tolist() for name, of_prompts in sums.items()}  # K prompts
+    reached = {name: (of_prompts.reach > 0).sum(0).tolist() for name, of_prompts in sums.items()}  # (K+1,) prompts
+    active = {name: having[0] for name, having in reached.items()}  # prompts that have rounds
+    # Speeds are compared among those that draft, as τ is, unless the reference does not.
+    timed = [name for name in methods if active[name] or not active.get(reference or "")]
     baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
-    speed_ups = {other: _compare(speed, other, prompts, ratios=True) for other in baselines}
-    micro_gains = _compare(micro, reference, prompts)
-    macro_gains = _compare(macro, reference, prompts)
-    speed_gains = _compare(speed, reference, prompts, ratios=True)
+    every = dict.fromkeys(methods, prompts)
+    speed_ups = {other: _compare(speed, other, every, ratios=True) for other in baselines}
+    micro_gains = _compare(micro, reference, active)
+    macro_gains = _compare(macro, reference, active)
+    speed_gains = _compare({name: speed[name] for name in timed}, reference, every, ratios=True)
     share_gains = [
         _compare(
             {name: values[k] for name, values in shares.items() if k < len(values)},
             reference,
-            {name: found[k] for name, found in reached.items() if k < len(found)},
+            {name: having[k] for name, having in reached.items() if k < len(having)},
         )
         for k in range(depths[reference] if reference else 0)
     ]
@@ -206,9 +213,9 @@ def _summarise_suite(
             method=name,
             prompts=prompts,
             rounds=int(of_prompts.reach[:, 0].sum()),
-            tau_micro=estimate(micro[name], prompts),
-            tau_macro=estimate(macro[name], prompts),
-            pos_acc=tuple(map(statistics.estimate_share, shares[name], reached[name])),
+            tau_micro=estimate(micro[name], active[name]),
+            tau_macro=estimate(macro[name], active[name]),
+            pos_acc=tuple(map(statistics.estimate_share, shares[name], reached[name][:-1])),
             tokens_per_second=estimate(speed[name], prompts),
             speed_up={other: gains[name] for other, gains in speed_ups.items() if other != name},
             identical=statistics.estimate_share(
@@ -224,16 +231,15 @@ def _summarise_suite(
 
 
 def _compare(
-    values: dict[str, Floats], reference: str | None, prompts: int | dict[str, int], ratios: bool = False
+    values: dict[str, Floats], reference: str | None, prompts: dict[str, int], ratios: bool = False
 ) -> dict[str, Comparison]:
     """Compare (1+R,) values of every other method with the reference's: differences or ratios, corrected.
 
-    `prompts` are those that have values, of all methods or of each.
+    `prompts` are those that have values, of each method.
     """
     if reference is None:
         return {}
-    counted = prompts if isinstance(prompts, dict) else dict.fromkeys(values, prompts)
-    fewest = {name: min(count, counted[reference]) for name, count in counted.items()}
+    fewest = {name: min(count, prompts[reference]) for name, count in prompts.items()}
     scaled = {name: np.log(draws) if ratios else draws for name, draws in values.items()}
     gains = {name: draws - scaled[reference] for name, draws in scaled.items() if name != reference}
     compare = statistics.quotient if ratios else statistics.difference

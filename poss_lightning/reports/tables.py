@@ -176,7 +176,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     rows = [([name], _means(row)) for name, row in overall.items()]
     tables = [Table("Over training seeds", ["choice"], _COLUMNS, rows)]
     others = {name: row for name, row in overall.items() if name != reference}
-    if reference:
+    if reference and others:
         tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]
     suites = dict.fromkeys(summary.suite for summary in summaries if summary.suite != ALL)
     by_suite = [([suite, name], row) for suite in suites for name, row in group_by_choice(summaries, suite).items()]
@@ -191,7 +191,7 @@ def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Tab
     places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
     rows = [([name], [make_cell(one.mean.percent(), ".1f") for one in positions]) for name, positions in shares.items()]
     tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
-    if reference and len(shares) > 1:
+    if reference and others:
         rows = [
             ([name], [make_cell(one.gain and one.gain.percent(), PERCENT) for one in positions])
             for name, positions in shares.items()

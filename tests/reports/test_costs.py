@@ -35,6 +35,11 @@ def test_the_table_gives_milliseconds_and_the_tau_that_pays():
     assert texts[8] == "not timed"
 
 
+def test_of_trees_larger_than_any_that_was_measured_nothing_is_said():
+    (((_, cells),),) = [cost_table({"eagle": Costs.interpolate(0.002, {1: 0.02, 12: 0.036})}, {}).rows]
+    assert [cell.text for cell in cells[2:8]] == ["30.2", "", "", "1.71", "", ""]
+
+
 @pytest.mark.parametrize(("low", "high", "words"), [(1.1, 1.3, "yes"), (0.7, 0.9, "no"), (0.9, 1.1, "not shown")])
 def test_drafting_pays_where_the_interval_says_so(low, high, words):
     assert say_if_faster(Comparison((low + high) / 2, low, high, 0.1, 0.1, 0.1, 0.1, 9)) == words

@@ -60,8 +60,21 @@ def test_another_top_p_or_tree_under_one_name_is_refused(tmp_path):
         find([warm, cut])
     for folder, tree in ((warm, {}), (cut, {"tree": "auto"})):
         (folder / "run.json").write_text(json.dumps({"methods": {"eagle": {"depth": 6} | tree}}))
-    with pytest.raises(ValueError, match=r"'eagle' of .*warm is another than that of .*cut \(tree fixed and auto\)"):
+    says = r"'eagle' of .*warm is another than that of .*cut \(tree fixed and auto\)"
+    with pytest.raises(ValueError, match=says):
         find([warm, cut])
+    greedy = {"methods": {"eagle": {"depth": 6, "tree": "auto"}}, "config": {"temperature": 0.5}}
+    (cut / "run.json").write_text(json.dumps(greedy))
+    with pytest.raises(ValueError, match=says):  # at two temperatures too
+        find([warm, cut])
+
+
+def test_a_replay_in_a_folder_of_a_seed_names_the_choice_that_it_lacks(tmp_path):
+    run_folder(tmp_path / "foo", 0.0, 0)
+    (tmp_path / "foo").rename(tmp_path / "seed-1")
+    says = f"choice '{tmp_path.name}', seed 1: no record has this method; there are "
+    with pytest.raises(ValueError, match=says):
+        find(tmp_path / "seed-1")
 
 
 def test_a_reference_that_one_temperature_lacks_is_told_with_it(tmp_path):

@@ -73,8 +73,8 @@ def test_turns_and_repeats_of_a_prompt_count_together_and_requests_apart(folder,
     assert sum(one.total for one in prompts) == sum(map(sum, (record.accepted for record in DRAFTED)))
     requests = lines(tmp_path / "eagle.jsonl", *(of_vllm(record.accepted) for record in DRAFTED))
     assert len(by_prompt(list(read_answers(requests)))["eagle"]) == len(DRAFTED)
-    again = by_prompt([*read_answers(str(folder)), *read_answers(str(folder))])["eagle"]
-    assert len(again) == len(prompts)  # the same answers once more are not more prompts
+    with pytest.raises(ValueError, match=r"'eagle' answers .* turn 0 repeat 0 twice, in .*ours and in .*ours; name"):
+        by_prompt([*read_answers(str(folder)), *read_answers(str(folder / "records.jsonl"))])
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,9 @@ def test_shares_are_counted_rounds():
     found = [Acceptance("e", {0: 3, 2: 1}, 12), Acceptance("e", {1: 1}, 3)]
     means, shares = tables({"m": found}, 20)
     assert [cell.text for cell in means.rows[0][1]] == ["2", "5", "1.60", "1.75", "20.0"]
+    assert not any(cell.notes for table in (means, shares) for cell in table.rows[0][1])  # two prompts are too few
+    idle = tables({"m": [*found, Acceptance("e", {}, 0)]}, 20)
+    assert not any(cell.notes for table in idle for cell in table.rows[0][1])  # nor is a prompt without rounds a third
     assert [cell.text for cell in shares.rows[0][1]] == ["60.0", "20.0", "20.0"]
 
 
@@ -118,7 +121,7 @@ STATS = {"acceptance_histogram": {"0": 1, "2": 2}, "num_draft_tokens": 9}
             for wrong in (3, {"a": 1}, {"00": 1}, {"5000": 1}, [1, -1], [1, True], {"0": "x"}, "ab")
         ),
         ({"num_draft_tokens": 3}, "4 tokens are accepted, and num_draft_tokens is 3"),
-        ({"num_draft_tokens": None}, "num_draft_tokens is None; it must be an integer of at least 0"),
+        ({"num_draft_tokens": "9"}, "num_draft_tokens is '9'; it must be an integer of at least 0"),
         ({"num_spec_tokens": 10**9}, "num_spec_tokens is 1000000000; it must be at most 1024"),
         ({"num_spec_tokens": 1}, "a round accepted 2 tokens, and num_spec_tokens is 1"),
         ({"num_spec_steps": 4}, "num_spec_steps is 4; by acceptance_histogram it is 3"),
@@ -158,11 +161,17 @@ def test_nothing_is_written_over_and_nothing_drafted_is_said(folder, tmp_path):
 def test_what_says_nothing_of_acceptance_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"b\.jsonl: no line has 'spec_decode_acceptance' or 'metrics\.speculative"):
         list(read_answers(lines(tmp_path / "b.jsonl", {"metrics": {}}, {"metrics": None})))
+
+
+def test_of_trees_sized_round_by_round_all_but_the_drafted_tokens_is_told(folder, tmp_path):
+    fixed = tables(by_prompt(list(read_answers(str(folder)))), 20)
     run = json.loads((folder / "run.json").read_text())
     run["methods"]["eagle"]["tree"] = "auto"
     (folder / "run.json").write_text(json.dumps(run))
-    with pytest.raises(ValueError, match="does not say how many tokens 'eagle' drafts a round"):
-        list(read_answers(str(folder)))
+    histogram(str(folder), out=str(tmp_path / "auto.jsonl"))
+    for file in (str(folder), str(tmp_path / "auto.jsonl")):  # as it was written, too
+        acceptance, shares = tables(by_prompt(list(read_answers(file))), 20)
+        assert acceptance.columns == fixed[0].columns[:-1] and shares.rows == fixed[1].rows
 
 
 def test_a_round_that_the_tree_could_not_accept_is_refused():

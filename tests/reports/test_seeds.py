@@ -2,7 +2,7 @@
 
 import gzip
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -234,6 +234,38 @@ def test_all_suites_come_first_and_a_choice_that_drafts_less_deep_has_fewer_posi
     rows = rows_of(summaries, "chat")
     assert ("poss-1", "pos_acc_5") in rows and ("eagle", "pos_acc_5") not in rows
     assert rows["poss-1", "pos_acc_5"].gain is None and rows["poss-1", "pos_acc_5"].mean.text() == "–"
+
+
+def test_prompts_without_rounds_add_no_certainty():
+    """The same to the last digits as if they had not been asked; of shares, those that never come so far."""
+    short = {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}
+    cells = make_cells()
+    idle = {
+        cell: [replace(record, **short) if record.id == 1 and record.suite == "chat" else record for record in records]
+        for cell, records in cells.items()
+    }
+    asked = {
+        cell: [record for record in records if not (record.id == 1 and record.suite == "chat")]
+        for cell, records in cells.items()
+    }
+    with_idle, without = (rows_of(summarise_seeds(those, "eagle")) for those in (idle, asked))
+    for measure in ("tau_macro", "tau_micro", "pos_acc_1", "pos_acc_2"):
+        gains = [rows["poss-1", measure].gain for rows in (with_idle, without)]
+        assert astuple(gains[0]) == pytest.approx(astuple(gains[1]))
+
+
+def test_positions_that_few_prompts_reach_have_the_certainty_of_few():
+    cells = make_cells(rounds=3)
+    for records in cells.values():
+        for place, record in enumerate(records):
+            if record.accepted and record.id:  # all but two of eight prompts never accept
+                short = {"new_tokens": 4, "tokens": record.tokens[:4], "text": "", "pieces": None}
+                records[place] = replace(record, accepted=[0] * 3, **short)
+    rows = rows_of(summarise_seeds(cells, "eagle"))
+    gain = rows["poss-1", "pos_acc_2"].gain
+    assert gain.text() != "–" and not gain.interval()
+    mean = rows["poss-1", "pos_acc_2"].mean
+    assert 0 <= mean.low <= mean.value <= mean.high <= 1
 
 
 def test_without_a_baseline_everywhere_there_is_no_speed_up():
