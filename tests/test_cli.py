@@ -5,6 +5,7 @@ import json
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -267,6 +268,22 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in left(folder) if (folder / name).is_file()}
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 1)], ids=str)
+def test_a_training_that_is_stopped_did_not_succeed_and_says_how_to_go_on(small, tmp_path, number, code):
+    endless = ("--trainer.max_steps", "100000", "--trainer.max_epochs", "-1", "--trainer.log_every_n_steps", "1")
+    command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN, *endless]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, text=True, cwd=tmp_path) as process:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "step 2 of" in line:
+                process.send_signal(number)
+        assert process.wait() == code, said
+    assert any("there is no checkpoint yet to go on with" in line for line in said[-3:])
+    assert any("interrupted" in line for line in said) == (number == signal.SIGINT)
+
+
 def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it(poss, small, tmp_path, monkeypatch):
     command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN]
     first = subprocess.run(command, capture_output=True, text=True, check=True)  # where warnings and logs are printed
@@ -291,10 +308,15 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     says(other, "fit", "of other data")  # Lightning itself has begun to log
     assert contents(tmp_path)["run/config.yaml"] == before["run/config.yaml"]
 
-    went_on = poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST, "--trainer.max_steps", "2")
+    given = ("--model.learning_rate", "1e-5", "--model.not_finite", "skip", "--trainer.max_steps", "2")
+    with pytest.warns(UserWarning, match="the learning rate is 1e-05 from here, it was 3e-05"):
+        went_on = poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST, *given)
     assert went_on.code is None and left(tmp_path / "run/checkpoints") == ["last.ckpt"]
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None  # of another training no beginning
+    assert (settings["model"]["learning_rate"], settings["model"]["not_finite"]) == (1e-5, "skip")
+    drafts = poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST, "--model.allocation", "[1, 1]")
+    says(drafts, "fit", "allocation is (1, 1), and the checkpoint's draft has (2,)")
     with pytest.warns(UserWarning, match="nothing was left to train at step 2"):
         poss("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
@@ -313,7 +335,7 @@ def test_a_folder_with_a_training_takes_no_other_and_what_cannot_go_on_leaves_it
     (tmp_path / "hpc_ckpt_1.ckpt").unlink()
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
-    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: choose another name")
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another name")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
     assert poss("fit", *small, *ONE, *AGAIN).code is None
 

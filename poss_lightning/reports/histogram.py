@@ -7,8 +7,8 @@ Three forms are read, a line of JSON an answer, and the first is what is written
     a records.jsonl, or folders of them                                                    `poss benchmark`, `replay`
 
 AIPerf's form is its SpecDecodeAcceptanceRecord (0.12), and vLLM's its per-request metrics (0.32). Neither tells trees
-from chains: drafted tokens are all that were verified, so `--nodes` less the root in each round of ours. They
-are not known of `tree: auto`.
+from chains: drafted tokens are all that were verified, so `--nodes` less the root in each round of ours, which are
+not known of `tree: auto`.
 """
 
 import json

@@ -34,6 +34,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -296,6 +297,13 @@ class _Cli(LightningCLI):
                 )
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
+        except SystemExit as ended:  # of Lightning, which would end a process that SIGTERM stopped with 0
+            if not (hasattr(self, "trainer") and self.trainer.interrupted):
+                raise
+            self._say_how_to_go_on()
+            if isinstance(ended, SIGTERMException):
+                sys.exit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt from None
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -318,6 +326,9 @@ class _Cli(LightningCLI):
         checkpoint = self.config[self.config.subcommand].ckpt_path
         if checkpoint and Path(checkpoint).exists():
             load_checkpoint(Path(checkpoint))  # Lightning reads it next, and would not name a torn one
+
+    def _parse_ckpt_path(self) -> None:
+        """Options count as they are given: Lightning would put those of the checkpoint in their place."""
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         for config in (self.config, self.config_init):  # of which the first goes into config.yaml
@@ -381,6 +392,13 @@ class _Cli(LightningCLI):
         elif not checkpoint and others and folder.name.startswith("version_"):
             logger.info("a new training begins in %s; --ckpt_path %s goes on with the one there", folder, others[-1])
 
+    def _say_how_to_go_on(self) -> None:
+        """A line, where a training was stopped."""
+        last = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
+            how = f"--ckpt_path {last} goes on" if last.exists() else "there is no checkpoint yet to go on with"
+            logger.info("stopped at step %d: %s", self.trainer.global_step, how)
+
     def _check_unused(self, folder: Path) -> None:
         """Raise where a training has left something.
 
@@ -393,7 +411,7 @@ class _Cli(LightningCLI):
             return
         if has_outputs(folder):
             other = "choose another name or save_dir of its logger"
-            how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else other
+            how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
             raise FileExistsError(f"{folder} holds a training already: {how}")
 
 

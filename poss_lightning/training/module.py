@@ -32,7 +32,7 @@ from poss_lightning.ranges import (
 )
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
-from poss_lightning.training.resume import epoch_steps, resume
+from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
 from poss_lightning.training.strategies import FSDP2, DeepSpeed
 
 Source = FeatureStore | OnlineFeatures
@@ -310,7 +310,10 @@ class SpecialistTraining(lightning.LightningModule):
         checkpoint["epoch_steps"] = epoch_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
+        check_draft(checkpoint, self.draft.config)
         if self._trainer is not None:
+            if self.trainer.state.fn == "fit":
+                adopt_rate(checkpoint, self.hparams)
             resume(self.trainer, checkpoint)
 
     # --- shared by training and validation ---

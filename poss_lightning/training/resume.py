@@ -1,13 +1,19 @@
 """Resume a training within the epoch in which its checkpoint stopped, on any number of processes, in its folder."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import lightning
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.features.datamodule import FeatureData
+
+KEPT = ("optimizer", "betas", "weight_decay")  # hyperparameters that a checkpoint's optimizer holds
 
 
 def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
@@ -38,6 +44,43 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
         before = checkpoint.get("epoch_steps", steps)
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
+
+
+def check_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None:
+    """Raise ValueError where a checkpoint is of another draft, or of one for another target; depths may differ."""
+    stored = DraftConfig.from_json(checkpoint["draft"], "the checkpoint's draft")
+    if changed := stored.target.difference(config.target):
+        raise ValueError(f"the checkpoint's draft is for another target than these features: {changed}")
+    for field in fields(DraftConfig):
+        before, now = getattr(stored, field.name), getattr(config, field.name)
+        if before != now and field.name not in ("target", "depth"):
+            raise ValueError(
+                f"{field.name} is {now!r}, and the checkpoint's draft has {before!r}: give the options of its "
+                "training, which stand in its config.yaml"
+            )
+
+
+def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Let a training go on with the learning rate of its options, where a checkpoint's optimizer has that of before.
+
+    Raises:
+        ValueError: another option differs that the optimizer's state holds.
+    """
+    before = checkpoint.get("hyper_parameters", options)
+    for name in KEPT:
+        was, now = (list(v) if isinstance(v, tuple) else v for v in (before.get(name), options[name]))
+        if was != now:
+            raise ValueError(
+                f"{name} is {now}, and this training began with {was}: leave it, or begin another training with "
+                "--model.start_from"
+            )
+    if (factor := options["learning_rate"] / before["learning_rate"]) == 1:
+        return
+    rank_zero_warn(f"the learning rate is {options['learning_rate']} from here, it was {before['learning_rate']}")
+    for group in (group for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]):
+        group.update({name: factor * group[name] for name in ("lr", "initial_lr") if name in group})
+    for schedule in checkpoint["lr_schedulers"]:
+        schedule.update({name: [factor * rate for rate in schedule[name]] for name in ("base_lrs", "_last_lr")})
 
 
 def epoch_steps(trainer: lightning.Trainer) -> int:

@@ -43,9 +43,9 @@ class Left(Kill):
             shutil.copy(last, last.with_name(f"{len(self.seen)}.ckpt"))
 
 
-def fit(store, folder, kill=None, goes_on=None, every=1, **options):
+def fit(store, folder, kill=None, goes_on=None, every=1, model=None, **options):
     lightning.seed_everything(0)
-    module = SpecialistTraining(store, [1, 2], learning_rate=3e-3)
+    module = SpecialistTraining(store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
     keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     kill = kill or Kill()
     trainer = lightning.Trainer(

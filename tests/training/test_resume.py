@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from functools import partial
 
 import lightning
@@ -10,7 +11,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from poss_lightning.training.callbacks import LastCheckpoint
-from poss_lightning.training.resume import stay_in_folder
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.resume import check_draft, stay_in_folder
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
 
@@ -119,3 +121,56 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         assert trainer.current_epoch == 2
         steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # the rate falls to nothing, and no sooner
         assert abs(steps - trainer.num_training_batches * 2) <= 1
+
+
+class Rates(lightning.Callback):
+    """The learning rate of each step, by its number."""
+
+    def __init__(self):
+        self.by_step = {}
+
+    def on_train_batch_start(self, trainer, *rest):
+        self.by_step[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_a_lower_rate_counts_from_there(store, tmp_path):
+    whole, again = Rates(), Rates()
+    fit(store, tmp_path / "whole", callbacks=[whole])
+    with pytest.raises(Killed):
+        fit(store, tmp_path, Kill(6))
+    with pytest.warns(UserWarning, match="the learning rate is 0.0003 from here, it was 0.003"):
+        fit(store, tmp_path, goes_on="last.ckpt", callbacks=[again], model={"learning_rate": 3e-4})
+    assert again.by_step == {step: pytest.approx(whole.by_step[step] / 10) for step in again.by_step}
+    assert min(again.by_step) == 5 and again.by_step.keys() < whole.by_step.keys()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {"allocation": [2, 1]},
+            r"allocation is \(2, 1\), and the checkpoint's draft has \(1, 2\): give the options of",
+        ),
+        ({"kv": "shared"}, "kv is 'shared', and the checkpoint's draft has 'separate'"),
+        ({"window": 4}, "window is 4, and the checkpoint's draft has None"),
+        ({"optimizer": "muon"}, "optimizer is muon, and this training began with adamw: leave it, or begin another"),
+        ({"betas": (0.9, 0.999)}, r"betas is \[0.9, 0.999\], and this training began with \[0.9, 0.95\]"),
+    ],
+)
+def test_another_draft_or_optimizer_does_not_go_on(store, tmp_path, model, words):
+    with pytest.raises(Killed):
+        fit(store, tmp_path, Kill(2))
+    with pytest.raises(ValueError, match=words):
+        fit(store, tmp_path, goes_on="last.ckpt", model=model)
+
+
+def test_another_target_is_refused_though_its_conversations_are_the_same(store, tmp_path):
+    with pytest.raises(Killed):
+        fit(store, tmp_path, Kill(2))
+    other = SpecialistTraining(store, [1, 2]).draft.config
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    check_draft(checkpoint, replace(other, depth=2))
+    with pytest.raises(
+        ValueError, match="the checkpoint's draft is for another target than these features: fingerprint"
+    ):
+        check_draft(checkpoint, replace(other, target=replace(other.target, fingerprint="another")))
