@@ -490,8 +490,8 @@ MUTANTS = (
     Mutant(
         "report: prompts without a round in a column make its interval narrow",
         "reports/lengths.py",
-        "prompts = int((sums[:, 0] > 0).sum())",
-        "prompts = len(sums)",
+        "estimate(taus, int((sums[:, 0] > 0).sum()))",
+        "estimate(taus, len(sums))",
         "reports/test_lengths.py",
     ),
     Mutant(
