@@ -515,6 +515,14 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     assert left(tmp_path) == sorted(["corpus.jsonl", "store", *(f"store/{name}" for name in FILES)])
 
 
+def test_replays_of_two_targets_do_not_compare(poss, inputs):
+    other = ("--target", inputs / "another", "--dtype", "float32")
+    assert poss("extract", inputs / "corpus.jsonl", "other", *other, "--limit", "4").code is None
+    for out, store, draft in (("a", inputs / "store", "draft"), ("b", "other", "draft-of-another")):
+        assert poss("replay", store, out, f"--drafts.{out}", inputs / draft, "--dtype", "float32").code is None
+    says(poss("compare", "[a,b]"), "compare", "a was measured on another target than b (")
+
+
 FILES = ("ends.safetensors", "manifest.json", "shard-00000.arrow")
 
 

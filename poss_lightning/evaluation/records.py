@@ -225,6 +225,25 @@ def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
                 raise ValueError(f"{name!r} of {first} is another than that of {folder} ({values}): name them apart")
 
 
+def check_targets(runs: dict[str, dict[str, Any]]) -> None:
+    """Refuse runs of several targets; one that does not tell its target's fingerprint may be of any.
+
+    Raises:
+        ValueError: the message names two of the folders and their targets.
+    """
+    configs = [(folder, as_object(run.get("config"))) for folder, run in runs.items()]
+    known = [
+        (folder, config.get("target"), config["fingerprint"]) for folder, config in configs if config.get("fingerprint")
+    ]
+    for folder, target, fingerprint in known:
+        first, other, earlier = known[0]
+        if fingerprint != earlier:
+            raise ValueError(
+                f"{first} was measured on another target than {folder} ({other}, fingerprint {earlier}, and {target}, "
+                f"fingerprint {fingerprint}); methods are compared on one target"
+            )
+
+
 def draft_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Of what a run.json says of a method, what makes its rounds."""
     return {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}

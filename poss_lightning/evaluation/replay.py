@@ -89,7 +89,8 @@ def replay(
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_names(drafts)
     folder, features = Path(out), FeatureStore(store)
-    config["target"] = features.target.name
+    fingerprint = features.target.fingerprint
+    config |= {"target": features.target.name, "fingerprint": fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
     embed_head, loaded, methods = features.embed_head().to(device, getattr(torch, dtype)), {}, {}
@@ -102,7 +103,7 @@ def replay(
         width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
         verified = min(nodes, count_candidates(depth_of, width))
         methods[name] = {"depth": depth_of, "nodes": verified, "tree_width": width, **describe(draft)}
-    check_settings(folder, {"store": store, "dtype": dtype}, methods)
+    check_settings(folder, {"store": store, "dtype": dtype, "fingerprint": fingerprint}, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
         records = []

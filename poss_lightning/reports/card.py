@@ -17,6 +17,7 @@ from poss_lightning.evaluation.records import (
     as_object,
     by_folder,
     check_drafts,
+    check_targets,
     find_depths,
     has_auto_trees,
     has_seconds,
@@ -131,6 +132,7 @@ def _figures(draft: Specialists, records: Iterable[str | Path] | str) -> list[st
     """Tokens a round, and speed where it was measured, with 95 % intervals."""
     sources = read_sources(records)
     runs = by_folder(sources)
+    check_targets(runs)
     check_drafts(runs)
     own = _find_own(draft, runs)
     answers = [record for source in sources for record in source.records]

@@ -12,6 +12,7 @@ from poss_lightning.evaluation.records import (
     by_cell,
     by_folder,
     check_drafts,
+    check_targets,
     find_depths,
     has_auto_trees,
     has_seconds,
@@ -88,10 +89,12 @@ def find(
         seed: of the bootstrap.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_sources`, `check_drafts`, `summarise` and `summarise_seeds`.
+        FileNotFoundError, ValueError: as `read_sources`, `check_targets`, `check_drafts`, `summarise` and
+            `summarise_seeds`.
     """
     options: dict = {"baseline": baseline, "reference": reference, "resamples": resamples, "seed": seed}
     sources = read_sources(records)
+    check_targets(by_folder(sources))
     by_temperature = group_by_temperature(sources)
     if len(by_temperature) == 1:
         return _find(next(iter(by_temperature.values())), **options)

@@ -12,6 +12,7 @@ from poss_lightning.evaluation.cells import pack
 from poss_lightning.evaluation.records import (
     Record,
     check_drafts,
+    check_targets,
     find_depths,
     read_cells,
     read_records,
@@ -170,3 +171,11 @@ def test_two_drafts_of_one_name_are_refused():
         check_drafts(runs | {"b": {"methods": {"hass": {"depth": 4, "weights": "37"}}}})
     with pytest.raises(ValueError, match=r"that of b \(tree fixed and auto\): name them apart"):
         check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "auto"}}}})
+
+
+def test_records_of_two_targets_are_refused():
+    runs = {"old": {"config": {"target": "b"}}, "none": {}, "a": {"config": {"target": "b", "fingerprint": "12"}}}
+    check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})
+    says = r"a was measured on another target than d \(b, fingerprint 12, and b, fingerprint 34\); methods are compared"
+    with pytest.raises(ValueError, match=says):
+        check_targets(runs | {"d": {"config": {"target": "b", "fingerprint": "34"}}})
