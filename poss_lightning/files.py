@@ -4,6 +4,7 @@ import errno
 import glob
 import hashlib
 import io
+import json
 import os
 import shutil
 import socket
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 HOST = socket.gethostname()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on files
@@ -166,6 +168,22 @@ def check_name(path: str | Path) -> bool:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write") from error
     return False
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not JSON, or no object; the message names the file.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except ValueError as error:  # of bytes that are not UTF-8 too
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is a {type(content).__name__}; it must be a JSON object")
+    return content
 
 
 def sha256(path: str | Path) -> str:

@@ -37,7 +37,7 @@ from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records
 from poss_lightning.evaluation.suites import load_suites, local_files
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.files import atomic, conf, find_config, sha256
+from poss_lightning.files import atomic, conf, find_config, read_json, sha256
 from poss_lightning.machine import choose_device, choose_precision
 from poss_lightning.reports.compare import print_tables
 from poss_lightning.reports.findings import find
@@ -169,7 +169,7 @@ class Cell:
         if self.packed is not None:
             return self.packed.facts
         file = self.folder / NOTE
-        return json.loads(file.read_text()) if file.exists() else {"settings": {}, "inputs": {}, "processes": []}
+        return {"settings": {}, "inputs": {}, "processes": []} | (read_json(file) if file.exists() else {})
 
     def measure_options(self, draft: Path) -> dict:
         """Arguments of the function that measures it."""

@@ -241,6 +241,15 @@ def test_no_records_at_all_are_not_all_below_here(poss, tmp_path, command, recor
     )
 
 
+@pytest.mark.parametrize(("content", "words"), [("[]", "is a list; it must be"), ("{oops", "is not JSON: Expecting")])
+def test_a_run_json_that_is_none_is_named(poss, inputs, tmp_path, content, words):
+    shutil.copytree(inputs / "records", tmp_path / "out")
+    (tmp_path / "out/run.json").write_text(content)
+    says(poss("compare", "out"), "compare", f"out/run.json {words}")
+    again = (argument.replace("{inputs}", str(inputs)) for argument in (*BENCHMARK, "{inputs}/draft"))
+    says(poss(*again), "benchmark", f"out/run.json {words}")
+
+
 def test_a_probe_of_another_target_is_refused(poss, inputs, tmp_path):
     probe = {"class_path": "poss_lightning.evaluation.probe.Probe", "init_args": {"target": str(inputs / "another")}}
     quiet = ("--trainer.accelerator", "cpu", "--trainer.max_steps", "1", "--trainer.num_sanity_val_steps", "0")

@@ -3,13 +3,14 @@
 import errno
 import hashlib
 import os
+import re
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from poss_lightning import files
-from poss_lightning.files import Hashed, atomic, atomic_folder, fetch, sha256, temporary_path
+from poss_lightning.files import Hashed, atomic, atomic_folder, fetch, read_json, sha256, temporary_path
 
 
 def names(folder) -> list[str]:
@@ -127,3 +128,24 @@ def test_why_the_hub_refused_is_said_in_one_line(monkeypatch):
         "draft 'a/draft' is neither a local folder nor a hub id that can be reached (Gated: 401 Client Error.), "
         "nor a friend's"
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{oops", "is not JSON: Expecting property name"),
+        ("{'größe'}".encode("latin-1"), "is not JSON: 'utf-8' codec can't decode"),
+        (b"[]", "is a list; it must be a JSON object"),
+        (b"", "is not JSON: Expecting value"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_named(tmp_path, content, words):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/run.json {words}")):
+        read_json(tmp_path / "run.json")
+
+
+def test_a_json_object_is_read_with_a_mark_of_its_encoding_too(tmp_path):
+    for mark in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "a.json").write_bytes(mark + '{"größe": 1}'.encode())
+        assert read_json(tmp_path / "a.json") == {"größe": 1}

@@ -28,7 +28,7 @@ from poss_lightning.evaluation.provenance import check_settings, describe, prove
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.files import atomic, check_folder
+from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.ranges import (
     Count,
     CountOrNone,
@@ -317,7 +317,7 @@ class Run:
         self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
 
     def _stored_facts(self) -> dict[str, Any]:
-        return json.loads((self.folder / "run.json").read_text())
+        return read_json(self.folder / "run.json")
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
         with atomic(self.folder / "run.json") as path:

@@ -143,6 +143,8 @@ def _read_lines(experiment: Path) -> list[PackedCell]:
         try:
             facts = json.loads(line)
             choice, seed = facts["choice"], facts["seed"]
+            if not isinstance(run := facts.get("run", {}), dict):
+                raise TypeError(f"its run is a {type(run).__name__}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file}, line {number} is no cell ({error!r})") from None
         cells.append(PackedCell(experiment / FOLDERS / choice / f"seed-{seed}", choice, seed, facts))

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count, zip_longest
 from json import dumps
 from typing import Literal
@@ -96,7 +97,8 @@ def generate(
     model = Target.load(target, dtype, device, parallel)
     sampling.check_vocabulary(model.spec.vocab_size)
     if prompt == "-" and not chat:  # read here: of several processes one alone comes so far
-        prompt = config["prompt"] = sys.stdin.read().strip()
+        with _text_expected("stdin"):
+            prompt = config["prompt"] = sys.stdin.read().strip()
         _check_prompt(prompt)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
@@ -161,6 +163,17 @@ def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show:
 def _check_prompt(prompt: str) -> None:
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
+    with _text_expected("the prompt"):
+        prompt.encode()
+
+
+@contextmanager
+def _text_expected(what: str) -> Iterator[None]:
+    """Raise ValueError where bytes are no UTF-8: by the locale they cannot be read, or are read as half surrogates."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text: {error}") from error
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:
@@ -173,7 +186,9 @@ def _messages(prompt: str, chat: bool) -> Iterator[str]:
 
 def _read_line() -> str:
     try:
-        line = input("> ").strip()
+        with _text_expected("a line of stdin"):
+            line = input("> ").strip()
+            line.encode()
         if not sys.stdin.isatty():
             print(line)  # as a terminal shows what is typed
         return line

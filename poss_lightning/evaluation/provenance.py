@@ -1,7 +1,6 @@
 """When, where and with what a run was made, and of which draft: facts for the run.json beside its records."""
 
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -12,6 +11,8 @@ from pathlib import Path
 import torch
 
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.records import as_object
+from poss_lightning.files import read_json
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
 
@@ -65,13 +66,13 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
     """Refuse a folder whose run.json has other methods, or another value of one of these settings.
 
     Raises:
-        ValueError: the message names what differs.
+        ValueError: the message names what differs; or the file, where it is no run.json.
     """
     file = folder / "run.json"
     if not file.exists():
         return
-    run = json.loads(file.read_text())
-    there = run.get("config", {})  # an older version may not have known all options
+    run = read_json(file)
+    there = as_object(run.get("config"))  # an older version may not have known all options
     earlier = {name: there.get(name, value) for name, value in config.items()} | {"methods": run.get("methods", {})}
     if changed := differences(earlier, {**config, "methods": methods}):
         raise ValueError(

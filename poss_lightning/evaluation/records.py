@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from poss_lightning.evaluation.cells import NOTE, packed_cells, packed_rows
+from poss_lightning.files import read_json
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
@@ -273,7 +274,7 @@ def _unpacked(path: Path) -> list[Source]:
         raise ValueError(f"{twice.parent} holds {NAMES[0]} and {NAMES[1]}; remove one")
     for file in files:
         beside = file.parent / "run.json"
-        run = _parse_object(beside, beside.read_bytes()) if beside.is_file() else None
+        run = read_json(beside) if beside.is_file() else None
         records = [_record(place, values) for place, values in read_lines(file)]
         if not records:
             raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
@@ -325,7 +326,7 @@ def _record(place: str, values: dict[str, Any]) -> Record:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _parse_object(place: str | Path, line: bytes) -> dict[str, Any]:
+def _parse_object(place: str, line: bytes) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except ValueError as error:

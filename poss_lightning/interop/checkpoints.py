@@ -1,6 +1,5 @@
 """Files of published drafts: loaded without running any code in them, and written completely or not at all."""
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS
-from poss_lightning.files import atomic_folder
+from poss_lightning.files import atomic_folder, read_json
 from poss_lightning.terminal import announced
 
 PICKLED = "pytorch_model.bin"
@@ -28,13 +27,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG}")
-    try:
-        stored = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path} is a {type(stored).__name__}; it must be an object")
-    return stored
+    return read_json(path)
 
 
 @announced("reading the tensors of a draft")
@@ -54,9 +47,10 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _shards(index: Path) -> list[Path]:
+    stored = read_json(index)
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(stored["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is no index of shards: {type(error).__name__} {error}") from error
     if outside := [name for name in names if Path(name).name != name]:
         raise ValueError(f"{index} names {outside[0]!r}, which is no file beside it")

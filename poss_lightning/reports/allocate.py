@@ -4,7 +4,6 @@ A specialist serves positions whose features have drifted about as far. So, of a
 the one is proposed within whose runs the drift varies least: least squares about each run's mean.
 """
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
@@ -16,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from poss_lightning.evaluation.cells import packed_cells
+from poss_lightning.evaluation.records import as_object
+from poss_lightning.files import read_json
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
@@ -57,15 +58,19 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
         FileNotFoundError: no such folder.
         ValueError: it holds no such scalars, those of several runs or of specialists, or fewer depths than asked for.
     """
-    configs = {path: json.loads(path.read_text()) for path in sorted(Path(run).glob("draft-*/config.json"))}
-    configs |= {cell.folder: cell.facts["run"]["methods"][cell.choice] for cell in packed_cells(run)}
+    configs = {path: read_json(path) for path in sorted(Path(run).glob("draft-*/config.json"))}
+    for cell in packed_cells(run):
+        configs[cell.folder] = as_object(as_object(as_object(cell.facts.get("run")).get("methods")).get(cell.choice))
     for place, config in configs.items():
-        if len(allocation := config["allocation"]) > 1:
+        if isinstance(allocation := config.get("allocation"), list) and len(allocation) > 1:
             raise ValueError(f"{place} is of specialists, {allocation}: drift is read of a single layer's training")
     runs = {name: series_by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
     drifts = [depths for depths in runs.values() if depths]
     if len(drifts) != 1:
-        raise ValueError(f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one")
+        raise ValueError(
+            f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one, the training of a draft of "
+            "kind eagle2 with --trainer.logger TensorBoardLogger, which logs it when it validates"
+        )
     if list(drifts[0]) != list(range(1, len(drifts[0]) + 1)):
         raise ValueError(f"{run} logged {DRIFT} of the depths {list(drifts[0])} only: validate on more conversations")
     drift = [series[-1][1] for series in drifts[0].values()]

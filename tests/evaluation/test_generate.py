@@ -157,6 +157,16 @@ def test_json_without_a_draft_has_no_tree(common, capsys):
 # --- stdin and chats ---
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as locales have it
+@pytest.mark.parametrize(("chat", "what"), [(False, "stdin|the prompt"), (True, "a line of stdin")])
+def test_bytes_that_are_no_text_are_refused(common, monkeypatch, errors, chat, what):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
+    with pytest.raises(ValueError, match=f"^({what}) is not UTF-8 text: "):
+        generate("-", **common, chat=chat)
+    with pytest.raises(ValueError, match="the prompt is not UTF-8 text"):
+        generate("gr\udcf6\udcdfer", **common)
+
+
 def test_a_prompt_may_come_from_stdin(common, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs?\n"))
     generate("-", json=True, compare=False, **common)

@@ -60,6 +60,19 @@ def test_a_training_of_specialists_is_refused(tmp_path):
     (tmp_path / "draft-last" / "config.json").write_text(json.dumps({"allocation": [1, 1]}))
     with pytest.raises(ValueError, match=r"draft-last/config.json is of specialists, \[1, 1\]"):
         read_drift(str(tmp_path))
+    (tmp_path / "draft-last" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"draft-last/config.json is a list; it must be a JSON object"):
+        read_drift(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [({}, "are not a step and a value by tag"), ({"run": []}, "line 1 is no cell .*its run is a list")],
+)
+def test_a_cell_without_what_is_read_is_named(tmp_path, line, words):
+    (tmp_path / "cells.jsonl").write_text(json.dumps({"choice": "a", "seed": 0, **line}) + "\n")
+    with pytest.raises(ValueError, match=words):
+        read_drift(str(tmp_path))
 
 
 def test_a_run_without_drift_is_refused(tmp_path):
