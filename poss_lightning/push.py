@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS, Specialists, find_draft
 from poss_lightning.reports.card import public_name, write_card
 
@@ -67,6 +68,7 @@ def write_folder(
 
     Args and errors are those of `push`.
     """
+    check_draft(draft)
     source = find_draft(draft)
     read = Specialists.from_pretrained(source)
     card = write_card(read, repo, records, license)

@@ -9,6 +9,7 @@ NAME/
 
 import json
 import re
+import shlex
 import time
 import traceback
 from argparse import ArgumentError
@@ -237,6 +238,11 @@ class Sweep:
         FileNotFoundError: no such file.
         ValueError: it is no sweep; the message names file and field.
         """
+        if file.parent.is_file():
+            folder = shlex.quote(str(file.parent.parent))
+            raise ValueError(
+                f"{file.parent} is a file; an experiment is the folder of its {SETTINGS}: poss sweep {folder}"
+            )
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
         parser = ArgumentParser(exit_on_error=False)

@@ -223,6 +223,95 @@ def test_bad_input_is_answered_with_one_line_and_leaves_nothing(poss, inputs, tm
     assert left(tmp_path) == [] and left(inputs) == before
 
 
+@pytest.fixture
+def others(tmp_path) -> Path:
+    """What is given in place of a draft's folder, as far as it is looked at."""
+    for folder in ("run/draft-best", "run/checkpoints", "run/a b", "eagle", "eagle3", "library", "model", "sweep"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in (
+        "run/checkpoints/last.ckpt",
+        "run/a b/best.ckpt",
+        "model/tokenizer.json",
+        "run/draft-best/config.json",
+    ):
+        (tmp_path / file).touch()
+    more = {"eagle3": {"draft_vocab_size": 40}, "library": {"speculators_model_type": "eagle3"}}
+    for folder in ("eagle", "eagle3", "library", "model"):
+        config = {"architectures": ["LlamaForCausalLM"], **more.get(folder, {})}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "sweep/sweep.yaml").write_text("choices: {a: {}}")
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Why?"}]}))
+    return tmp_path
+
+
+PUBLISHED = "is a draft in a published format; one of ours is written by: poss convert"
+EXPORTED = "is written by: poss export"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("run", "run is a training's folder; its draft is run/draft-best"),
+        (".", ". is a training's folder; its draft is run/draft-best"),
+        ("run/checkpoints/last.ckpt", f"a training's checkpoint; its draft {EXPORTED} run/checkpoints/last.ckpt DRAFT"),
+        ("run/checkpoints", f"a folder of checkpoints; a draft {EXPORTED} run/checkpoints/last.ckpt DRAFT"),
+        ("run/a b", f"a folder of checkpoints; a draft {EXPORTED} 'run/a b/best.ckpt' DRAFT"),
+        ("eagle", f"eagle {PUBLISHED} eagle DRAFT --input_format eagle --target TARGET"),
+        ("eagle3", f"{PUBLISHED} eagle3 DRAFT --input_format eagle3 --target TARGET"),
+        ("library", f"{PUBLISHED} library DRAFT --input_format speculators --target TARGET"),
+        ("model", "model is a whole model: it may be the target"),
+        ("asked.jsonl", "asked.jsonl is a file; a draft is a folder with config.json and model.safetensors"),
+        (
+            "{inputs}/store",
+            "is a feature store; a draft is trained on it by: poss fit --config draft/poss2.yaml --data",
+        ),
+    ],
+)
+def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs, others, given, words):
+    given = given.replace("{inputs}", str(inputs))
+    for command in (
+        ("generate", "Hi", "--draft", given),
+        ("benchmark", "out", "--drafts.d", given),
+        ("replay", inputs / "store", "out", "--drafts.d", given),
+        ("push", given, "me/it"),
+        ("convert", given, "out", "--output_format", "vllm"),
+    ):
+        says(poss(*command), command[0], words)
+    assert not (others / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("compare", "run"), "run is a training's folder, its draft run/draft-best; it is measured by: poss benchmark"),
+        (("report", "{inputs}/draft"), "is a draft; it is measured by: poss benchmark RECORDS --drafts.NAME {inputs}"),
+        (("compare", "{inputs}/store"), "is a feature store; a draft is measured on it by: poss replay {inputs}/store"),
+        (
+            ("compare", "sweep"),
+            "sweep is an experiment of which no training is done; go on with it by: poss sweep sweep",
+        ),
+        (("compare", "sweep/sweep.yaml"), "sweep/sweep.yaml lies beside records: give its folder, sweep"),
+        (("report", "{inputs}/records/run.json"), "lies beside records: give its folder, {inputs}/records"),
+        (
+            ("sweep", "sweep/sweep.yaml"),
+            "sweep.yaml is a file; an experiment is the folder of its sweep.yaml: poss sweep s",
+        ),
+        (
+            ("extract", "{inputs}/suite.jsonl", "out"),
+            "it has 'turns', and `poss answer` lets a target answer questions",
+        ),
+        (("extract", "asked.jsonl", "out"), "with an answer (1 without); `poss answer` lets a target answer them"),
+        (
+            ("convert", "{inputs}/draft", "out", "--input_format", "eagle"),
+            "its config.json is of our format: leave out --input_format",
+        ),
+    ],
+)
+def test_what_is_of_another_kind_is_named_with_the_command_that_goes_on(poss, inputs, others, command, words):
+    said = poss(*(argument.replace("{inputs}", str(inputs)) for argument in command))
+    says(said, command[0], words.replace("{inputs}", str(inputs)))
+
+
 def test_an_unknown_command_is_answered_with_those_there_are(poss):
     for command in ("fitt", "predict", "--verbose"):
         result = poss(command)

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _FILES = (".jsonl", ".jsonl.gz", ".json")
 _FORMS = (("messages", "role", "content"), ("conversations", "from", "value"))  # field, and the fields of its turns
+_QUESTIONS = ("turns", "prompt", "question")  # fields of records that have no answers
 _ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
@@ -86,7 +87,8 @@ def _report(source: str, count: int, skipped: int, faults: list[str]) -> None:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         raise CorpusError("\n  ".join([f"{source}: {len(faults)} malformed", *faults[:_SHOWN], *more]))
     if not count:
-        raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without)")
+        hint = "; `poss answer` lets a target answer them" if skipped else ""
+        raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
         logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, count)
 
@@ -187,7 +189,9 @@ def messages_of(record: dict) -> list[dict[str, str]]:
             if not isinstance(record[field], list):
                 raise Malformed(f"{field!r} must be a list, it is a {type(record[field]).__name__}")
             return [_message(turn, f"{field}[{i}]", role, content) for i, turn in enumerate(record[field])]
-    raise Malformed("neither 'messages' nor 'conversations'")
+    asked = next((field for field in _QUESTIONS if field in record), None)
+    hint = f"; it has {asked!r}, and `poss answer` lets a target answer questions" if asked else ""
+    raise Malformed(f"neither 'messages' nor 'conversations'{hint}")
 
 
 def _message(turn: object, where: str, role: str, content: str) -> dict[str, str]:

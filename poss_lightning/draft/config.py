@@ -1,10 +1,12 @@
 """What defines a draft: its target, its kind, which specialist serves which position, and whose keys it reads."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+from poss_lightning.files import read_json
 from poss_lightning.ranges import POSITIONS, LayersEach, Position, Range, Size, Tokens, refuse_numbers, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
@@ -152,9 +154,63 @@ class DraftConfig:
         Raises:
             ValueError: it is not JSON, or a field is missing or unknown; the message names file and field.
         """
+        stored: Any = None
         try:
             stored = json.loads(text)
             return cls(**{**stored, "target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError) as error:  # JSON's among them
+            if isinstance(stored, dict) and (other := _other_config(stored, Path(where).parent)):
+                raise ValueError(f"{where} is of {other}") from error
             known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
+
+
+def check_draft(source: str | Path) -> None:
+    """Refuse what is here but is no draft's folder, where it tells what it is; a hub id is not looked at.
+
+    Raises:
+        ValueError: the message says what it is, and what gives a draft.
+    """
+    path = Path(source)
+    if path.is_file():
+        raise ValueError(f"{path} is {_other_file(path)}")
+    if not path.is_dir():
+        return
+    if (path / "config.json").is_file():
+        what = _other_config(read_json(path / "config.json"), path)
+    else:
+        what = _other_folder(path)
+    if what:
+        raise ValueError(f"{path} is {what}")
+
+
+def _other_file(path: Path) -> str:
+    if path.suffix == ".ckpt":
+        return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
+    return "a file; a draft is a folder with config.json and model.safetensors"
+
+
+def _other_folder(folder: Path) -> str:
+    """What a folder without a config.json is, as far as it tells."""
+    for pattern in ("draft-best", "draft-last", "*/draft-best"):
+        for draft in sorted(folder.glob(pattern)):
+            return f"a training's folder; its draft is {draft}"
+    for pattern in ("last.ckpt", "checkpoints/last.ckpt", "*.ckpt"):
+        for checkpoint in sorted(folder.glob(pattern)):
+            return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoint))} DRAFT"
+    if (folder / "manifest.json").is_file():
+        train = f"poss fit --config draft/poss2.yaml --data.store {shlex.quote(str(folder))}"
+        return f"a feature store; a draft is trained on it by: {train}"
+    return ""
+
+
+def _other_config(stored: dict[str, Any], folder: Path) -> str:
+    """What a folder is whose config.json is none of ours: a model, or a draft in a published format."""
+    if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
+        return ""
+    if (folder / "tokenizer.json").is_file():
+        return "a whole model: it may be the target, and a draft is trained for it"
+    kinds = {"speculators_model_type": "speculators", "poss_lightning": "poss", "draft_vocab_size": "eagle3"}
+    kind = next((kind for field, kind in kinds.items() if field in stored), "eagle")
+    convert = f"poss convert {shlex.quote(str(folder))} DRAFT --input_format {kind} --target TARGET"
+    return f"a draft in a published format; one of ours is written by: {convert}"

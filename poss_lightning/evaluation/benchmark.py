@@ -22,6 +22,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
+from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import rounds
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
@@ -119,6 +120,8 @@ def benchmark(
     check_folder(out, *OURS)
     drafts = drafts or {}
     check_names(drafts)
+    for folder in drafts.values():
+        check_draft(folder)
     sampling = check(config)
     loaded_suites = load_suites(suites, limit)
     questions = [question for suite in loaded_suites for question in suite.questions]

@@ -14,6 +14,7 @@ import torch
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
@@ -93,6 +94,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
     _check_prompt(prompt)
+    if draft:
+        check_draft(draft)
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device, parallel)
     sampling.check_vocabulary(model.spec.vocab_size)

@@ -11,18 +11,20 @@ import json
 import math
 import re
 import reprlib
+import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from poss_lightning.evaluation.cells import NOTE, packed_cells, packed_rows
+from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
 from poss_lightning.files import read_json
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
 OURS = (UNFINISHED, "run.json", *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
+BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are no records, beside some or below
 # What makes the rounds of a method, in run.json, and what it is where that does not name it.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}
 GREEDY = (0, 0, 1.0)  # temperature, top-k and top-p
@@ -284,14 +286,33 @@ def _unpacked(path: Path) -> list[Source]:
 
 def _below(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
+    if path.is_file() and path.name in BESIDE:
+        raise ValueError(f"{path} lies beside records: give its folder, {path.parent}")
     files = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
     files = files or sorted(file for name in NAMES for file in path.rglob(name))
     if not files and (path / UNFINISHED).is_dir():
         raise FileNotFoundError(f"{path} is unfinished: give the command that began it again")
+    if not files and (other := _other_folder(path)):
+        raise FileNotFoundError(f"{path} is {other}")
     if not files:
         file = path / NAMES[0] if path.is_dir() else path
         raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
     return files
+
+
+def _other_folder(folder: Path) -> str:
+    """What a folder without records is, as far as it tells, and what makes records of it."""
+    name = shlex.quote(str(folder))
+    if (folder / "sweep.yaml").is_file():
+        return f"an experiment of which no training is done; go on with it by: poss sweep {name}"
+    if (folder / "manifest.json").is_file():
+        return f"a feature store; a draft is measured on it by: poss replay {name} RECORDS --drafts.NAME DRAFT"
+    drafts = [folder, *(folder / each for each in ("draft-best", "draft-last"))]
+    if draft := next((draft for draft in drafts if (draft / "config.json").is_file()), None):
+        what = "a draft" if draft == folder else f"a training's folder, its draft {draft}"
+        draft = shlex.quote(str(draft))
+        return f"{what}; it is measured by: poss benchmark RECORDS --drafts.NAME {draft} --target TARGET"
+    return ""
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

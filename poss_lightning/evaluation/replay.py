@@ -25,6 +25,7 @@ from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.trees import rerank
 from poss_lightning.decoding.verification import judge
+from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
@@ -88,6 +89,8 @@ def replay(
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_names(drafts)
+    for source in drafts.values():
+        check_draft(source)
     folder, features = Path(out), FeatureStore(store)
     fingerprint = features.target.fingerprint
     config |= {"target": features.target.name, "fingerprint": fingerprint}

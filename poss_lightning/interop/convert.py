@@ -10,6 +10,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
+from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, find_draft
 from poss_lightning.files import check_new, fetch
 from poss_lightning.interop import checkpoints, settings, speculators
@@ -87,6 +88,7 @@ def convert(
 
 def _load_ours(source: str) -> Draft:
     """A draft in our format, checked, with its tensors as they are stored."""
+    check_draft(source)
     folder = find_draft(source)
     draft = Specialists.from_pretrained(folder)
     config, state = draft.config, {"scale": draft.scale} | load_file(folder / WEIGHTS)
@@ -120,6 +122,8 @@ def _flatten(stored: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """The content of a config.json on one level."""
     if layout.nested:
         return speculators.flatten(stored)
+    if "target" in stored:
+        raise ValueError("its config.json is of our format: leave out --input_format")
     if speculators.KIND in stored:
         raise ValueError("its config.json is of the speculators format: say --input_format speculators")
     return stored
