@@ -95,7 +95,7 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
             corpus.work.clear()
             raise ValueError(
                 f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: "
-                + ("ask for fewer" if known else "give it more tokens, or openings")
+                + ("ask for fewer" if known else "give it more tokens, or other openings")
             )
 
 
@@ -105,7 +105,12 @@ def _read_openings(file: str | None) -> list[str]:
         return []
     if not Path(file).is_file():
         raise FileNotFoundError(f"openings {file}: no such file; it must hold a text a line")
-    lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = Path(file).read_text(encoding="utf-8-sig")  # a mark of the encoding is no text
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"openings {file}, line {line}: not UTF-8 text ({error})") from error
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"openings {file} is empty; it must hold a text a line")
     return lines
@@ -145,16 +150,32 @@ class _Writer:
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
                 prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
-                tokens = self.loop.generate(prompts, limit, self.target.chat.stops, sampling, generator)
+                tokens = self._generate(prompts, limit, sampling, generator)
                 conversations = [
                     [*messages, {"role": role, "content": content}]
                     for messages, opening, row in zip(conversations, beginnings, tokens, strict=True)
-                    if (text := self._text(row)) is not None and (content := (opening + text).strip())
+                    if row and (text := self._text(row)) is not None and (content := (opening + text).strip())
                 ]
                 if not conversations:
                     return []
                 beginnings = [""] * len(conversations)
         return conversations
+
+    def _generate(
+        self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator
+    ) -> list[list[int]]:
+        """Each prompt's new tokens, as many as the target's context has room for: none behind a full one."""
+        rooms = [self.target.spec.context - len(prompt) for prompt in prompts]
+        rows = [row for row, room in enumerate(rooms) if room > 0]
+        texts: list[list[int]] = [[] for _ in prompts]
+        if not rows:
+            return texts
+        limits = [min(limit, rooms[row]) for row in rows]
+        asked = [prompts[row] for row in rows]
+        for tokens in self.loop.steps(asked, limits, self.target.chat.stops, sampling, generator):
+            for place, token in tokens.items():
+                texts[rows[place]].append(token)
+        return texts
 
     def _prompt(self, messages: list[dict], opening: str, role: str) -> list[int]:
         """Tokens of the template up to the place where `role` continues the opening."""

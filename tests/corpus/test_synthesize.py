@@ -1,5 +1,6 @@
 """The target writes its own conversations: seeded, killed and resumed, refused where it cannot be."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -82,6 +83,38 @@ def test_first_messages_begin_as_told_and_others_do_not(tmp_path, loads_at_once)
         write(tmp_path / "other.jsonl", openings=str(tmp_path / "none.txt"))
 
 
+def test_openings_may_begin_with_a_mark_and_other_bytes_are_named(tmp_path):
+    file = tmp_path / "openings.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + "Größe".encode())
+    firsts = [record["messages"][0]["content"] for record in write(tmp_path / "corpus.jsonl", openings=str(file))]
+    assert all(first.startswith("Größe") for first in firsts)
+    file.write_bytes("a\nGröße".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"openings .*openings.txt, line 2: not UTF-8 text"):
+        write(tmp_path / "other.jsonl", openings=str(file))
+
+
+def test_a_conversation_ends_where_the_context_is_full(tmp_path, monkeypatch, loads_at_once):
+    """What an opening and the template take is not known before; its rows are cut, and others are as ever."""
+    chat, read = loads_at_once.chat, []
+    (tmp_path / "openings.txt").write_text("Why \n" + "ab " * 30 + "\n" + "ab " * 80 + "\n")
+    options = {"turns": 1, "conversations": 4, "openings": str(tmp_path / "openings.txt")}
+    long = write(tmp_path / "long.jsonl", **options)
+    spec, steps = dataclasses.replace(loads_at_once.spec, context=80), PlainLoop.steps
+
+    def watched(self, prompts, limits, *rest):
+        read.extend(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        return steps(self, prompts, limits, *rest)
+
+    monkeypatch.setattr(loads_at_once, "spec", spec)
+    monkeypatch.setattr(PlainLoop, "steps", watched)
+    records = write(tmp_path / "short.jsonl", **options)
+    assert max(read) <= spec.context
+    answers = {record["messages"][0]["content"]: record["messages"][1]["content"] for record in records}
+    both = [record["messages"] for record in long if record["messages"][0]["content"] in answers]
+    assert any(answers[asked["content"]] == answer["content"] for asked, answer in both)
+    assert all(len(chat.prompt(record["messages"][:1])) < spec.context for record in records)
+
+
 def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path):
     first, again, other = (
         write(tmp_path / name, seed=seed) for name, seed in (("a.jsonl", 0), ("b.jsonl", 0), ("c.jsonl", 1))
@@ -99,7 +132,7 @@ def test_fewer_are_the_first_of_more(tmp_path):
 
 @pytest.mark.parametrize("generations", [1, 6, 9])
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, generations):
-    calls, plain = [], PlainLoop.generate
+    calls, plain = [], PlainLoop.steps
 
     def dying(*args):
         calls.append(args)
@@ -108,7 +141,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
         return plain(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PlainLoop, "generate", dying)
+        patch.setattr(PlainLoop, "steps", dying)
         write(tmp_path / "killed.jsonl")
     assert not (tmp_path / "killed.jsonl").exists()
     parts = len(list((tmp_path / "killed.jsonl.parts").glob("0*.json")))
