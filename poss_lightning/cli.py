@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable
 from contextlib import nullcontext
+from difflib import get_close_matches
 from importlib import import_module
-from inspect import signature
+from typing import Any
 
 from poss_lightning.terminal import announced, mute_deepspeed, printable
 from poss_lightning.versions import versions
@@ -61,7 +61,9 @@ def _run_line() -> None:
     if command == "--version":
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
-        sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
+        known = [*TRAINER, *TOOLS]
+        near = "".join(f"did you mean {name}? " for name in get_close_matches(command, known, 1))
+        sys.exit(f"poss: no command {command!r}; {near}there are {', '.join(known)}")
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
     logger.handlers = [Lines()]
@@ -82,7 +84,7 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with its arguments, as the terminal gives them."""
     import jsonargparse
 
-    from poss_lightning.configs import config_files, explain, locate_configs, read_config
+    from poss_lightning.configs import config_files, explain, get_types, locate_configs, read_config
 
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
@@ -95,12 +97,12 @@ def run(command: str, arguments: list[str]) -> None:
     if command in TRAINER:
         return module.run_command(command, arguments)
     tool = getattr(module, command)
-    arguments = _complete_switches(arguments, tool)
+    types = get_types(tool)
+    arguments = _complete_switches(arguments, types)
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
     except ArgumentError as error:
-        types = {name: parameter.annotation for name, parameter in signature(tool).parameters.items()}
         raise explain(error, config_files(arguments), types, arguments) from error
 
 
@@ -111,12 +113,12 @@ class Lines(logging.Handler):
         print(printable(record.getMessage()), file=sys.stderr, flush=True)
 
 
-def _complete_switches(arguments: list[str], tool: Callable) -> list[str]:
+def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]:
     """`--chat=true` for a bare `--chat`, which jsonargparse wants."""
-    types = {f"--{name}": parameter.annotation for name, parameter in signature(tool).parameters.items()}
     following = [*arguments[1:], ""]
+    switches = {f"--{name}" for name, kind in types.items() if kind in (bool, bool | None)}
     return [
-        f"{argument}=true" if types.get(argument) in (bool, bool | None) and then.lower() not in VALUES else argument
+        f"{argument}=true" if argument in switches and then.lower() not in VALUES else argument
         for argument, then in zip(arguments, following, strict=False)
     ]
 

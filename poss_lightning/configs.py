@@ -3,8 +3,10 @@
 import re
 import reprlib
 from argparse import ArgumentError
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,6 +17,11 @@ from poss_lightning.files import find_config
 from poss_lightning.ranges import refuse_numbers
 
 FLAGS = ("--config", "-c")
+
+
+def get_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """The type of each option of a function or class."""
+    return {name: parameter.annotation for name, parameter in signature(function).parameters.items()}
 
 
 def locate_configs(arguments: list[str]) -> list[str]:
@@ -91,7 +98,10 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_function_arguments(function)
-    parsed = parser.parse_object(dict(options)).as_dict()
+    try:
+        parsed = parser.parse_object(dict(options)).as_dict()
+    except ArgumentError as error:
+        raise explain(error, (), get_types(function)) from error
     refuse_numbers(function, parsed)
     return parsed
 
@@ -127,16 +137,15 @@ def explain(
     if wrong := re.search(r"Problem with given class_path '([\w.]+)':[\s-]*(Option '\w+' is not accepted)", text):
         text = f"{option}, {wrong[1].rpartition('.')[2]}: {wrong[2]}"
     if value and (words := describe_type(known.get(option))):
-        text = f"{option} is {reprlib.repr(value[1])}; it must be {words}"
+        text = f"{option} is {reprlib.repr(value[1])}; it must be {words}{_quote_hint(value[1], words)}"
     if any(word.startswith(f"--{option}") for word in given):
         return ArgumentError(None, text)
-    if not places:
-        return ArgumentError(None, text)
     near = [] if option in known else _nearest(option, known)
-    below = [name for name in near if name.endswith(f".{option}")]
+    below = [name for name in near if name.endswith(f".{option}")] if places else []
     deeper = f", below `{below[0].removesuffix(option)[:-1]}:`" if below else ""
     hint = f"; did you mean {' or '.join(near)}{deeper}?" if near else ""
-    return ArgumentError(None, f"{text}; it stands in {' and '.join(places)}{hint}")
+    stands = f"; it stands in {' and '.join(places)}" if places else ""
+    return ArgumentError(None, f"{text}{stands}{hint}")
 
 
 _CLASSES = {"trainer.logger": "TensorBoardLogger"}  # the one of the examples, of an option that takes a class
@@ -153,7 +162,11 @@ def describe_type(hint: Any) -> str:
         words = [describe_type(each) for each in inner]
         return _or(words) if all(words) else ""
     if kind in (list, tuple):
-        return f"a list [A, B], each {each}" if (each := describe_type(inner[0])) else ""
+        return f"{_WORDS[list]}, each {each}" if (each := describe_type(inner[0])) else ""
+    if kind is dict and (each := describe_type(inner[1])):
+        return f"{_WORDS[dict]}, each {each}"
+    if isinstance(hint, type) and issubclass(hint, int) and hint is not bool:  # jsonargparse has such of a range
+        return _WORDS[int]
     return _WORDS.get(kind or hint, "")
 
 
@@ -162,9 +175,23 @@ _WORDS = {
     float: "a number",
     str: "a text",
     bool: "true or false",
+    list: "a list [A, B]",
     dict: "names with values {A: B}",
     type(None): "null",
 }
+
+
+def _quote_hint(value: str, words: str) -> str:
+    """What to do about a text that YAML reads as another value, as it does 1 and on."""
+    try:
+        read: Any = literal_eval(value) if "a text" in words else None
+    except (ValueError, SyntaxError):
+        return ""
+    if type(read) in (dict, list) and _WORDS[type(read)] not in words:
+        return ""
+    parts = [*read, *read.values()] if isinstance(read, dict) else read if isinstance(read, list) else [read]
+    other = next((part for part in parts if isinstance(part, int | float)), None)
+    return "" if other is None else f"; YAML reads {other} as {type(other).__name__}: quote it"
 
 
 def _or(words: list[str]) -> str:

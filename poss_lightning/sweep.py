@@ -13,8 +13,9 @@ import shlex
 import time
 import traceback
 from argparse import ArgumentError
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
@@ -26,7 +27,7 @@ from jsonargparse.typing import NonNegativeInt
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from poss_lightning.configs import check_options, merge_options
+from poss_lightning.configs import check_options, explain, get_types, merge_options, read_config
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
@@ -98,6 +99,7 @@ class Cell:
 
     def _measured_on(self) -> dict[str, str]:
         store, suites = self.options.get("store"), self.options.get("suites") or []
+        suites = [suites] if isinstance(suites, str) else suites
         files = {store: Path(store) / MANIFEST} if store else {}
         return _digests(files | {str(file): file for suite in suites for file in local_files(suite)})
 
@@ -247,12 +249,31 @@ class Sweep:
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(cls)
+        cls._check_names(read_config(str(file)), file)
         try:
             experiment = cls(**parser.parse_path(str(file)))
             experiment.check()
-        except (ArgumentError, OSError, ValueError) as error:
+        except ArgumentError as error:
+            raise ValueError(f"{file} is no sweep: {explain(error, (), get_types(cls))}") from error
+        except (OSError, ValueError) as error:
             raise ValueError(f"{file} is no sweep: {error}") from error
         return experiment
+
+    @classmethod
+    def _check_names(cls, content: dict[str, Any], file: Path) -> None:
+        """Raise ValueError where a field is misspelt, missing, or a choice has no options; the message names it."""
+        known = [field.name for field in fields(cls)]
+        for name in content:
+            if name not in known:
+                near = " or ".join(get_close_matches(str(name), known, 1) or known)
+                raise ValueError(f"{file} is no sweep: it has {name!r}; did you mean {near}?")
+        choices = content.get("choices")
+        for name, options in choices.items() if isinstance(choices, dict) else ():
+            if not isinstance(options, dict | None):
+                raise ValueError(
+                    f"{file} is no sweep: choice {name} is {options!r}; it must be options of `poss fit`, as "
+                    "{model: {allocation: [2, 2, 2]}}"
+                )
 
     def check(self) -> None:
         """Raise ValueError where a field cannot be, OSError where a config is not there; the message names it."""

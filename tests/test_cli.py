@@ -185,6 +185,11 @@ BAD = [
     ((*FIT, "[2]", "--optimizer", "torch.optim.SGD"), "--optimizer torch.optim.SGD; did you mean --model.optimizer?"),
     ((*EXTRACT, "out", *FLOAT, "--layers", "[2,2"), "layers is '[2,2'; it must be a list [A, B], each a whole number"),
     (("compare", "nowhere"), "nowhere: no such file"),
+    # one value in place of several
+    ((*BENCHMARK[:4], "--drafts", "{inputs}/draft"), "it must be names with values {A: B}, each a text"),
+    (("merge", "[1,2]", "out"), "stores is '1'; it must be a list [A, B], each a text; YAML reads 1 as int: quote it"),
+    (("merge", "runs/x", "out"), "stores is 'runs/x'; it must be a list [A, B], each a text (poss merge"),
+    (("benchmark", "out", *FLOAT, "--suites", "nowhere"), "suite 'nowhere' is no .jsonl file"),
     # numbers out of their range, before anything is loaded
     ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),
     (("synthesize", "out.jsonl", "--answer_temperature", "1e-320"), "answer_temperature is 1e-320; it must be 0"),
@@ -221,6 +226,50 @@ def test_bad_input_is_answered_with_one_line_and_leaves_nothing(poss, inputs, tm
     result = poss(*(argument.replace("{inputs}", str(inputs)) for argument in arguments))
     says(result, arguments[0], words.replace("{inputs}", str(inputs)))
     assert left(tmp_path) == [] and left(inputs) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "words"),
+    [
+        (
+            "generate",
+            "draft: 1",
+            "draft is '1'; it must be a text or null; YAML reads 1 as int: quote it; it stands in",
+        ),
+        ("generate", "draft: on", "draft is 'True'; it must be a text or null; YAML reads True as bool: quote it"),
+        (
+            "benchmark",
+            "drafts: {d: 1}",
+            "it must be names with values {A: B}, each a text or null; YAML reads 1 as int",
+        ),
+        ("replay", "drafts: {on: d}", "a draft is named True, which YAML reads as bool: quote it"),
+        ("benchmark", "drafts: {1: d}", "a draft is named 1, which YAML reads as int: quote it"),
+        ("benchmark", "suites: [chat, 7]", "YAML reads 7 as int: quote it; it stands in a.yaml"),
+        (
+            "replay",
+            "drafts: [1]",
+            "is '[1]'; it must be names with values {A: B}, each a text or null; it stands in a.ya",
+        ),
+    ],
+)
+def test_a_text_that_yaml_reads_otherwise_is_to_be_quoted(poss, tmp_path, command, text, words):
+    (tmp_path / "a.yaml").write_text(text)
+    first = {"generate": ["Hi"], "benchmark": ["out"], "replay": ["store", "out"]}[command]
+    says(poss(command, *first, "--config", "a.yaml"), command, words)
+
+
+def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tmp_path):
+    """In the terminal, and quoted in YAML; and one suite needs no list."""
+    for name in ("1", "on"):
+        (tmp_path / name).symlink_to(inputs / "draft")
+    (tmp_path / "a.yaml").write_text(f"drafts: {{'1': 'on', b: '1'}}\nsuites: {inputs / 'suite.jsonl'}")
+    few = ("--target", inputs / "target", "--dtype", "float32", "--max_new_tokens", "3")
+    assert poss("generate", "7", *few, "--draft", "1").code is None
+    assert poss("benchmark", "2", *few, "--config", "a.yaml", "--drafts.7", "on").code is None
+    assert {record.method for record in read_records("2")} == {"autoregressive", "generate", "1", "b", "7"}
+    listed = ("--suites", f"[{inputs / 'suite.jsonl'}]", "--drafts", '{"1": "on", "b": "1", "7": "on"}')
+    assert poss("benchmark", "2", *few, *listed).code is None  # the same settings
+    assert poss("compare", "2").code is None
 
 
 @pytest.fixture
@@ -313,9 +362,10 @@ def test_what_is_of_another_kind_is_named_with_the_command_that_goes_on(poss, in
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(poss):
-    for command in ("fitt", "predict", "--verbose"):
-        result = poss(command)
-        assert result.code.startswith(f"poss: no command {command!r}; there are fit, ") and "\n" not in result.code
+    for command, near in (("predict", ""), ("--verbose", ""), ("fitt", "fit"), ("hystogram", "histogram")):
+        result, hint = poss(command), f"did you mean {near}? " if near else ""
+        assert result.code.startswith(f"poss: no command {command!r}; {hint}there are fit, ")
+        assert "\n" not in result.code
 
 
 @pytest.mark.parametrize("command", ["compare", "report", "histogram"])

@@ -22,7 +22,7 @@ from poss_lightning.target.placement import Parallel
 def answer(
     out: str,
     *,
-    suites: list[str] | None = None,
+    suites: list[str] | str | None = None,
     target: str = "embedded",
     limit: Count | None = None,
     max_new_tokens: Tokens = 256,

@@ -59,7 +59,7 @@ def benchmark(
     *,
     drafts: dict[str, str] | None = None,
     target: str = "embedded",
-    suites: list[str] | None = None,
+    suites: list[str] | str | None = None,
     limit: Count | None = None,
     max_new_tokens: Tokens = 128,
     depth: Position | None = None,
@@ -115,6 +115,7 @@ def benchmark(
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
             divides it among the processes of torchrun, of which the first does everything else.
     """
+    suites = [suites] if isinstance(suites, str) else suites
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
     config = {name: value for name, value in dict(locals()).items() if name != "out"}
     check_folder(out, *OURS)

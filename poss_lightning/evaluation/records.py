@@ -88,7 +88,10 @@ def check_fields(record: Any, *names: str) -> None:
 
 
 def check_names(drafts: Iterable[str]) -> None:
-    """Raise ValueError where a draft is named like a method without rounds."""
+    """Raise ValueError where a draft is named like a method without rounds, or not by a text."""
+    for name in drafts:
+        if not isinstance(name, str):
+            raise ValueError(f"a draft is named {name}, which YAML reads as {type(name).__name__}: quote it")
     if clash := set(drafts) & set(BASELINES):
         raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
 

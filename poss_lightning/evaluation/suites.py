@@ -39,17 +39,17 @@ def own_suites() -> list[str]:
     return sorted(path.stem for path in OWN.glob("*.jsonl"))
 
 
-def read_suites(sources: list[str] | None = None, limit: int | None = None) -> list[Question]:
+def read_suites(sources: list[str] | str | None = None, limit: int | None = None) -> list[Question]:
     """Questions of several suites, in order; see `load_suites`."""
     return [question for suite in load_suites(sources, limit) for question in suite.questions]
 
 
 @check_numbers
-def load_suites(sources: list[str] | None = None, limit: Count | None = None) -> list[Suite]:
+def load_suites(sources: list[str] | str | None = None, limit: Count | None = None) -> list[Suite]:
     """Suites in order, each named by its file or data set without the path.
 
     Args:
-        sources: each one of these; None for all of the project's own suites.
+        sources: one of these, or a list of them; None for all of the project's own suites.
             `chat`, ...: a suite of the project's own.
             `FILE`, `FOLDER`: JSON lines (`.jsonl`, `.jsonl.gz`), or a folder of `.jsonl` files; the forms of a record
             are those of `forms.turns`. `FILE?field=NAME` reads another field.
@@ -67,6 +67,7 @@ def load_suites(sources: list[str] | None = None, limit: Count | None = None) ->
         ValueError: no source, a malformed record (the message names file, line and field), an unknown option, an empty
             suite, two suites of one name, or two questions of one id.
     """
+    sources = [sources] if isinstance(sources, str) else sources
     if sources is not None and not sources:
         raise ValueError("suites is []; name at least one, or leave it out for the project's own")
     suites = [suite for source in sources or own_suites() for suite in _load(source, limit)]
