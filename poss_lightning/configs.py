@@ -138,6 +138,9 @@ def explain(
         text = f"{option}, {wrong[1].rpartition('.')[2]}: {wrong[2]}"
     if value and (words := describe_type(known.get(option))):
         text = f"{option} is {reprlib.repr(value[1])}; it must be {words}{_quote_hint(value[1], words)}"
+    if name := re.search(r"Expected a dot import path string: (\S+)", text):
+        example = f", for example {_CLASSES[option]}" if option in _CLASSES else ""
+        text = f"{option} is {name[1]!r}; it must be the name of a class{example}"
     if any(word.startswith(f"--{option}") for word in given):
         return ArgumentError(None, text)
     near = [] if option in known else _nearest(option, known)

@@ -16,6 +16,7 @@ import lightning
 import pytest
 import torch
 import yaml
+from lightning_utilities.core.imports import RequirementCache
 
 from poss_lightning import __version__, cli, extract
 from poss_lightning.evaluation import benchmark, suites
@@ -126,6 +127,10 @@ BAD = [
     (
         (*FIT, "[2]", "--trainer.logger", "TensorBoardLogger", "--trainer.logger.savedir", "runs"),
         "trainer.logger, TensorBoardLogger: Option 'savedir' is not accepted",
+    ),
+    (
+        (*FIT, "[2]", "--trainer.logger", "wandb"),
+        "trainer.logger is 'wandb'; it must be the name of a class, for example TensorBoardLogger (poss fit --help",
     ),
     (
         (*FIT, "[2]", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.montor", "val/loss"),
@@ -512,6 +517,12 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(poss, sma
     with Work(tmp_path / "run/unfinished").exclusive():
         says(poss("fit", *small, *ONE, *AGAIN, *run), "fit", "run: another process writes there")
         assert left(tmp_path / "run") == ["unfinished", "unfinished/work.lock"]
+
+
+def test_a_logger_whose_package_is_not_installed_says_which(poss, small, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=999"))
+    words = "WandbLogger needs wandb>=999, which is not installed: pip install 'wandb>=999'"
+    says(poss("fit", *small, "--trainer.logger", "WandbLogger"), "fit", words)
 
 
 def test_what_is_fitted_may_begin_anew(poss, inputs, tmp_path):

@@ -41,9 +41,13 @@ def turns(record: dict, field: str | None = None) -> list[str]:
         texts = _user_turns({"messages": value}, name)
     else:
         texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(map(_is_text, texts)):
+    if not isinstance(texts, list) or not texts:
         shown = repr(value)[:_SHOWN]
         raise readers.Malformed(f"`{name}` is {shown}; it must be a text, or a list of one or more texts")
+    for turn, text in enumerate(texts, start=1):
+        if not _is_text(text):
+            place = f"turn {turn} of `{name}`" if isinstance(value, list) else f"`{name}`"
+            raise readers.Malformed(f"{place} is {repr(text)[:_SHOWN]}; it must be a text that is not blank")
     if any(LEFT_OUT in text for text in texts):
         raise readers.Malformed(
             f"`{name}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
