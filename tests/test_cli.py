@@ -108,6 +108,13 @@ BAD = [
     ((*GENERATE, "--chat", "true", "--json", "True"), "chat and json are both true"),
     ((*GENERATE, "--show", "tree"), "show is tree, but without --draft there is none"),
     ((*GENERATE, "--show", "tree", "--json", "true"), "show is tree and json true"),
+    ((*GENERATE, "--depth", "3"), "depth is 3, but without --draft there is no tree"),
+    ((*GENERATE, "--tree", "fixed"), "tree is fixed, but without --draft there is no tree"),
+    ((*GENERATE, "--config", str(CONF / "tree/chain.yaml")), "but without --draft there is no tree"),
+    (
+        ("report", "{inputs}/records", "--runs", "{inputs}/draft"),
+        "runs has {inputs}/draft, which holds no TensorBoard",
+    ),
     ((*GENERATE, "--compare", "true"), "compare is true, but without --draft"),
     ((*GENERATE, "--tree", "tall"), "tree is 'tall'; it must be auto or fixed"),
     (("generate", " ", *FLOAT), "the prompt is empty"),

@@ -5,9 +5,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from itertools import count, zip_longest
 from json import dumps
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -91,6 +92,8 @@ def generate(
     """
     config = {name: value for name, value in dict(locals()).items() if name not in ("compare", "chat", "show", "json")}
     _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
+    if not draft:
+        _check_no_tree(tree=tree, depth=depth, nodes=nodes, tree_width=tree_width)
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
     _check_prompt(prompt)
@@ -161,6 +164,14 @@ def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show:
         raise ValueError(f"show is {show}, but without --draft there is none")
     if compare and not draft:
         raise ValueError("compare is true, but without --draft decoding is plain already")
+
+
+def _check_no_tree(**options: Any) -> None:
+    """Raise ValueError where an option of trees is not its default: without a draft it would do nothing."""
+    usual = {name: parameter.default for name, parameter in signature(generate).parameters.items()}
+    for name, value in options.items():
+        if value != usual[name]:
+            raise ValueError(f"{name} is {value}, but without --draft there is no tree")
 
 
 def _check_prompt(prompt: str) -> None:

@@ -16,7 +16,7 @@ from poss_lightning.reports.charts import COLOURS
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.figures import assign_colours, choice_panel, depth_figures, forest_figure, seconds_panel
 from poss_lightning.reports.findings import find
-from poss_lightning.reports.scalars import group_by_choice, read_scalars
+from poss_lightning.reports.scalars import Scalars, group_by_choice, read_scalars
 from poss_lightning.reports.summary import choose_depth, group
 from poss_lightning.work import write_alone
 
@@ -56,11 +56,10 @@ def report(
     facts = read_runs(records)
     title, circumstances = name_records(records), describe_runs(facts.values())
     findings = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
+    trained = group_by_choice(_read_runs(runs) if runs else read_scalars(list(facts) if findings.cells else []))
     if findings.cells:
-        runs = runs or list(facts)
         facts = {folder: entries for folder, entries in facts.items() if _cell(folder) in findings.cells}
     methods = group(findings.answers)
-    trained = group_by_choice(read_scalars(runs or []))
     colours = assign_colours([*findings.shares, *trained], reference)
     depths = find_depths(facts)
     most = {name: choose_depth(name, answers, depths.get(name)) for name, answers in methods.items()}
@@ -122,6 +121,14 @@ def format_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, json.dumps(value, indent=2, ensure_ascii=False)
         else:
             yield name, "–" if value is None else str(value)
+
+
+def _read_runs(runs: list[str] | str) -> dict[str, Scalars]:
+    """The scalars of folders that the user named, each of which must have some."""
+    found = {folder: read_scalars(folder) for folder in ([runs] if isinstance(runs, str) else runs)}
+    if empty := [folder for folder, scalars in found.items() if not scalars]:
+        raise ValueError(f"runs has {empty[0]}, which holds no TensorBoard files of a training, nor has any below")
+    return {place: scalars for by_place in found.values() for place, scalars in by_place.items()}
 
 
 def _cell(folder: str) -> tuple[str, int]:
