@@ -121,6 +121,8 @@ def explain(
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", text):
         near = _nearest(unknown[1], known)
         return ArgumentError(None, f"{text}; did you mean --{' or --'.join(near)}?") if near else error
+    if re.search(r"unrecognized arguments: .*[\]}]$", text):
+        return ArgumentError(None, f"{text}; a list has no spaces in the terminal, [A,B], or stands in quotes")
     if text.startswith("argument data.source --> model.store"):
         return ArgumentError(None, "model.store is the store of the data: name it as --data.store")
     match = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", text)
@@ -136,6 +138,8 @@ def explain(
         text = f"--{option}.{nested[1]} is an option of a {part}: name a {part} first: --{option} {example}"
     if wrong := re.search(r"Problem with given class_path '([\w.]+)':[\s-]*(Option '\w+' is not accepted)", text):
         text = f"{option}, {wrong[1].rpartition('.')[2]}: {wrong[2]}"
+    if lacks := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*the following arguments are required: (\w+)", text):
+        text = f"{option}, {lacks[1]}: it needs {lacks[2]}: --{option}.{lacks[2]} VALUE"
     if value and (words := describe_type(known.get(option))):
         text = f"{option} is {reprlib.repr(value[1])}; it must be {words}{_quote_hint(value[1], words)}"
     if name := re.search(r"Expected a dot import path string: (\S+)", text):
@@ -178,7 +182,7 @@ _WORDS = {
     float: "a number",
     str: "a text",
     bool: "true or false",
-    list: "a list [A, B]",
+    list: "a list [A,B]",
     dict: "names with values {A: B}",
     type(None): "null",
 }

@@ -92,7 +92,7 @@ BAD = [
     # the draft
     ((*FIT, "[0, 2]"), "model.allocation is [0, 2]; 0 must lie between 1 and 64"),
     ((*FIT, "[]"), "allocation is []"),
-    ((*FIT, "two"), "model.allocation is 'two'; it must be a list [A, B], each a whole number"),
+    ((*FIT, "two"), "model.allocation is 'two'; it must be a list [A,B], each a whole number"),
     ((*FIT[:-1],), "required: fit.model.allocation"),
     ((*BENCHMARK, "nowhere/draft"), "draft 'nowhere/draft' is neither a local folder nor a hub id"),
     ((*BENCHMARK, "{inputs}/no-weights"), "is not a draft: it has no model.safetensors"),
@@ -134,6 +134,14 @@ BAD = [
     (
         (*FIT, "[2]", "--trainer.logger", "TensorBoardLogger", "--trainer.logger.savedir", "runs"),
         "trainer.logger, TensorBoardLogger: Option 'savedir' is not accepted",
+    ),
+    (
+        (*FIT, "[2]", "--trainer.logger", "TensorBoardLogger"),
+        "trainer.logger, TensorBoardLogger: it needs save_dir: --trainer.logger.save_dir VALUE (poss fit --help",
+    ),
+    (
+        ("benchmark", "out", *FLOAT, "--suites", "[chat,", "code]"),
+        "unrecognized arguments: code]; a list has no spaces in the terminal, [A,B], or stands in quotes (poss",
     ),
     (
         (*FIT, "[2]", "--trainer.logger", "wandb"),
@@ -195,12 +203,12 @@ BAD = [
     ((*BENCHMARK, "{inputs}/draft", "--dept", "4"), "unrecognized arguments: --dept 4; did you mean --depth?"),
     (("fit", "--data.stor", "{inputs}/store"), "unrecognized arguments: --data.stor"),
     ((*FIT, "[2]", "--optimizer", "torch.optim.SGD"), "--optimizer torch.optim.SGD; did you mean --model.optimizer?"),
-    ((*EXTRACT, "out", *FLOAT, "--layers", "[2,2"), "layers is '[2,2'; it must be a list [A, B], each a whole number"),
+    ((*EXTRACT, "out", *FLOAT, "--layers", "[2,2"), "layers is '[2,2'; it must be a list [A,B], each a whole number"),
     (("compare", "nowhere"), "nowhere: no such file"),
     # one value in place of several
     ((*BENCHMARK[:4], "--drafts", "{inputs}/draft"), "it must be names with values {A: B}, each a text"),
-    (("merge", "[1,2]", "out"), "stores is '1'; it must be a list [A, B], each a text; YAML reads 1 as int: quote it"),
-    (("merge", "runs/x", "out"), "stores is 'runs/x'; it must be a list [A, B], each a text (poss merge"),
+    (("merge", "[1,2]", "out"), "stores is '1'; it must be a list [A,B], each a text; YAML reads 1 as int: quote it"),
+    (("merge", "runs/x", "out"), "stores is 'runs/x'; it must be a list [A,B], each a text (poss merge"),
     (("benchmark", "out", *FLOAT, "--suites", "nowhere"), "suite 'nowhere' is no .jsonl file"),
     # numbers out of their range, before anything is loaded
     ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),

@@ -554,7 +554,7 @@ BAD = [
     ({"seeds": [0, 0]}, "none twice"),
     ({"seeds": ["a"]}, '"seeds"'),
     ({"seeds": [-1]}, '"seeds"'),
-    ({"seeds": 3}, r"seeds is '3'; it must be a list \[A, B\], each a whole number"),
+    ({"seeds": 3}, r"seeds is '3'; it must be a list \[A,B\], each a whole number"),
     ({"replay": None}, "give one of replay and benchmark"),
     ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
     ({"replay": {"nodes": 9}}, "replay has no store"),

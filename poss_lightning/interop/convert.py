@@ -139,7 +139,7 @@ def _find_allocation(input_format: str, allocation: list[int] | None, tensors: C
     if allocation is None and layout.several and layers:
         raise ValueError(
             f"it has {layers} layers, and does not say how many positions each serves: give --allocation, "
-            "as [2, 2, 2] for three of two each"
+            "as [2,2,2] for three of two each"
         )
     allocation = allocation or [layout.positions]
     if layers and len(allocation) != layers:  # with no layer at all, `check_names` names the first missing tensor

@@ -69,7 +69,8 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
     if len(drifts) != 1:
         raise ValueError(
             f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one, the training of a draft of "
-            "kind eagle2 with --trainer.logger TensorBoardLogger, which logs it when it validates"
+            "kind eagle2 with --trainer.logger TensorBoardLogger --trainer.logger.save_dir runs, which logs it when it "
+            "validates"
         )
     if list(drifts[0]) != list(range(1, len(drifts[0]) + 1)):
         raise ValueError(f"{run} logged {DRIFT} of the depths {list(drifts[0])} only: validate on more conversations")
