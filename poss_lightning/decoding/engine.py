@@ -141,6 +141,12 @@ class Speculative(Decoder):
 
     # --- one round ---
 
+    @property
+    def _may_look(self) -> bool:
+        """Whether the host may look at a value in the middle of a round: nothing waits for it, and nothing traces."""
+        is_cpu = self.target.device.type == "cpu"
+        return is_cpu and not self.graphs.enabled and not torch.compiler.is_compiling()
+
     def _round(self, budget: Budget, clock: Clock) -> Round:
         """One round of all rows; those that are not active stay where they are, and their output means nothing."""
         if self.sampler.needs_sync or budget.needs_sync:
@@ -158,7 +164,8 @@ class Speculative(Decoder):
             draft_input, logits = self._verify(tree, ancestors, packed)
         with part("commit"):
             rows = logit_rows(tree, packed)
-            verdict = judge(tree, logits, rows, self.sampler, self.cache.slots.lengths + 1, self.drafter.depth)
+            depth = budget.plan[0] if budget.plan else self.drafter.depth
+            verdict = judge(tree, logits, rows, self.sampler, self.cache.slots.lengths + 1, depth, self._may_look)
             self._commit(verdict, draft_input, rows)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
         return Round(tree, ancestors, verdict, host_copy)

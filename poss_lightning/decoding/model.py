@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
 NEW_TOKENS = 20  # transformers' default
+ANSWER_TOKENS = 256  # of an answer to a question, at most
 
 
 class Streamer(Protocol):
@@ -182,8 +183,9 @@ class Model:
         sampling = _sampling(bool(do_sample), temperature, top_k, top_p, processors)
         if streamer is not None and batch > 1:
             raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
-        pads = pad not in stops and not (pad_token_id is None and self.tokenizer.pad_token_id is None)
-        prompts = _unpadded(input_ids, attention_mask, pad if pads else None)
+        chats = self.target.chat.stops
+        is_padding = pad_token_id is not None or (pad == self.tokenizer.pad_token_id and pad not in chats)
+        prompts = _unpadded(input_ids, attention_mask, pad if is_padding and pad not in stops else None)
         limit = _limit(max_new_tokens, max_length, length)
 
         watch: Callable[[Progress], None] | None = None
@@ -203,12 +205,17 @@ class Model:
         new = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=input_ids.device)
         return torch.cat([input_ids, new], dim=1)  # (B, T + new)
 
-    def chat(self, question: str | list[dict[str, str]], max_new_tokens: int = 256, **arguments) -> str:
-        """The answer to a question, or to the last of `messages`; `arguments` as in `generate`."""
+    def chat(self, question: str | list[dict[str, str]], **arguments) -> str:
+        """The answer to a question, or to the last of `messages`; `arguments` as in `generate`.
+
+        Without `max_new_tokens`, `max_length` or a generation config, an answer has at most 256 tokens.
+        """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         prompt = self.target.chat.prompt(messages)
         every = torch.ones(1, len(prompt), dtype=torch.long)
-        output = self.generate(torch.tensor([prompt]), attention_mask=every, max_new_tokens=max_new_tokens, **arguments)
+        if not arguments.keys() & {"max_new_tokens", "max_length", "generation_config"}:
+            arguments["max_new_tokens"] = ANSWER_TOKENS
+        output = self.generate(torch.tensor([prompt]), attention_mask=every, **arguments)
         return self.target.chat.text(output[0, len(prompt) :].tolist())
 
     def _stops(self, eos_token_id: int | list[int] | None) -> frozenset[int]:

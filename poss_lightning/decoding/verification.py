@@ -30,6 +30,7 @@ def judge(
     sample: Callable[[Tensor, Tensor], Tensor],
     position: Tensor,
     depth: int,
+    may_look: bool = False,
 ) -> Verdict:
     """Walk from the root to the child that is the target's choice, while there is one.
 
@@ -40,6 +41,7 @@ def judge(
         sample: logits (B, V) and positions (B,) -> the target's token there; the same whenever it is asked again.
         position: (B,) of the token after the root, in the text.
         depth: K, the deepest a path can be.
+        may_look: leave the walk where no row goes on, which the host must look at; the verdict is the same.
     """
     rows = torch.arange(len(position), device=position.device)
     node, accepted = torch.zeros_like(position), torch.zeros_like(position)
@@ -52,4 +54,8 @@ def judge(
         node, accepted = torch.where(is_child, place, node), accepted + is_child
         path.append(node)
         tokens.append(choice)
-    return Verdict(torch.stack(path[:-1], dim=1), torch.stack(tokens, dim=1), accepted)
+        if may_look and not is_child.any():
+            break
+    rest = depth + 1 - len(tokens)
+    path, tokens = path[:-1] + path[-1:] * rest, tokens + tokens[-1:] * rest
+    return Verdict(torch.stack(path, dim=1), torch.stack(tokens, dim=1), accepted)

@@ -89,10 +89,11 @@ class FeatureData(lightning.LightningDataModule):
         return self.schedule
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Without inner layers features and draft input are one tensor there; a loader that pins makes two of it."""
-        same = not self.source.layers
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return moved._replace(draft_input=moved.features) if same else moved
+        """Without inner layers features and draft input are one tensor there, which is moved once."""
+        if self.source.layers:
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        moved = super().transfer_batch_to_device(batch._replace(draft_input=batch.tokens), device, dataloader_idx)
+        return moved._replace(draft_input=moved.features)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""

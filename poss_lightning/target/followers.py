@@ -110,7 +110,11 @@ class Leader:
 
     def _do(self, name: str, *arguments: Any) -> Any:
         self._send((name, arguments))
-        return getattr(self.part, name)(*arguments)
+        try:
+            return getattr(self.part, name)(*arguments)
+        except BaseException:
+            self.leads = False  # the others may wait in the middle of a layer: nothing that is sent would reach them
+            raise
 
     def _send(self, message: Any) -> None:
         """The message as an object, and then its tensors one by one."""

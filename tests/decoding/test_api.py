@@ -84,6 +84,23 @@ def test_a_stop_token_is_no_padding_where_nothing_ends(reference):
     assert torch.equal(bare, model.generate(prompt, attention_mask=every, max_new_tokens=4, eos_token_id=[]))
 
 
+def test_the_chats_stop_token_is_no_padding_whatever_ends_a_text(reference):
+    """Many models pad with it, SmolLM2 too. A pad token that is named is padding, as in transformers."""
+    tokenizer = tiny_tokenizer()
+    model = load(reference, tokenizer=tokenizer)
+    end = min(model.target.chat.stops)
+    tokenizer.pad_token_id = end
+    prompt = torch.tensor([[end, 5, end, 6]])
+    for stops in ([], [7]):
+        given = {"max_new_tokens": 4, "eos_token_id": stops}
+        assert torch.equal(
+            model.generate(prompt, **given), model.generate(prompt, attention_mask=torch.ones_like(prompt), **given)
+        )
+    left = torch.tensor([[end, 5, 6]])
+    padded = model.generate(left, max_new_tokens=4, eos_token_id=[], pad_token_id=end)
+    assert torch.equal(padded[:, 1:], model.generate(left[:, 1:], max_new_tokens=4, eos_token_id=[]))
+
+
 def test_padding_is_known_without_a_mask_too(model, reference):
     tokens = padded("left")["input_ids"]
     assert torch.equal(model.generate(tokens, max_new_tokens=9), reference.generate(tokens, max_new_tokens=9))
@@ -143,6 +160,10 @@ def test_a_chat_answers(model):
     (expected,) = Autoregressive(model.target).decode([prompt], 12)
     assert model.chat("Hi", max_new_tokens=12) == model.target.chat.text(expected.tokens)
     assert model.chat([{"role": "user", "content": "Hi"}], max_new_tokens=12) == model.chat("Hi", max_new_tokens=12)
+    twelve = GenerationConfig(max_new_tokens=12)
+    assert model.chat("Hi", generation_config=twelve) == model.chat("Hi", max_new_tokens=12)
+    assert model.chat("Hi", max_length=len(prompt) + 12) == model.chat("Hi", max_new_tokens=12)
+    assert model.chat("Hi") == model.chat("Hi", max_new_tokens=256)
 
 
 def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):

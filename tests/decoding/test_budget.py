@@ -136,6 +136,25 @@ def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
     assert play(None, budget.plan, machine, 800) > 0.9 * max(fixed.values())
 
 
+@pytest.mark.parametrize("rows", [[8] + [1] * 15, [1] * 15 + [8], [2] * 16], ids=str)
+@pytest.mark.parametrize("draft", [1.0, 3.0])
+def test_what_it_settles_on_counts_each_trials_own_rows(rows, draft):
+    """Tokens over seconds of all trials, for every depth and size; rows of a batch end while it looks."""
+    budget = Settled(2, costs(draft, 0.2), Calibration(CPU))
+    scores, levels = torch.tensor([0.0, -0.4, -0.9, -1.1]), torch.tensor([0, 1, 1, 2])
+    budget.trials = [(scores.repeat(n, 1), levels.repeat(n, 1)) for n in rows]
+
+    def rate(depth: int, nodes: int) -> float:
+        chances = budget.calibration.chance(scores)[(levels > 0) & (levels <= depth)].tolist()
+        tokens = sum(n * (1 + sum(sorted(chances, reverse=True)[: nodes - 1])) for n in rows)
+        return tokens / (len(rows) * (depth * draft + budget.costs.verify[nodes]))
+
+    plans = [(0, 1), *((depth, nodes) for depth in (1, 2) for nodes in (1, 2, 3, 4))]
+    depth, nodes = budget._best()
+    assert rate(depth, nodes) == pytest.approx(max(rate(*plan) for plan in plans), rel=1e-6)
+    assert depth > 0
+
+
 @pytest.mark.parametrize("kind", [PerRound, Settled])
 def test_it_says_why_it_gave_up_drafting(kind):
     cheap, dear = (kind(DEPTH, costs(*machine), Calibration(CPU)) for machine in [(0.5, 0.1), (20.0, 20.0)])

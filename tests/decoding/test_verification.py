@@ -33,6 +33,24 @@ def test_the_walk_batched_is_the_walk_over_lists(batch):
         assert verdict.tokens[row].tolist() == emitted + [emitted[-1]] * (13 - count)
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_walk_ends_with_its_last_row(looks):
+    """Where the host may look: each choice may sort the vocabulary. Elsewhere it goes on, and nothing changes."""
+    tree = Tree(torch.tensor([[9, 1, 2], [9, 5, 6]]), torch.tensor([[0, 0, 1]] * 2), torch.zeros(2, 3))
+    target, asked = torch.tensor([1, 3, 3, 4, 4, 4]), []  # after each node; row 0 takes one token, row 1 none
+
+    def choose(own: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        asked.append(place.tolist())
+        return own[:, 0]
+
+    place = torch.zeros(2, dtype=torch.long)
+    verdict = judge(tree, target[:, None], torch.arange(6).view(2, 3), choose, place, 4, looks)
+    assert asked[:2] == [[0, 0], [1, 0]] and len(asked) == (2 if looks else 5)
+    assert verdict.accepted.tolist() == [1, 0]
+    assert verdict.path.tolist() == [[0, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert verdict.tokens.tolist() == [[1, 3, 3, 3, 3], [4, 4, 4, 4, 4]]
+
+
 def language(seed: int, depth: int, law: dict) -> dict[tuple[int, ...], torch.Tensor]:
     """A target's processed distribution after each continuation of the root, in float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +82,7 @@ def ours(tokens, parents, target, depth) -> dict[tuple, float]:
         return chosen[:, 0]
 
     where = torch.arange(len(tokens)).expand(rows, -1)
-    verdict = judge(tree, probabilities, where, choose, torch.zeros(rows, dtype=torch.long), depth)
+    verdict = judge(tree, probabilities, where, choose, torch.zeros(rows, dtype=torch.long), depth, may_look=True)
     law: dict[tuple, float] = defaultdict(float)
     for row in range(rows):
         count = int(verdict.accepted[row])

@@ -111,8 +111,8 @@ MUTANTS = (
     Mutant(
         "CUDA: features are moved to the device twice",
         "features/datamodule.py",
-        "same = not self.source.layers",
-        "same = batch.draft_input is batch.features",
+        "if self.source.layers:",
+        "if batch.draft_input is not batch.features:",
         "training/test_pretended_training.py",
     ),
     Mutant(

@@ -108,6 +108,23 @@ def keep_a_path(target: Target) -> torch.Tensor:
     return target.tree_features(torch.tensor([[20, 21], [22, 23]]), causal_ancestors(2, target.device), cache)
 
 
+def test_after_an_error_of_rank_0_alone_nothing_is_sent_to_ranks_that_no_longer_listen(monkeypatch):
+    """They may wait for its part of a sum, and the end would wait for them, for days."""
+
+    class Fails:
+        def forward(self, inputs, place):
+            raise torch.OutOfMemoryError("out of memory")
+
+    sent, ends = [], []
+    monkeypatch.setattr(followers, "atexit", SimpleNamespace(register=ends.append))
+    monkeypatch.setattr(followers.Leader, "_send", lambda leader, message: sent.append(message))
+    leader = followers.Leader(Fails(), torch.device("cpu"))
+    with pytest.raises(torch.OutOfMemoryError):
+        leader.forward(None, input_ids=torch.ones(1, 1))
+    ends.pop()()
+    assert [message[0] for message in sent] == ["forward"]
+
+
 @pytest.mark.parametrize("name", ["store", "tied"])
 def test_the_store_is_that_of_one_process_to_rounding(folder, name):
     one, two = (FeatureStore(folder / parallel / name) for parallel in ("none", "tensors"))
