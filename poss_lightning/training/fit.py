@@ -266,6 +266,15 @@ def _check_numbers(options: Mapping[str, Any], parts: Any) -> None:
         refuse_numbers(part, vars(parts[name]), f"{name}.")
 
 
+def _expand_home(parsed: Any) -> None:
+    """Put the home folder for `~`, and values for `$NAME`: Lightning does so for TensorBoard alone."""
+    loggers = parsed.trainer.logger if isinstance(parsed.trainer.logger, list) else [parsed.trainer.logger]
+    places = [(logger.init_args, "save_dir") for logger in loggers if hasattr(logger, "init_args")]
+    for options, name in [(parsed, "ckpt_path"), (parsed.trainer, "default_root_dir"), *places]:
+        if options.get(name):
+            options[name] = os.path.expanduser(os.path.expandvars(options[name]))
+
+
 class _Cli(LightningCLI):
     """Runs `fit`, `validate` or `test`: from options, or from arguments of the terminal.
 
@@ -323,7 +332,8 @@ class _Cli(LightningCLI):
             raise
         parsed = self.config[self.config.subcommand]
         _check_numbers(vars(parsed), parsed)
-        checkpoint = self.config[self.config.subcommand].ckpt_path
+        _expand_home(parsed)
+        checkpoint = parsed.ckpt_path
         if checkpoint and Path(checkpoint).exists():
             load_checkpoint(Path(checkpoint))  # Lightning reads it next, and would not name a torn one
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from lightning.pytorch.callbacks import model_checkpoint
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -94,6 +95,32 @@ def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
     assert {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"} <= scalars
     written = {path.name for path in folder.iterdir()}
     assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
+
+
+def cut(store, **trainer):
+    """Options of a training of a step, without validation."""
+    short = {"precision": "32-true", "max_steps": 1, "limit_val_batches": 0, "enable_progress_bar": False}
+    return {"model": {"allocation": [1]}, "data": {"store": store, "validation": 0.2}, "trainer": short | trainer}
+
+
+@pytest.mark.parametrize(
+    ("home", "name"), [("~", "TensorBoardLogger"), ("$HOME", "TensorBoardLogger"), ("~", "CSVLogger"), ("~", None)]
+)
+def test_a_training_below_the_home_folder_has_one_folder(store, tmp_path, monkeypatch, home, name):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    logger = {"class_path": name, "init_args": {"save_dir": f"{home}/runs", "name": "a", "version": ""}}
+    where = {"logger": [logger]} if name else {"logger": False, "default_root_dir": f"{home}/runs/a"}
+    options = cut(store, **where)
+    fit(FitOptions.compose(["trainer/cpu.yaml"], options))
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    last = "home/runs/a/checkpoints/last.ckpt"
+    places = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert {last, "home/runs/a/draft-last", "home/runs/a/config.yaml"} <= places
+    options["trainer"]["max_steps"] = 2
+    go_on = {"ckpt_path": last.replace("home", home, 1)}
+    fit(FitOptions.compose(["trainer/cpu.yaml"], options | go_on))
+    assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
 
 
 def test_a_config_on_a_full_disk_leaves_the_one_before(store, tmp_path, monkeypatch):
