@@ -33,6 +33,7 @@ from lightning import Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
@@ -55,7 +56,9 @@ from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
 OPTIONS, FINISHED, EVENTS = "fit.yaml", "finished", "events.out.tfevents.*"
+CONFIG = "config.yaml"
 COMMANDS = ("fit", "validate", "test")
+HELD_OUT = ("store", "corpus", "validation", "split_seed")  # of the data: what decides which conversations are
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +278,21 @@ def _expand_home(parsed: Any) -> None:
             options[name] = os.path.expanduser(os.path.expandvars(options[name]))
 
 
+def _place(value: Any) -> Any:
+    """A path as it is from everywhere, and other values as they are."""
+    return os.path.abspath(value) if isinstance(value, str) else value
+
+
+def _leave_trainings(trainer: Trainer) -> None:
+    """Drop loggers whose folder is a training's: what a later look logs there would count as that training's."""
+    for each in trainer.loggers:
+        if isinstance(each, CSVLogger | TensorBoardLogger) and has_outputs(Path(each.log_dir)):
+            trainer.loggers = [other for other in trainer.loggers if other is not each]
+            if trainer.is_global_zero:
+                how = "to log this, give the logger another name or save_dir"
+                logger.info("%s is a training's, so nothing is logged there; %s", each.log_dir, how)
+
+
 class _Cli(LightningCLI):
     """Runs `fit`, `validate` or `test`: from options, or from arguments of the terminal.
 
@@ -341,14 +359,19 @@ class _Cli(LightningCLI):
         """Options count as they are given: Lightning would put those of the checkpoint in their place."""
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
+        measures = self.config.subcommand != "fit"
         for config in (self.config, self.config_init):  # of which the first goes into config.yaml
             trainer = self._get(config, "trainer")
+            if measures and trainer.logger is None:
+                trainer.logger = False
             if trainer.precision == "auto":
                 trainer.precision = choose_precision(str(trainer.accelerator))
         trainer = super().instantiate_trainer(**more)
         prepare(trainer.strategy)
         if checkpoint := self._get(self.config, "ckpt_path"):
             stay_in_folder(trainer, checkpoint)
+        if measures:
+            _leave_trainings(trainer)
         return trainer
 
     def before_fit(self) -> None:
@@ -375,7 +398,9 @@ class _Cli(LightningCLI):
             rank_zero_warn(f"nothing was left to train at {reached}")
 
     def before_validate(self) -> None:
-        if not self._has_checkpoint():
+        if self._has_checkpoint():
+            self._compare_data()
+        else:
             start = self._get(self.config, "model").start_from
             if start is None:
                 raise ValueError(
@@ -392,6 +417,15 @@ class _Cli(LightningCLI):
         if path and path not in ("best", "last", "hpc") and "://" not in path and not Path(path).exists():
             raise FileNotFoundError(f"{path}: no such file")  # "best" and addresses are Lightning's to find
         return bool(path)
+
+    def _compare_data(self) -> None:
+        """Warn where the data are other ones than the config.yaml beside the checkpoint says."""
+        config = folder_of(self._get(self.config, "ckpt_path")) / CONFIG
+        before, now = read_config(str(config)).get("data") or {}, self._get(self.config, "data")
+        changed = [name for name in HELD_OUT if name in before and _place(before[name]) != _place(now[name])]
+        if changed:
+            differ = " and ".join(f"data.{name} is {now[name]} where it was {before[name]}" for name in changed)
+            rank_zero_warn(f"{differ} ({config}): conversations that it was trained on may be among these")
 
     def _say_where(self, folder: Path) -> None:
         """A line, where somebody may look for this training in the folder of another one."""

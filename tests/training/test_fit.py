@@ -3,6 +3,8 @@
 import csv
 import errno
 import inspect
+import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +18,9 @@ from lightning.pytorch.trainer.connectors.logger_connector import result
 
 from poss_lightning.configs import merge_options
 from poss_lightning.training.fit import FitOptions, _quieten, fit, parse, validate
+from poss_lightning.training.fit import test as look_at_test
 from poss_lightning.training.module import SpecialistTraining
+from tests.support.command import unchanged
 
 PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay"}
 SPEED = {"class_path": "poss_lightning.training.callbacks.Throughput"}
@@ -73,8 +77,63 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, capsys):
     fit(FitOptions.compose([], options))
     (last,) = tmp_path.rglob("last.ckpt")
     capsys.readouterr()
-    validate(FitOptions.compose([], options | {"ckpt_path": str(last)}))
+    with unchanged(tmp_path):
+        validate(FitOptions.compose([], options | {"ckpt_path": str(last)}))
     assert "val/loss" in capsys.readouterr().out
+
+
+def test_a_later_look_logs_nothing_into_a_trainings_folder(store, tmp_path, monkeypatch, caplog):
+    """`report` and `allocate` would take what it measured for the training's; into another folder it may."""
+    caplog.set_level("INFO", "poss_lightning")
+    monkeypatch.chdir(tmp_path)
+    options = cut(store, limit_val_batches=1)
+    fit(FitOptions.compose(["trainer/cpu.yaml"], options))  # in lightning_logs/version_0
+    folder = tmp_path / "lightning_logs" / "version_0"
+    numbered = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "."}}
+    same = {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "version": 0}}
+    last = {"ckpt_path": str(folder / "checkpoints/last.ckpt")}
+    start = {"model": options["model"] | {"start_from": str(folder / "draft-last")}}
+    for look, logger, more in [
+        (validate, None, last),
+        (look_at_test, None, last),
+        (validate, None, start),
+        (validate, numbered, last),
+        (validate, [same], last),
+        (validate, same, start),
+    ]:
+        caplog.clear()
+        with unchanged(tmp_path):
+            trainer = options["trainer"] | {"logger": logger}
+            look(FitOptions.compose(["trainer/cpu.yaml"], options | {"trainer": trainer} | more))
+        where = "lightning_logs/version_0 is a training's, so nothing is logged there"
+        assert (where in caplog.text) == (logger is not None)
+    other = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": ".", "name": "look"}}
+    trainer = options["trainer"] | {"logger": other}
+    with unchanged(folder):
+        validate(FitOptions.compose(["trainer/cpu.yaml"], options | {"trainer": trainer} | last))
+    assert list((tmp_path / "look" / "version_0").glob("events.*"))
+
+
+def test_a_look_at_other_held_out_conversations_warns(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = cut(store)
+    fit(FitOptions.compose(["trainer/cpu.yaml"], options))
+    last = {"ckpt_path": "lightning_logs/version_0/checkpoints/last.ckpt"}
+    options["trainer"]["limit_val_batches"] = 1
+
+    def warned(**data) -> list[str]:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            data = {"data": options["data"] | data}
+            validate(FitOptions.compose(["trainer/cpu.yaml"], options | data | last))
+        return [words for each in heard if "trained on" in (words := str(each.message))]
+
+    assert not warned() and not warned(seed=1, batch_tokens=512) and not warned(store=os.path.relpath(store))
+    (said,) = warned(validation=0.5, split_seed=3)
+    assert "data.validation is 0.5 where it was 0.2 and data.split_seed is 3 where it was 0 (" in said
+    shutil.copytree(store, "other")
+    (said,) = warned(store="other")
+    assert f"data.store is other where it was {store} (" in said and "version_0/config.yaml" in said
 
 
 def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
