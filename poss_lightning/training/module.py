@@ -222,6 +222,11 @@ class SpecialistTraining(lightning.LightningModule):
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
+        if total < self.trainer.max_steps:
+            rank_zero_warn(
+                f"trainer.max_steps is {self.trainer.max_steps}, but trainer.max_epochs is {self.trainer.max_epochs}, "
+                f"which ends this training at step {total}: give trainer.max_epochs -1 for all steps"
+            )
         rise = max(1, round(hp["warmup"] * total))
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))

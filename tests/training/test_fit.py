@@ -182,6 +182,20 @@ def test_a_training_below_the_home_folder_has_one_folder(store, tmp_path, monkey
     assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
 
 
+@pytest.mark.parametrize("epochs", [1, -1])
+def test_steps_that_epochs_do_not_have_are_named_when_the_training_begins(store, tmp_path, monkeypatch, epochs):
+    monkeypatch.chdir(tmp_path)
+    options = cut(store, limit_train_batches=3, max_steps=5, max_epochs=epochs, logger=False)
+    options["data"]["batch_tokens"] = 256
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        fit(FitOptions.compose(["trainer/cpu.yaml"], options))
+    said = [words for each in heard if (words := str(each.message)).startswith("trainer.max_steps")]
+    reached = torch.load("checkpoints/last.ckpt", weights_only=True)["global_step"]
+    ends = "trainer.max_steps is 5, but trainer.max_epochs is 1, which ends this training at step 3: give trainer."
+    assert (said, reached) == (([f"{ends}max_epochs -1 for all steps"], 3) if epochs == 1 else ([], 5))
+
+
 def test_a_config_on_a_full_disk_leaves_the_one_before(store, tmp_path, monkeypatch):
     """It may be all that tells how to go on."""
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}}

@@ -316,7 +316,7 @@ def test_a_validation_that_is_proposed_leaves_no_side_empty(validation):
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
     module = SpecialistTraining(store, [2], learning_rate=1.0, warmup=0.1)
-    module.trainer = type("Trainer", (), {"estimated_stepping_batches": 100})()
+    module.trainer = type("Trainer", (), {"estimated_stepping_batches": 100, "max_steps": -1})()
     factor = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas[0]
     values = [factor(step) for step in range(101)]
     assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
