@@ -184,6 +184,7 @@ BAD = [
     (("vocabulary", "{inputs}/draft-of-another", *VOCABULARY[2:], "out"), "another target: fingerprint"),
     (("plan", "--tokens", "1"), "tokens is 1; it must be at least 2"),
     (("fit", "--model.allocation", "[2]"), "--data.store is None and --data.corpus None; give one of them"),
+    ((*FIT, "[2]", "--data.target", "x"), "--data.target is 'x', but the features in --data.store '"),
     (("extract",), "required: corpus, out"),
     ((*EXTRACT, "out", "--config", "nowhere.yaml"), "File does not exist"),
     ((*EXTRACT, "out", "--config", str(CONF / "tree" / "chain.yaml")), "'depth' is not accepted"),

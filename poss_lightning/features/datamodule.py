@@ -1,5 +1,7 @@
 """The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
 
+from inspect import signature
+
 import lightning
 import torch
 
@@ -56,6 +58,13 @@ class FeatureData(lightning.LightningDataModule):
     ):
         super().__init__()
         if store is not None and corpus is None:
+            online = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
+            for name, value in online.items():
+                if value != signature(FeatureData).parameters[name].default:
+                    raise ValueError(
+                        f"--data.{name} is {value!r}, but the features in --data.store {store!r} are made already: "
+                        f"leave {name} out, or give --data.corpus in place of the store"
+                    )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
             self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel)
