@@ -449,7 +449,8 @@ def test_a_training_that_is_stopped_did_not_succeed_and_says_how_to_go_on(small,
             if "step 2 of" in line:
                 process.send_signal(number)
         assert process.wait() == code, said
-    assert any("there is no checkpoint yet to go on with" in line for line in said[-3:])
+    reached = torch.load(tmp_path / LAST, weights_only=True)["global_step"]
+    assert any(f"stopped at step {reached}: --ckpt_path {LAST} goes on" in line for line in said[-3:]), said
     assert any("interrupted" in line for line in said) == (number == signal.SIGINT)
 
 

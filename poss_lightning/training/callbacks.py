@@ -2,14 +2,18 @@
 
 import logging
 import math
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
@@ -110,6 +114,10 @@ class StepLines(lightning.Callback):
 class LastCheckpoint(ModelCheckpoint):
     """Writes `checkpoints/last.ckpt`, from which a training can resume, every so many steps and at the end.
 
+    Ctrl-C and SIGTERM wait for the end of a step, write it and end the training; a second one does not wait. In a
+    validation nothing is written, as the training resumes before it; nor with several processes, which a signal
+    reaches in different steps.
+
     Args:
         every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many. None is
             for 2,000 on a GPU, where a large draft takes as long to write as hundreds of steps, and 200 elsewhere.
@@ -118,6 +126,7 @@ class LastCheckpoint(ModelCheckpoint):
     @check_numbers
     def __init__(self, every_n_train_steps: Count | None = None):
         self.by_device = every_n_train_steps is None
+        self.stopped: BaseException | None = None  # by a signal
         super().__init__(
             every_n_train_steps=every_n_train_steps or STEPS["cpu"],
             save_top_k=0,
@@ -130,25 +139,59 @@ class LastCheckpoint(ModelCheckpoint):
             self._every_n_train_steps = STEPS.get(trainer.strategy.root_device.type, STEPS["cpu"])
         super().setup(trainer, pl_module, stage)
 
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        """Listen to signals, until Lightning puts the handlers of before back when the training ends."""
+        super().on_train_start(trainer, pl_module)
+        self.stopped = None
+        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._stop)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
+                signal.signal(signal.SIGINT, self._stop)
+
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
         """Before a validation, and after the last step, wait: a run killed in a validation resumes before it."""
-        if trainer.global_step == trainer.max_steps or trainer.global_step % self._every_n_train_steps:
-            return
         loop = trainer.fit_loop
+        due = self.stopped or trainer.global_step % self._every_n_train_steps == 0
+        if not due or loop.epoch_loop._should_accumulate() or _is_last(trainer):
+            return
         validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
         if not trainer.strategy.reduce_boolean_decision(validates, all=False):  # processes may see other times
-            super().on_train_batch_end(trainer, *args)
+            self._save_step(trainer, *args)
+
+    def on_validation_batch_start(self, trainer: lightning.Trainer, *args) -> None:
+        if self.stopped:
+            raise self.stopped
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and trainer.global_step != trainer.max_steps:
-            super().on_train_batch_end(trainer, pl_module, None, None, 0)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and not _is_last(trainer):
+            self._save_step(trainer, pl_module, None, None, 0)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        super().on_train_end(trainer, pl_module)  # writes it only if there is none
-        if self.last_model_path:
-            trainer.save_checkpoint(self.last_model_path)
+        if not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+            super().on_train_end(trainer, pl_module)  # writes it only if there is none
+            if self.last_model_path:
+                trainer.save_checkpoint(self.last_model_path)
+        if self.stopped:  # else the sweep that this training is part of would go on
+            raise self.stopped
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stopped:
+            raise self.stopped
+        self.stopped = KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException()
+        logger.info("stops at the end of this step, or at once if told again")
+
+    def _save_step(self, trainer: lightning.Trainer, *args) -> None:
+        stopped = self.stopped
+        if not stopped:
+            return super().on_train_batch_end(trainer, *args)
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        raise stopped
+
+
+def _is_last(trainer: lightning.Trainer) -> bool:
+    """Whether the step that was taken ends the training, and with it comes the last checkpoint."""
+    return trainer.global_step in (trainer.max_steps, trainer.estimated_stepping_batches)
 
 
 class Throughput(lightning.Callback):

@@ -9,6 +9,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.training.callbacks import LastCheckpoint
 from poss_lightning.training.module import SpecialistTraining
@@ -86,6 +87,70 @@ def test_sigkill(store, tmp_path):
     assert forked(tmp_path / "log", 1, work) == [-signal.SIGKILL], printed(tmp_path / "log")
     again, _, _ = fit(store, tmp_path, goes_on="last.ckpt", every=4)
     assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+
+
+class Signal(lightning.Callback):
+    """Sends this process a signal within a batch of training, or of validation, once or twice."""
+
+    def __init__(self, number: signal.Signals, batch: int, times: int = 1, validation: bool = False):
+        self.number, self.batch, self.times, self.validation = number, batch, times, validation
+        self.began = 0
+
+    def on_train_batch_start(self, trainer, *rest):
+        self.began += 1
+        if self.began == self.batch and not self.validation:
+            for _ in range(self.times):
+                signal.raise_signal(self.number)
+
+    def on_validation_batch_end(self, trainer, *rest):
+        if self.began == self.batch and self.validation:
+            signal.raise_signal(self.number)
+
+
+def stop(store, folder, number, batch, every=1000, options=None, **more):
+    """Train until a signal, which leaves no handler behind."""
+    callbacks = [Signal(number, batch, **more), LastCheckpoint(every_n_train_steps=every)]
+    with pytest.raises(SystemExit) as ended:
+        fit(store, folder, callbacks=callbacks, **(options or {}))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert isinstance(ended.value, SIGTERMException) == (number == signal.SIGTERM)
+
+
+def saved_step(folder) -> int:
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_stopped_by_a_signal_it_goes_on_behind_that_step(store, tmp_path, number, options):
+    options = {"limit_val_batches": 0, **options}
+    whole, trainer, _ = fit(store, tmp_path / "whole", callbacks=[LastCheckpoint()], **options)
+    accumulated, batches = options.get("accumulate_grad_batches", 1), trainer.num_training_batches
+    for batch in (1, 2, 3, batches, batches + 1):  # the first, of the first step or not; an epoch's last, and first
+        folder = tmp_path / str(batch)
+        stop(store, folder, number, batch, options=options)
+        epochs, rest = divmod(batch, batches)
+        assert saved_step(folder) == epochs * -(-batches // accumulated) + -(-rest // accumulated)
+        callbacks = [LastCheckpoint()]
+        again, _, _ = fit(store, folder, goes_on="checkpoints/last.ckpt", callbacks=callbacks, **options)
+        assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+
+
+def test_a_second_signal_and_one_in_a_validation_write_nothing(store, tmp_path):
+    """Within a step there is no state to go on with, and a training goes on before the validation."""
+    validated = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    stop(store, tmp_path / "twice", signal.SIGINT, 4, every=3, times=2)
+    stop(store, tmp_path / "validation", signal.SIGTERM, 4, every=3, options=validated, validation=True)
+    stop(store, tmp_path / "before", signal.SIGINT, 4, every=3, options=validated)
+    assert {saved_step(tmp_path / name) for name in ("twice", "validation", "before")} == {3}
+
+
+def test_a_signal_in_the_last_step_lets_it_end_and_is_not_forgotten(store, tmp_path):
+    """Else the sweep that it is part of would go on."""
+    for name, ends in {"steps": {"max_steps": 3}, "epochs": {"max_epochs": 1, "limit_train_batches": 3}}.items():
+        stop(store, tmp_path / name, signal.SIGINT, 3, options=ends | {"limit_val_batches": 0})
+        assert saved_step(tmp_path / name) == 3
 
 
 def die_on_two(store, folder, afters):
