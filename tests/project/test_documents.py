@@ -100,7 +100,7 @@ def wrong(command: Command) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_parses_and_names_files_that_are_there(document, desk):
     text = document.read_text()
     here, found = desk(text), {}
@@ -113,7 +113,14 @@ def test_every_command_parses_and_names_files_that_are_there(document, desk):
     assert not (told := {line: why for line, why in found.items() if why}), told
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_test_files_that_documents_name_are_there():
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    told = [document for document in DOCUMENTS if document.name != "LOG.md"]  # which tells of days past
+    missing = {document.name: {*re.findall(r"\btest_\w+\.py\b", document.read_text())} - there for document in told}
+    assert not any(missing.values()), missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
     text = document.read_text()
     here = desk(text)

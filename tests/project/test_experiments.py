@@ -7,7 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from poss_lightning.draft.specialists import Specialists, shipped
+from poss_lightning.evaluation.provenance import describe
 from poss_lightning.evaluation.suites import read_suites
 from tests.support.lab import write_records
 from tests.support.synthetic import make_records
@@ -84,3 +87,12 @@ def test_heads_before_and_after_more_text_stand_side_by_side(capsys):
     runpy.run_path(str(EXPERIMENTS / "before.py"))["main"]("heads", "people")
     said = capsys.readouterr().out
     assert said.index("hass of heads") < said.index("hass of people") < said.index("poss2 of people")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_the_shipped_drafts_are_those_of_the_published_figures(name):
+    """Figures of experiments/shipped are of weights in bfloat16, as their machines decoded."""
+    method = name.removeprefix("embedded-")
+    run = json.loads((EXPERIMENTS / "shipped" / "eval" / method / "run.json").read_text())
+    draft = Specialists.from_pretrained(name).to(torch.bfloat16)
+    assert describe(draft)["weights"] == run["methods"][method]["weights"]

@@ -16,7 +16,12 @@ from lightning.pytorch.cli import LightningCLI
 from poss_lightning import cli
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").rglob("README.md")),
+    *sorted((ROOT / "notebooks").glob("*.md")),
+]
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4,}\S(?:.*\\\n)*.*$", re.MULTILINE)

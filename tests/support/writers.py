@@ -245,11 +245,8 @@ class Place:
             return self._run_two(writer, fault)
         outcome = self.run(writer, fault)
         if fault.kind in ("kill", "torn", "time"):
-            return (
-                None
-                if outcome.code in (0, KILLED, -signal.SIGALRM, -signal.SIGKILL)
-                else f"ended with {_shown(outcome)}"
-            )
+            ended = (KILLED, -signal.SIGKILL) if fault.kind != "time" else (0, -signal.SIGALRM, -signal.SIGKILL)
+            return None if outcome.code in ended else f"ended with {_shown(outcome)}"
         if outcome.code and not outcome.is_refusal(writer.command):
             return f"ended without a clear line: {_shown(outcome)}"
         if torn := [str(path) for path in self.work.rglob("*.tmp")]:
@@ -267,7 +264,7 @@ class Place:
     def _run_two(self, writer: Writer, fault: Fault) -> str | None:
         first = self.start(writer, fault)
         if (early := first.wait()) is not None:
-            return f"ended with {_shown(early)}" if early.code else None
+            return f"ended before it could stand still: {_shown(early)}"
         second = self.start(writer)
         beside = second.wait(PATIENCE)
         first.go_on()
