@@ -1,4 +1,4 @@
-"""Heads before and after they read more, prompt by prompt: python experiments/before.py heads people"""
+"""Drafts before and after they read more, prompt by prompt: python experiments/before.py heads people"""
 
 import sys
 from dataclasses import replace
@@ -13,13 +13,13 @@ HERE = Path(__file__).parent
 
 
 def main(before: str, after: str) -> None:
-    for head in ("hass", "poss2"):
+    for draft in ("hass", "poss2"):
         answers, known = [], {}
         for sweep in (before, after):
-            folder, name = HERE / sweep / "cells" / head / "seed-0", f"{head} of {sweep}"
+            folder, name = HERE / sweep / "cells" / draft / "seed-0", f"{draft} of {sweep}"
             answers += [replace(record, method=name) for record in read_records(folder)]
-            known[name] = find_depths(read_runs(folder))[head]
-        reference = f"{head} of {before}"
+            known[name] = find_depths(read_runs(folder))[draft]
+        reference = f"{draft} of {before}"
         summaries = summarise(answers, baseline=None, reference=reference, depths=known)
         print_tables(method_tables(summaries, None, reference))
 
