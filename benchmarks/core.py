@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.measure import once, seconds
+from benchmarks.measure import once
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
@@ -51,11 +51,13 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
                 Path(folder) / "store", target, read, max_length=2048, batch_tokens=batch_tokens, shard_bytes=2**30
             )
 
-    times = {"extract": whole, "forward": with_logits, "forward_without_head": features_only}
-    rates = {name: tokens / seconds(work, 3, target.device.type) for name, work in times.items()}
-    return {f"{name}_tokens_per_second": rate for name, rate in rates.items()} | {
-        "extract_fraction_of_forward": rates["extract"] / rates["forward"],
-        "extract_fraction_of_forward_without_head": rates["extract"] / rates["forward_without_head"],
+    ways = {"extract": whole, "forward": with_logits, "forward_without_head": features_only}
+    took = [{name: once(work, target.device.type) for name, work in ways.items()} for _ in range(4)][
+        1:
+    ]  # the first warms
+    rates = [{name: tokens / seconds for name, seconds in each.items()} for each in took]
+    return {f"{name}_tokens_per_second": median(each[name] for each in rates) for name in ways} | {
+        f"extract_fraction_of_{name}": median(each["extract"] / each[name] for each in rates) for name in [*ways][1:]
     }
 
 
