@@ -6,10 +6,12 @@ Every row of the batch has its own length. Slots below it are verified; the slot
     row 1   v v v | r a b c . . . . .        length 3
 """
 
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from inspect import signature
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 # Views grow by this many slots, so that few different shapes occur. What lies beyond a text costs bandwidth: little on
@@ -275,3 +277,14 @@ class TreeCache(Cache):
         """Keep only these rows of the batch."""
         self.store.select(rows)
         self.slots.select(rows)
+
+
+def forward_with(cache: Cache | None, model: nn.Module, **inputs: Any) -> Any:
+    """The output of a base model that reads and writes this cache, or has none."""
+    return model(**inputs, **{_parameter(type(model)): cache}, use_cache=cache is not None)
+
+
+@lru_cache
+def _parameter(model: type[nn.Module]) -> str:
+    """How its forward names the cache: transformers warns of the longer name since 5.24, and takes it until 5.40."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from poss_lightning.target.cache import Store, TreeCache
+from poss_lightning.target.cache import Store, TreeCache, forward_with
 
 
 class Place(NamedTuple):
@@ -57,7 +57,7 @@ class Part:
     def forward(self, inputs: dict[str, Any], place: Place | None) -> Any:
         """The output of the base model."""
         cache = None if place is None else self._cache(place)
-        return self.model.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
+        return forward_with(cache, self.model.base_model, **inputs)
 
     def generate(self, seed: int, inputs: dict[str, Any]) -> Any:
         """The output of transformers' own `generate`; all ranks draw alike."""

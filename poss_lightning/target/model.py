@@ -21,7 +21,7 @@ from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.ranks import this_rank
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import Packed, SlotStore, Store, TreeCache
+from poss_lightning.target.cache import Packed, SlotStore, Store, TreeCache, forward_with
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, fingerprint, spec_of
 from poss_lightning.target.followers import Leader, Part, SharedStore, follow
@@ -277,7 +277,7 @@ class Target(nn.Module):
         """The output of the base model, in this process, or in all that share it."""
         if self.leader is not None:
             return self.leader.forward(cache, **inputs)
-        return self.model.base_model(**inputs, past_key_values=cache, use_cache=cache is not None)
+        return forward_with(cache, self.model.base_model, **inputs)
 
     def _inner(self, output: Any, layers: tuple[int, ...]) -> list[Tensor]:
         """Outputs of decoder layers, which are on their own devices."""
