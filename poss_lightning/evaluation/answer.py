@@ -47,11 +47,15 @@ def answer(
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
             divides it among the processes of torchrun, of which the first does everything else.
     """
-    corpus, questions = CorpusWriter(out), read_suites(suites, limit)
+    corpus, asked = CorpusWriter(out), read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel)
+    lengths = [len(model.chat.prompt([{"role": "user", "content": question.turns[0]}])) for question in asked]
+    _check_room(model, min(lengths), max_new_tokens)
+    # Side by side, each pays for the longest. Longest first: what does not fit the memory shows at once.
+    order = sorted(range(len(asked)), key=lambda place: lengths[place], reverse=True)
+    questions = [asked[place] for place in order]
     names = [f"{question.suite}/{question.id}" for question in questions]
     turns = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
-    _check_room(model, questions, max_new_tokens)
     settings = {"target": target, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "questions": names}
     settings |= {"turns": turns, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
     with corpus.claim(settings):
@@ -61,7 +65,8 @@ def answer(
                 batch = questions[start : start + batch_size]
                 conversations += corpus.batch(number, partial(_answer_questions, loop, batch, max_new_tokens))
                 bar.update(len(batch))
-        kept = [(name, messages) for name, messages in zip(names, conversations, strict=True) if messages]
+        answered = sorted(zip(order, names, conversations, strict=True))
+        kept = [(name, messages) for _, name, messages in answered if messages]
         if not kept:
             corpus.work.clear()
             raise ValueError(f"every answer to the {len(names)} questions is empty")
@@ -71,10 +76,9 @@ def answer(
             print(f"{out}: {left_out} of {len(names)} questions are left out: {why}")
 
 
-def _check_room(target: Target, questions: list[Question], max_new_tokens: int) -> None:
-    """Raise ValueError where no question leaves the context room for an answer."""
-    lengths = (len(target.chat.prompt([{"role": "user", "content": question.turns[0]}])) for question in questions)
-    if (least := min(lengths)) + max_new_tokens >= (context := target.spec.context):
+def _check_room(target: Target, least: int, max_new_tokens: int) -> None:
+    """Raise ValueError where not even a prompt of `least` tokens leaves the context room for an answer."""
+    if least + max_new_tokens >= (context := target.spec.context):
         most = f"at most {context - least - 1}" if least < context - 1 else "shorter prompts"
         raise ValueError(
             f"max_new_tokens is {max_new_tokens}, and no prompt leaves room for it: {target.spec.name} reads {context} "

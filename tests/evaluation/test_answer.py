@@ -39,6 +39,23 @@ def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
             assert messages[place]["content"] == target.chat.text(tokens)
 
 
+def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch):
+    words = [3, 40, 5, 41, 4]
+    lines = [json.dumps({"question_id": i, "turns": ["why " * count]}) + "\n" for i, count in enumerate(words)]
+    (tmp_path / "odd.jsonl").write_text("".join(lines))
+    batches, plain = [], PlainLoop.generate
+
+    def spied(loop, prompts, *arguments):
+        batches.append([len(prompt) for prompt in prompts])
+        return plain(loop, prompts, *arguments)
+
+    monkeypatch.setattr(PlainLoop, "generate", spied)
+    answer(str(tmp_path / "out.jsonl"), suites=[str(tmp_path / "odd.jsonl")], max_new_tokens=1, batch_size=2)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    lengths = [length for batch in batches for length in batch]
+    assert lengths == sorted(lengths, reverse=True)
+
+
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
     options = {"suites": [suite], "max_new_tokens": 12, "batch_size": 2, "dtype": "float32"}
     answer(str(tmp_path / "whole.jsonl"), **options)
