@@ -241,10 +241,9 @@ class Sweep:
         ValueError: it is no sweep; the message names file and field.
         """
         if file.parent.is_file():
-            folder = shlex.quote(str(file.parent.parent))
-            raise ValueError(
-                f"{file.parent} is a file; an experiment is the folder of its {SETTINGS}: poss sweep {folder}"
-            )
+            is_sweep = file.parent.name == SETTINGS
+            command = f": poss sweep {shlex.quote(str(file.parent.parent))}" if is_sweep else ""
+            raise ValueError(f"{file.parent} is a file; an experiment is the folder of its {SETTINGS}{command}")
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
         parser = ArgumentParser(exit_on_error=False)
@@ -261,7 +260,7 @@ class Sweep:
 
     @classmethod
     def _check_names(cls, content: dict[str, Any], file: Path) -> None:
-        """Raise ValueError where a field is misspelt, missing, or a choice has no options; the message names it."""
+        """Raise ValueError where a field is misspelt, or a choice's options are no mapping; the message names it."""
         known = [field.name for field in fields(cls)]
         for name in content:
             if name not in known:

@@ -296,17 +296,20 @@ def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tm
 @pytest.fixture
 def others(tmp_path) -> Path:
     """What is given in place of a draft's folder, as far as it is looked at."""
-    for folder in ("run/draft-best", "run/checkpoints", "run/a b", "eagle", "eagle3", "library", "model", "sweep"):
+    models = ("eagle", "eagle3", "library", "model", "small", "served")
+    for folder in ("run/draft-best", "run/checkpoints", "run/a b", "sweep", *models):
         (tmp_path / folder).mkdir(parents=True)
     for file in (
         "run/checkpoints/last.ckpt",
         "run/a b/best.ckpt",
         "model/tokenizer.json",
+        "library/tokenizer.json",
         "run/draft-best/config.json",
     ):
         (tmp_path / file).touch()
     more = {"eagle3": {"draft_vocab_size": 40}, "library": {"speculators_model_type": "eagle3"}}
-    for folder in ("eagle", "eagle3", "library", "model"):
+    more |= {"small": {"num_hidden_layers": 2}, "served": {"poss_lightning": {"allocation": [1, 1]}}}
+    for folder in models:
         config = {"architectures": ["LlamaForCausalLM"], **more.get(folder, {})}
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "sweep/sweep.yaml").write_text("choices: {a: {}}")
@@ -330,6 +333,8 @@ EXPORTED = "is written by: poss export"
         ("eagle3", f"{PUBLISHED} eagle3 DRAFT --input_format eagle3 --target TARGET"),
         ("library", f"{PUBLISHED} library DRAFT --input_format speculators --target TARGET"),
         ("model", "model is a whole model: it may be the target"),
+        ("small", "small is a whole model: it may be the target"),
+        ("served", "served is a draft of ours as vLLM reads it; give the one that it was made from"),
         ("asked.jsonl", "asked.jsonl is a file; a draft is a folder with config.json and model.safetensors"),
         (
             "{inputs}/store",

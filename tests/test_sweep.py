@@ -1,11 +1,13 @@
 """A sweep: every choice with every seed, once; killed and gone on with; shared out; summed up."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -509,11 +511,11 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     fit = {"data": {"store": store, "validation": 0.2}, "trainer": {**TRAINER, "devices": 2}}
     folder = experiment(seeds=[0], fit=fit, choices=choices)
 
-    def run(command, **options):
+    def start(command, **options):
         started.append(command)
-        return subprocess.CompletedProcess(command, 3)
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
-    monkeypatch.setattr(training.subprocess, "run", run)
+    monkeypatch.setattr(training, "Popen", start)
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(folder)
     assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
@@ -521,6 +523,24 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     options = yaml.safe_load(Path(started[0][-1]).read_text())
     assert options["trainer"]["devices"] == 2 and options["data"]["store"] == store
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
+
+
+def test_ctrl_c_of_a_sweep_waits_for_a_training_apart(tmp_path):
+    """The terminal tells both; the training writes its checkpoint behind the step."""
+    python, began, saved = (tmp_path / name for name in ("python", "began", "saved"))
+    wait = "while true; do sleep 0.1; done"
+    python.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {saved}; exit 130' INT; touch {began}; {wait}\n")
+    python.chmod(0o755)
+    code = (
+        "import sys; from pathlib import Path; from poss_lightning.training import fit; "
+        f"sys.executable = '{python}'; fit._fit_apart(fit.FitOptions(), Path('{tmp_path}'))"
+    )
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # of a job in the background nobody does
+    command = [sys.executable, "-c", code]
+    parent = subprocess.Popen(command, start_new_session=True, preexec_fn=listens, stderr=subprocess.DEVNULL)
+    _until(began.exists)
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.wait() and saved.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")

@@ -95,7 +95,7 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
             corpus.work.clear()
             raise ValueError(
                 f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: "
-                + ("ask for fewer" if known else "give it more tokens, or other openings")
+                + ("ask for fewer" if known else "change its tokens, or the openings")
             )
 
 
@@ -140,9 +140,13 @@ class _Writer:
 
     @torch.inference_mode()
     def write(self, size: int, seed: int) -> list[Messages]:
-        """`size` conversations, less those that have an empty message, or special tokens inside a message."""
+        """`size` conversations, less those that have an empty message, or special tokens inside a message.
+
+        One that fills the target's context ends with the last answer that has room.
+        """
         generator = torch.Generator().manual_seed(seed)
-        conversations: list[list[dict]] = [[] for _ in range(size)]
+        conversations: list[Messages] = [[] for _ in range(size)]
+        full: list[Messages] = []
         beginnings = [""] * size
         if self.openings:
             chosen: list[int] = torch.randint(len(self.openings), (size,), generator=generator).tolist()
@@ -151,15 +155,17 @@ class _Writer:
             for role, sampling, limit in self.roles:
                 prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
                 tokens = self._generate(prompts, limit, sampling, generator)
+                full += [messages for messages, row in zip(conversations, tokens, strict=True) if not row]
                 conversations = [
                     [*messages, {"role": role, "content": content}]
                     for messages, opening, row in zip(conversations, beginnings, tokens, strict=True)
                     if row and (text := self._text(row)) is not None and (content := (opening + text).strip())
                 ]
-                if not conversations:
-                    return []
                 beginnings = [""] * len(conversations)
-        return conversations
+                if not conversations:
+                    break
+        answered = (messages[: len(messages) // 2 * 2] for messages in full)
+        return conversations + [messages for messages in answered if messages]
 
     def _generate(
         self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator

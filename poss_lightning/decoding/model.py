@@ -205,17 +205,19 @@ class Model:
         new = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=input_ids.device)
         return torch.cat([input_ids, new], dim=1)  # (B, T + new)
 
-    def chat(self, question: str | list[dict[str, str]], **arguments) -> str:
+    def chat(self, question: str | list[dict[str, str]], max_new_tokens: int | None = None, **arguments: Any) -> str:
         """The answer to a question, or to the last of `messages`; `arguments` as in `generate`.
 
-        Without `max_new_tokens`, `max_length` or a generation config, an answer has at most 256 tokens.
+        It has at most 256 tokens, unless `max_new_tokens`, `max_length` or one of a generation config says otherwise.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         prompt = self.target.chat.prompt(messages)
         every = torch.ones(1, len(prompt), dtype=torch.long)
-        if not arguments.keys() & {"max_new_tokens", "max_length", "generation_config"}:
-            arguments["max_new_tokens"] = ANSWER_TOKENS
-        output = self.generate(torch.tensor([prompt]), attention_mask=every, **arguments)
+        config = arguments.get("generation_config")
+        of_config = set() if config is None else config.to_diff_dict().keys() & {"max_new_tokens", "max_length"}
+        if max_new_tokens is None and arguments.get("max_length") is None and not of_config:
+            max_new_tokens = ANSWER_TOKENS
+        output = self.generate(torch.tensor([prompt]), attention_mask=every, max_new_tokens=max_new_tokens, **arguments)
         return self.target.chat.text(output[0, len(prompt) :].tolist())
 
     def _stops(self, eos_token_id: int | list[int] | None) -> frozenset[int]:

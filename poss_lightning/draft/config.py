@@ -208,9 +208,12 @@ def _other_config(stored: dict[str, Any], folder: Path) -> str:
     """What a folder is whose config.json is none of ours: a model, or a draft in a published format."""
     if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
         return ""
-    if (folder / "tokenizer.json").is_file():
-        return "a whole model: it may be the target, and a draft is trained for it"
-    kinds = {"speculators_model_type": "speculators", "poss_lightning": "poss", "draft_vocab_size": "eagle3"}
+    if "poss_lightning" in stored:
+        return "a draft of ours as vLLM reads it; give the one that it was made from"
+    kinds = {"speculators_model_type": "speculators", "draft_vocab_size": "eagle3"}
     kind = next((kind for field, kind in kinds.items() if field in stored), "eagle")
+    layers = stored.get("num_hidden_layers")
+    if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
+        return "a whole model: it may be the target, and a draft is trained for it"
     convert = f"poss convert {shlex.quote(str(folder))} DRAFT --input_format {kind} --target TARGET"
     return f"a draft in a published format; one of ours is written by: {convert}"

@@ -1,5 +1,6 @@
 """From samples to batches: which passes count where, noise, and the loader that reads a schedule's batches."""
 
+import signal
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from poss_lightning.features.schedule import PlannedBatch, Schedule, Step, answer_slots
 from poss_lightning.features.store import Sample
+
+GRACE = 60  # seconds that a loader works on after SIGTERM
 
 
 class Batch(NamedTuple):
@@ -102,7 +105,14 @@ class Loader(DataLoader):
 
     def __init__(self, source, schedule: Schedule, workers: int):
         pinned = torch.cuda.is_available()  # so that copies to the device do not wait
-        super().__init__(_Reader(source), sampler=schedule, batch_size=None, num_workers=workers, pin_memory=pinned)
+        super().__init__(
+            _Reader(source),
+            sampler=schedule,
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=pinned,
+            worker_init_fn=_outlive_signals,
+        )
         self.schedule = schedule
 
     def __iter__(self) -> Iterator[Batch]:
@@ -116,6 +126,15 @@ class Loader(DataLoader):
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.schedule.load_state_dict(state_dict)
+
+
+def _outlive_signals(worker: int) -> None:
+    """Let a process that loads work on when a signal reaches the training's processes, which need its batches.
+
+    Ctrl-C is for the training, which ends its loaders itself. SIGTERM ends them late: the step may still take a while.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 
 
 class _Reader(Dataset[Batch]):

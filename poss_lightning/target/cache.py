@@ -6,7 +6,8 @@ Every row of the batch has its own length. Slots below it are verified; the slot
     row 1   v v v | r a b c . . . . .        length 3
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
@@ -279,12 +280,12 @@ class TreeCache(Cache):
         self.slots.select(rows)
 
 
-def forward_with(cache: Cache | None, model: nn.Module, **inputs: Any) -> Any:
-    """The output of a base model that reads and writes this cache, or has none."""
-    return model(**inputs, **{_parameter(type(model)): cache}, use_cache=cache is not None)
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """The forward of a base model that takes a `cache` which it reads and writes, or None, and inputs by name."""
+    # transformers warns of the longer name since 5.24, and takes it until 5.40.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    return partial(_forward, model, name)
 
 
-@lru_cache
-def _parameter(model: type[nn.Module]) -> str:
-    """How its forward names the cache: transformers warns of the longer name since 5.24, and takes it until 5.40."""
-    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+def _forward(model: nn.Module, name: str, cache: Cache | None, **inputs: Any) -> Any:
+    return model(**inputs, **{name: cache}, use_cache=cache is not None)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from poss_lightning.target.cache import Store, TreeCache, forward_with
+from poss_lightning.target.cache import Store, TreeCache, forward_of
 
 
 class Place(NamedTuple):
@@ -39,7 +39,7 @@ class Part:
     """
 
     def __init__(self, model: Any, new_store: Callable[[int, int], Store]):
-        self.model, self.new_store = model, new_store
+        self.model, self.base_forward, self.new_store = model, forward_of(model.base_model), new_store
         self.stores: dict[int, Store] = {}
 
     def open(self, number: int, batch: int, capacity: int) -> None:
@@ -57,7 +57,7 @@ class Part:
     def forward(self, inputs: dict[str, Any], place: Place | None) -> Any:
         """The output of the base model."""
         cache = None if place is None else self._cache(place)
-        return forward_with(cache, self.model.base_model, **inputs)
+        return self.base_forward(cache, **inputs)
 
     def generate(self, seed: int, inputs: dict[str, Any]) -> Any:
         """The output of transformers' own `generate`; all ranks draw alike."""

@@ -21,7 +21,7 @@ from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.ranks import this_rank
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import Packed, SlotStore, Store, TreeCache, forward_with
+from poss_lightning.target.cache import Packed, SlotStore, Store, TreeCache, forward_of
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, fingerprint, spec_of
 from poss_lightning.target.followers import Leader, Part, SharedStore, follow
@@ -63,6 +63,7 @@ class Target(nn.Module):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
+        self._base_forward = forward_of(model.base_model)
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
         self.config = model.config.get_text_config()
         self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
@@ -277,7 +278,7 @@ class Target(nn.Module):
         """The output of the base model, in this process, or in all that share it."""
         if self.leader is not None:
             return self.leader.forward(cache, **inputs)
-        return forward_with(cache, self.model.base_model, **inputs)
+        return self._base_forward(cache, **inputs)
 
     def _inner(self, output: Any, layers: tuple[int, ...]) -> list[Tensor]:
         """Outputs of decoder layers, which are on their own devices."""

@@ -20,7 +20,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from poss_lightning.machine import choose_device, free_bytes
 from poss_lightning.ranks import device_of, join, this_rank
-from poss_lightning.target.cache import SlotStore, forward_with
+from poss_lightning.target.cache import SlotStore, forward_of
 
 Parallel = Literal["none", "layers", "tensors"]
 GB = 10**9
@@ -166,7 +166,7 @@ def undivided(value: Tensor) -> Tensor:
 def kv_layout(model: PreTrainedModel, device: torch.device) -> list[tuple[torch.device, int]]:
     """Device and heads of every layer's keys in this process, as a forward of one token leaves them."""
     cache = DynamicCache()
-    forward_with(cache, model.base_model, input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
+    forward_of(model.base_model)(cache, input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     return [(layer.keys.device, layer.keys.shape[1]) for layer in cache.layers]  # pyright: ignore
 
 

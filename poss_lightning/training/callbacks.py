@@ -114,9 +114,9 @@ class StepLines(lightning.Callback):
 class LastCheckpoint(ModelCheckpoint):
     """Writes `checkpoints/last.ckpt`, from which a training can resume, every so many steps and at the end.
 
-    Ctrl-C and SIGTERM wait for the end of a step, write it and end the training; a second one does not wait. In a
-    validation nothing is written, as the training resumes before it; nor with several processes, which a signal
-    reaches in different steps.
+    Ctrl-C and SIGTERM wait for the end of a step, and of the validation that follows it or runs already, write the
+    checkpoint and end the training. A second one waits for nothing, and writes nothing. Nor do several processes, which
+    a signal reaches in different steps.
 
     Args:
         every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many. None is
@@ -158,10 +158,6 @@ class LastCheckpoint(ModelCheckpoint):
         if not trainer.strategy.reduce_boolean_decision(validates, all=False):  # processes may see other times
             self._save_step(trainer, *args)
 
-    def on_validation_batch_start(self, trainer: lightning.Trainer, *args) -> None:
-        if self.stopped:
-            raise self.stopped
-
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking and not _is_last(trainer):
             self._save_step(trainer, pl_module, None, None, 0)
@@ -178,7 +174,9 @@ class LastCheckpoint(ModelCheckpoint):
         if self.stopped:
             raise self.stopped
         self.stopped = KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException()
-        logger.info("stops at the end of this step, or at once if told again")
+        logger.info(
+            "stops at the end of this step, and of its validation; at once, and without a checkpoint, if told again"
+        )
 
     def _save_step(self, trainer: lightning.Trainer, *args) -> None:
         stopped = self.stopped

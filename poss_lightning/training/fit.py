@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -26,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import yaml
@@ -235,9 +235,14 @@ def _fit_apart(options: FitOptions, folder: Path) -> None:
     with atomic(composed) as path:
         path.write_text(yaml.safe_dump(asdict(options)))
     command = [sys.executable, "-m", "poss_lightning.cli", "fit", "--config", str(composed)]
-    done = subprocess.run(command, preexec_fn=end_with_parent if libc else None)
-    if done.returncode:
-        raise ValueError(f"the training ended with exit code {done.returncode}; it says above why")
+    training = Popen(command, preexec_fn=end_with_parent if libc else None)
+    try:
+        code = training.wait()
+    except KeyboardInterrupt:  # the terminal told both, and the training ends behind its step
+        training.wait()
+        raise
+    if code:
+        raise ValueError(f"the training ended with exit code {code}; it says above why")
     composed.unlink()
 
 
@@ -441,6 +446,7 @@ class _Cli(LightningCLI):
         last = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
         if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
             how = f"--ckpt_path {last} goes on" if last.exists() else "there is no checkpoint yet to go on with"
+            how = "the training is finished" if self.trainer.fit_loop.done else how
             logger.info("stopped at step %d: %s", self.trainer.global_step, how)
 
     def _check_unused(self, folder: Path) -> None:

@@ -115,6 +115,18 @@ def test_a_conversation_ends_where_the_context_is_full(tmp_path, monkeypatch, lo
     assert all(len(chat.prompt(record["messages"][:1])) < spec.context for record in records)
 
 
+def test_a_conversation_keeps_the_turns_before_the_context_is_full(tmp_path, monkeypatch, loads_at_once):
+    (tmp_path / "openings.txt").write_text("ab " * 20 + "\n")
+    options = {"conversations": 4, "openings": str(tmp_path / "openings.txt")}
+    whole = write(tmp_path / "whole.jsonl", turns=2, **options)
+    first = [record["messages"][:2] for record in whole]
+    room = max(len(loads_at_once.chat.prompt(record["messages"][:3])) for record in whole)
+    monkeypatch.setattr(loads_at_once, "spec", dataclasses.replace(loads_at_once.spec, context=room - 8))
+    records = write(tmp_path / "short.jsonl", turns=2, **options)
+    assert all(record["messages"][-1]["role"] == "assistant" for record in records)
+    assert any(record["messages"] in first for record in records)
+
+
 def test_the_same_seed_gives_the_same_file_and_another_another(tmp_path):
     first, again, other = (
         write(tmp_path / name, seed=seed) for name, seed in (("a.jsonl", 0), ("b.jsonl", 0), ("c.jsonl", 1))

@@ -162,8 +162,10 @@ def test_a_chat_answers(model):
     assert model.chat([{"role": "user", "content": "Hi"}], max_new_tokens=12) == model.chat("Hi", max_new_tokens=12)
     twelve = GenerationConfig(max_new_tokens=12)
     assert model.chat("Hi", generation_config=twelve) == model.chat("Hi", max_new_tokens=12)
-    assert model.chat("Hi", max_length=len(prompt) + 12) == model.chat("Hi", max_new_tokens=12)
-    assert model.chat("Hi") == model.chat("Hi", max_new_tokens=256)
+    assert model.chat("Hi", max_length=len(prompt) + 12) == model.chat("Hi", 12)
+    longest = model.chat("Hi", max_new_tokens=256)
+    assert model.chat("Hi") == model.chat("Hi", None) == longest
+    assert model.chat("Hi", generation_config=GenerationConfig()) == longest
 
 
 def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):

@@ -1,5 +1,8 @@
 """From samples to batches: what counts, noise, padding, the split, buckets, and how Lightning drives them."""
 
+import multiprocessing
+import os
+import signal
 from collections import Counter
 
 import lightning
@@ -261,6 +264,19 @@ def test_a_batch_that_fills_up_the_last_step_counts_nothing(workers):
     batches = list(Loader(Numbers(), made, workers))
     assert made.taken == len(batches) == len(made) and not batches[-1].counts.any()
     assert batches[-1].step.slots(3).sum() > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_loading_process_outlives_a_signal_to_the_whole_job(number):
+    """The training needs its batches to the end of the step, and ends it itself."""
+    made = schedule(batch_tokens=40)
+    batches = iter(Loader(Numbers(), made, 1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, number)
+    assert len(list(batches)) == len(made) - 1
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 class Watcher(lightning.LightningModule):

@@ -102,8 +102,8 @@ class Signal(lightning.Callback):
             for _ in range(self.times):
                 signal.raise_signal(self.number)
 
-    def on_validation_batch_end(self, trainer, *rest):
-        if self.began == self.batch and self.validation:
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, *rest):
+        if self.began == self.batch and self.validation and batch_idx == 0:
             signal.raise_signal(self.number)
 
 
@@ -137,13 +137,22 @@ def test_stopped_by_a_signal_it_goes_on_behind_that_step(store, tmp_path, number
         assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
 
 
-def test_a_second_signal_and_one_in_a_validation_write_nothing(store, tmp_path):
-    """Within a step there is no state to go on with, and a training goes on before the validation."""
-    validated = {"val_check_interval": 4, "check_val_every_n_epoch": None}
-    stop(store, tmp_path / "twice", signal.SIGINT, 4, every=3, times=2)
-    stop(store, tmp_path / "validation", signal.SIGTERM, 4, every=3, options=validated, validation=True)
-    stop(store, tmp_path / "before", signal.SIGINT, 4, every=3, options=validated)
-    assert {saved_step(tmp_path / name) for name in ("twice", "validation", "before")} == {3}
+def test_a_second_signal_writes_nothing(store, tmp_path):
+    """Within a step there is no state to go on with."""
+    stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2)
+    assert saved_step(tmp_path) == 3
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_signal_waits_for_the_validation_of_its_step(store, tmp_path, within):
+    """Else the training would go on without it, or from an earlier step."""
+    options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    whole, _, _ = fit(store, tmp_path / "whole", callbacks=[LastCheckpoint()], **options)
+    stop(store, tmp_path / "stopped", signal.SIGTERM, 4, every=3, options=options, validation=within)
+    assert saved_step(tmp_path / "stopped") == 4
+    callbacks = [LastCheckpoint()]
+    again, _, _ = fit(store, tmp_path / "stopped", goes_on="checkpoints/last.ckpt", callbacks=callbacks, **options)
+    assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
 
 
 def test_a_signal_in_the_last_step_lets_it_end_and_is_not_forgotten(store, tmp_path):
