@@ -131,6 +131,17 @@ def test_records_of_a_draft_in_another_dtype_are_its_own(target, inputs, tmp_pat
     assert "## Measured" in (tmp_path / "README.md").read_text()
 
 
+def test_records_of_two_targets_make_no_card(inputs, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        shutil.copytree(inputs / "records", folder)
+        run = json.loads((folder / "run.json").read_text())
+        run["config"]["fingerprint"] = folder.name
+        (folder / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match="was measured on another target"):
+        write_folder(str(inputs / "draft"), REPO, tmp_path, [str(folder) for folder in folders])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

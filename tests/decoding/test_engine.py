@@ -140,6 +140,20 @@ def test_a_seed_draws_the_tokens_of_plain_sampling_whatever_the_tree_and_the_bat
     assert law.temperature == 0 or drawn(engine, law, seed + 1, limit=30) != expected
 
 
+def test_a_round_on_a_cpu_draws_no_more_tokens_than_it_takes(target, monkeypatch):
+    """The others would each sort the vocabulary for nothing."""
+    draws, takes, judge = [], [], engine.judge
+
+    def counted(tree, logits, rows, sample, *rest):
+        verdict = judge(tree, logits, rows, lambda *asked: draws.append(asked) or sample(*asked), *rest)
+        takes.append(int(verdict.accepted) + 1)
+        return verdict
+
+    monkeypatch.setattr(engine, "judge", counted)
+    drawn(Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 60, 10), Sampling(1.0), 0, PROMPTS[:1])
+    assert len(draws) == sum(takes) < 7 * len(takes)
+
+
 @pytest.mark.parametrize("tree, law", [((8, 40, 4), Sampling()), ((6, 7, 1), LAWS[1])], ids=str)
 def test_the_eagle_3_family_is_lossless(tree, law):
     """EAGLE-3 and SPEED, whose features are the target's inner layers; in a batch, packed, and alone."""
