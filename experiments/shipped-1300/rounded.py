@@ -1,6 +1,6 @@
 """Replay with a draft's head in 8 bits, as a CPU decodes, to compare its acceptance with that of `dev/hass`.
 
-`python experiments/shipped/rounded.py OUT`, after `make lab`; `dev/hass` reads the head as it is.
+`python experiments/shipped-1300/rounded.py OUT`, after `make lab`; `dev/hass` reads the head as it is.
 """
 
 import sys
