@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import OURS, write_store
@@ -26,6 +26,8 @@ def extract(
     split: str = "train",
     limit: Count | None = None,
     max_length: Tokens = 2048,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    strict: bool = False,
     batch_tokens: BatchTokens = 4096,
     shard_mb: Mebibytes = 512,
     dtype: str = "auto",
@@ -43,12 +45,16 @@ def extract(
     torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
 
     Args:
-        corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
+        corpus: file of conversations (JSON lines, a JSON array, parquet), a folder, or a hub id of `datasets`, with
+            options as in `ID?config=NAME&revision=COMMIT`.
         out: folder to write.
         target: "embedded", a local folder or a hub id.
-        split: of a hub data set.
+        split: of a folder or hub data set.
         limit: read that many conversations only.
         max_length: tokens a conversation is cut at; the target's context at most.
+        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
+        strict: a malformed record, or one that the chat template refuses, is an error; otherwise one is left out,
+            counted and named, up to a tenth of them.
         batch_tokens: tokens of a forward, padding included.
         shard_mb: size of a shard, in MiB of features.
         dtype: of the target and of the features when they are read back: auto (what this device multiplies fastest),
@@ -75,13 +81,14 @@ def extract(
         raise ValueError(f"layers is {layers}; name each layer once")
     rank = share_of(parallel)
     _check_engine(engine, tensor_parallel, parallel)
-    conversations = read_conversations(corpus, split, limit)
+    conversations = read_conversations(corpus, split, limit, strict)
     if engine == "vllm":
         where = choose_device(device)
-        model = Target.load(target, choose_dtype(dtype, where), "cpu")
+        model = Target.load(target, choose_dtype(dtype, where), "cpu", chat_template_kwargs=chat_template_kwargs)
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
     else:
-        model, reader = Target.load(target, dtype, device_of(rank, device), parallel), TargetReader
+        where, reader = device_of(rank, device), TargetReader
+        model = Target.load(target, dtype, where, parallel, chat_template_kwargs=chat_template_kwargs)
     write_store(
         Path(out),
         model,
@@ -91,6 +98,7 @@ def extract(
         shard_bytes=shard_mb * 2**20,
         stored=stored,
         layers=tuple(layers or ()),
+        strict=strict,
         rank=rank,
         reader=reader,
     )

@@ -39,6 +39,12 @@ class Work:
         """Whether somebody has begun it."""
         return (self.folder / SETTINGS).exists()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that it was begun with; empty where nobody has."""
+        path = self.folder / SETTINGS
+        return json.loads(path.read_text()) if path.exists() else {}
+
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Write down what the result depends on, or hold it against what stands there.
 
@@ -48,7 +54,7 @@ class Work:
         with self.exclusive():
             path = self.folder / SETTINGS
             if path.exists():
-                if changed := differences(json.loads(path.read_text()), settings):
+                if changed := differences(self.settings, settings):
                     raise ValueError(
                         f"{self.folder} was begun with other settings ({'; '.join(changed)}): go on with those, choose "
                         "another name, or remove it"

@@ -72,7 +72,7 @@ class FeatureData(lightning.LightningDataModule):
             raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
-        train, self.held_out = split(self.source.ids, validation, split_seed)
+        train, self.held_out = split(self.source.origins, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
         self.schedule: Schedule | None = None  # of training
 

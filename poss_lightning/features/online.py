@@ -10,7 +10,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import tokenize
 from poss_lightning.features.schedule import bucket_rows
 from poss_lightning.features.shards import TokenizedText
-from poss_lightning.features.store import STATISTICS, Sample, most_common_tokens
+from poss_lightning.features.store import STATISTICS, Sample, first_of_each, most_common_tokens
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import gather_objects, local_rank, own_gpu, this_rank
@@ -34,6 +34,7 @@ class OnlineFeatures:
     def __init__(self, model: Target, texts: list[TokenizedText]):
         self.model, self.texts = model, texts
         self.ids = [text.id for text in texts]
+        self.origins = first_of_each([text.conversation for text in texts], self.ids)
         self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
         self.layers: tuple[int, ...] = ()  # that a draft reads

@@ -35,22 +35,25 @@ def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
     return np.maximum(stops - starts - 1, 0)
 
 
-def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
+def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
     """Training and validation indices. A conversation's side depends on its id and the seed, not on its neighbours.
+
+    Args:
+        origins: of every sample the id that its conversation first had: what is there twice is on one side.
 
     Raises:
         ValueError: a side is empty.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
-    ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in ids])
+    ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in origins])
     held_out = np.flatnonzero(ranks < validation).tolist()
     train = np.flatnonzero(ranks >= validation).tolist()
     if not held_out or not train:
         works = [share / 100 for share in range(1, 100) if ranks.min() < share / 100 <= ranks.max()]
         nearest = min(works, key=lambda share: abs(share - validation), default=None)
         how = f"{nearest} does not" if nearest else "use more of them"
-        raise ValueError(f"--data.validation {validation} of {len(ids)} conversations leaves a side empty: {how}")
+        raise ValueError(f"--data.validation {validation} of {len(origins)} conversations leaves a side empty: {how}")
     return train, held_out
 
 

@@ -36,6 +36,7 @@ from poss_lightning.target.placement import (
     placement,
 )
 from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target.template import Variables
 from poss_lightning.terminal import announced, without_bars
 
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
@@ -55,23 +56,30 @@ class Target(nn.Module):
         model: a causal LM of transformers.
         tokenizer: a fast one, with a chat template.
         name: for messages and files.
+        chat_template_kwargs: variables of the chat template.
 
     Raises:
         ValueError: the model is not supported; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        name: str,
+        chat_template_kwargs: Variables | None = None,
+    ):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self._base_forward = forward_of(model.base_model)
-        self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
+        self.chat = Chat(tokenizer, getattr(model, "generation_config", None), chat_template_kwargs)
         self.config = model.config.get_text_config()
         self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
         self.is_divided = is_divided(model)
         self.spans_devices = self.is_divided or len({value.device for value in model.parameters()}) > 1
         self.leader: Leader | None = None  # on rank 0 of processes that share the model, where the others follow
         try:
-            self.spec = spec_of(model, name, self.chat.digest)
+            self.spec = spec_of(model, name, self.chat.template.digest)
             self.masks = LayerMasks.of(self.config, self.spec.context)
             self._find_parts()
             self._check()
@@ -87,6 +95,7 @@ class Target(nn.Module):
         parallel: Parallel = "none",
         together: bool = False,
         spared: int | None = None,
+        chat_template_kwargs: Variables | None = None,
     ) -> "Target":
         """Load a target.
 
@@ -99,6 +108,7 @@ class Target(nn.Module):
                 for processes of torchrun that divide every layer. Then only rank 0 returns, and the others end with it.
             together: with "tensors" all ranks return, and must all do the same with it.
             spared: with "layers", number of a GPU that gets none.
+            chat_template_kwargs: variables of the chat template, as {"enable_thinking": False}.
 
         Raises:
             FileNotFoundError: no such folder or hub id, a damaged one, or the embedded target's package is missing.
@@ -138,7 +148,8 @@ class Target(nn.Module):
         if as_saved:
             model = model.to(torch.float16)
         with announced(f"checking target {name}"):
-            target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)
+            model = (model if placed else model.to(device)).requires_grad_(False)
+            target = cls(model, tokenizer, name, chat_template_kwargs)
         if as_saved:
             target.spec = replace(target.spec, fingerprint=as_saved)
         if target.device.type == "cuda" and placed:

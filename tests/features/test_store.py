@@ -119,7 +119,9 @@ def test_a_store_of_before_there_were_layers_is_read(folder, whole):
 def test_shards_of_other_columns_are_refused(folder):
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": [1]}))
-    with pytest.raises(StoreError, match=r"shard-00000\.arrow cannot be read \(its columns are id, length"):
+    with pytest.raises(
+        StoreError, match=r"shard-00000\.arrow cannot be read \(its columns are id, conversation, length"
+    ):
         FeatureStore(folder)
 
 
