@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -73,7 +74,9 @@ class Chat:
     def render(self, messages: list[Message], variables: Variables | None = None) -> Rendered:
         """The last of `texts`: all of the conversation, mostly with all of its answers."""
         texts = self.texts(messages, variables)
-        return texts[-1] if texts else Rendered(self._encode_all(messages, variables or {}), [])
+        if texts:
+            return texts[-1]
+        return Rendered(self._spelling.tokens(self.template.text(*self._guarded(messages, variables)))[0], [])
 
     def texts(self, messages: list[Message], variables: Variables | None = None) -> list[Rendered]:
         """The conversation and the answers in it: one text, or several where the template rewrites earlier answers.
@@ -90,7 +93,7 @@ class Chat:
             ValueError: the template refuses the messages, or leaves out something of what they say.
         """
         self._check_tokens(messages)
-        messages, variables = self._spelling.guard(messages), self._spelling.guard(dict(variables or {}))
+        messages, variables = self._guarded(messages, variables)
         self.template.check_rendered(messages, variables)
         answers = {i: self._answer(messages, i, variables) for i in _answered(messages)}
         remaining = {i for i in answers if messages[i].get("weight", 1)}
@@ -108,7 +111,7 @@ class Chat:
         Raises:
             ValueError: no messages, the last is the assistant's, or as in `render`.
         """
-        messages, variables = self._spelling.guard(messages), self._spelling.guard(dict(variables or {}))
+        messages, variables = self._guarded(messages, variables)
         text = self._open(messages, variables)
         self.template.check_rendered(messages, variables)
         before = [self._open(messages[:i], variables) for i in _answered(messages)]
@@ -209,9 +212,8 @@ class Chat:
                     "target's, or its content was changed: extract with that target, or remove 'tokens'"
                 )
 
-    def _encode_all(self, messages: list[Message], variables: Variables) -> list[int]:
-        guard = self._spelling.guard
-        return self._spelling.tokens(self.template.text(guard(messages), guard(dict(variables))))[0]
+    def _guarded(self, messages: list[Message], variables: Variables | None) -> tuple[list[Message], dict[str, Any]]:
+        return self._spelling.guard(messages), self._spelling.guard(dict(variables or {}))
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
         """Text up to where the assistant answers the last message."""
@@ -295,4 +297,5 @@ def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template) -> frozen
     """The token that the template writes behind every answer, whether the chat goes on or not, if there is one."""
     added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
     ends = {found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.behind_answers()}
-    return frozenset(map(tokenizer.convert_tokens_to_ids, ends)) if len(ends) == 1 and "" not in ends else frozenset()
+    known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    return frozenset(known[end] for end in ends) if len(ends) == 1 and "" not in ends else frozenset()

@@ -88,6 +88,7 @@ def test_one_object_that_is_no_conversation_tells_its_fields(write):
 HI, HELLO = CHAT["messages"]
 BRIEF = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+OLD = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 CALLING, RESULT = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}
 THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
 FORMS = [
@@ -121,7 +122,7 @@ FORMS = [
         [HI, CALLING, RESULT | {"content": ""}, HELLO],
     ),
     (
-        {"messages": [HI, HELLO | {"content": "", "function_call": CALL["function"] | {"arguments": '{"city": "Oslo"}'}}]},
+        {"messages": [HI, HELLO | {"content": "", "function_call": OLD}]},
         [HI, CALLING],
     ),
 ]  # fmt: skip
