@@ -44,12 +44,14 @@ def answer(
         batch_size: conversations that are answered side by side.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     corpus, asked = CorpusWriter(out), read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel)
-    lengths = [len(model.chat.prompt([{"role": "user", "content": question.turns[0]}])) for question in asked]
+    prompts = [model.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in asked]
+    for question, prompt in zip(asked, prompts, strict=True):
+        model.check_tokens(prompt, f"question {question.id}")
+    lengths = [len(prompt) for prompt in prompts]
     _check_room(model, min(lengths), max_new_tokens)
     # Side by side, each pays for the longest. Longest first: what does not fit the memory shows at once.
     order = sorted(range(len(asked)), key=lambda place: lengths[place], reverse=True)

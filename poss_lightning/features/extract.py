@@ -216,7 +216,9 @@ def tokenize(
 
 def _render(target: Target, conversation: Conversation) -> Rendered:
     try:
-        return target.chat.render(conversation.messages)
+        rendered = target.chat.render(conversation.messages)
+        target.check_tokens(rendered.tokens, "its text")
+        return rendered
     except ValueError as error:
         raise CorpusError(f"conversation {conversation.id}: {error}") from error
 
