@@ -5,7 +5,6 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 
 import logging
 import os
-import re
 import sys
 from argparse import ArgumentError
 from contextlib import nullcontext
@@ -13,7 +12,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from poss_lightning.terminal import announced, mute_deepspeed, printable
+from poss_lightning.files import without_secrets
+from poss_lightning.terminal import announced, is_told, mute_deepspeed, one_line, printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -72,11 +72,13 @@ def _run_line() -> None:
     try:
         run(command, sys.argv[2:])
     except ArgumentError as error:
-        sys.exit(f"poss {command}: {_line(error)} (poss {command} --help tells its options)")
+        sys.exit(f"poss {command}: {without_secrets(one_line(error))} (poss {command} --help tells its options)")
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, NotImplementedError) as error:  # the last is of a target that is not supported
-        sys.exit(f"poss {command}: {_line(error)}")
+    except Exception as error:
+        if not is_told(error):
+            raise
+        sys.exit(f"poss {command}: {without_secrets(one_line(error))}")
     except KeyboardInterrupt:
         sys.exit(f"poss {command}: interrupted")
 
@@ -111,7 +113,7 @@ class Lines(logging.Handler):
     """Shows what the package tells as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(record.getMessage()), file=sys.stderr, flush=True)
+        print(without_secrets(printable(record.getMessage())), file=sys.stderr, flush=True)
 
 
 def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]:
@@ -122,14 +124,6 @@ def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]
         f"{argument}=true" if argument in switches and then.lower() not in VALUES else argument
         for argument, then in zip(arguments, following, strict=False)
     ]
-
-
-def _line(error: Exception) -> str:
-    # As jsonargparse words it that a class cannot be made, one of Lightning's loggers for example.
-    if needs := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*Requirement '([^']+)' not met", str(error)):
-        return f"{needs[1]} needs {needs[2]}, which is not installed: pip install '{needs[2]}'"
-    lines = (line.strip() for line in str(error).splitlines() if line.strip())
-    return printable("; ".join(lines).replace(":; ", ": "))
 
 
 def _help() -> str:

@@ -12,7 +12,7 @@ from poss_lightning.features.remote import local_copy
 from poss_lightning.files import check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
-from poss_lightning.ranks import device_of, share_of, this_rank
+from poss_lightning.ranks import device_of, this_rank
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -64,8 +64,7 @@ def extract(
         stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
         engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
             does not fit on one GPU. The features are the same up to rounding.
         tensor_parallel: GPUs that vLLM splits the target over.
@@ -79,7 +78,7 @@ def extract(
     check_folder(out, *OURS)
     if layers and len(set(layers)) < len(layers):
         raise ValueError(f"layers is {layers}; name each layer once")
-    rank = share_of(parallel)
+    rank = this_rank()
     _check_engine(engine, tensor_parallel, parallel)
     conversations = read_conversations(corpus, split, limit, strict)
     if engine == "vllm":

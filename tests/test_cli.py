@@ -62,7 +62,7 @@ VOCABULARY = ("vocabulary", "{inputs}/draft", "{inputs}/corpus.jsonl", "--target
 BAD = [
     # the target
     ((*EXTRACT, "out", "--target", "nowhere/at-all"), "target 'nowhere/at-all' is neither a local folder nor a hub id"),
-    ((*EXTRACT, "out", "--target", "{inputs}/draft"), "is not a whole model"),
+    ((*EXTRACT, "out", "--target", "{inputs}/draft"), "draft' cannot be loaded: "),
     ((*EXTRACT, "out", "--target", "{inputs}/no-template"), "has no chat template"),
     ((*EXTRACT, "out", "--target", "{inputs}/target", "--dtype", "int3"), "dtype is 'int3'"),
     (("synthesize", "out.jsonl", "--target", "nowhere/at-all"), "neither a local folder nor a hub id"),

@@ -66,8 +66,7 @@ def synthesize(
         seed: the same seed, target and machine give the same file.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     options = dict(locals())
     if not temperature:

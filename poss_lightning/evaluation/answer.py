@@ -52,8 +52,7 @@ def answer(
         batch_size: conversations that are answered side by side.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     corpus, read = CorpusWriter(out), read_suites(suites, limit, strict)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
@@ -92,7 +91,9 @@ def _first_prompts(target: Target, questions: list[Question], strict: bool) -> t
     asked, lengths, refused = [], [], []
     for question in questions:
         try:
-            lengths.append(len(target.chat.prompt(question.first, question.template)))
+            prompt = target.chat.prompt(question.first, question.template)
+            target.check_tokens(prompt, "its prompt")
+            lengths.append(len(prompt))
             asked.append(question)
         except ValueError as error:
             refused.append(f"question {question.id} of {question.suite}: {error}")

@@ -112,8 +112,7 @@ def benchmark(
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     suites = [suites] if isinstance(suites, str) else suites
     baselines = ["autoregressive", "generate"] if baselines is None else baselines

@@ -80,8 +80,7 @@ def generate(
         seed: of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
         compare: decode the answer once more without the draft, for the speed-up; by default if there is a draft, but
             not in a chat.
         chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the

@@ -26,7 +26,7 @@ class FeatureData(lightning.LightningDataModule):
         dtype: of online features, of the target and the features: auto (what the device multiplies fastest), bfloat16,
             float16 or float32.
         parallel: of online features: none, where the target fits one device; layers spreads it over the other GPUs of
-            this process; tensors divides it among the processes of torchrun that train.
+            this process.
         batch_tokens: tokens of a batch of one process, padding included.
         packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
             length.

@@ -205,6 +205,8 @@ def tokenize(
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         try:
             rendered = target.chat.texts(conversation.messages, conversation.template)
+            for text in rendered:
+                target.check_tokens(text.tokens, "its text")
         except ValueError as error:
             refused.append(f"conversation {conversation.id}: {error}")
             continue

@@ -13,7 +13,7 @@ from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import STATISTICS, Sample, first_of_each, most_common_tokens
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.ranks import gather_objects, local_rank, own_gpu, this_rank
+from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -26,8 +26,7 @@ class OnlineFeatures:
     """What a `FeatureStore` offers, but samples come without features; `fill` makes them.
 
     Args:
-        model: the target; it stays in the process, and follows the batches to their device, if it lies on one. Where
-            processes divide it among them, all read the batches of each in turn.
+        model: the target; it stays in the process, and follows the batches to their device, if it lies on one.
         texts: conversations, tokenized and cut.
     """
 
@@ -49,7 +48,7 @@ class OnlineFeatures:
         if parallel == "none":
             model = Target.load(target, dtype, "cpu")  # it follows the batches
         else:
-            model = Target.load(target, dtype, "auto", parallel, together=True, spared=local_rank())
+            model = Target.load(target, dtype, "auto", parallel, spared=local_rank())
         texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
         return cls(model, texts)
 
@@ -104,9 +103,9 @@ class OnlineFeatures:
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
         groups = bucket_rows(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum()))
-        made = self._forward_in_turn([[texts[i] for (i,) in group] for group in groups])
-        for group, both in zip(groups, made, strict=True):
-            for (i,), row, draft_input in zip(group, *both, strict=True):
+        for group in groups:
+            made = self._forward(pad_right([texts[i] for (i,) in group], self.model.device))
+            for (i,), row, draft_input in zip(group, *made, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
@@ -118,16 +117,6 @@ class OnlineFeatures:
     def _move_target(self, device: torch.device | str) -> None:
         if not self.model.spans_devices and self.model.device != torch.device(device):
             self.model.move(device)
-
-    def _forward_in_turn(self, groups: list[list[list[int]]]) -> list[tuple[Tensor, Tensor]]:
-        """`_forward` of each group of texts; processes that share the target take part in those of the others."""
-        everywhere, own, made = [groups], 0, []
-        if self.model.is_divided:
-            everywhere, own = gather_objects(groups), this_rank().rank
-        for rank, theirs in enumerate(everywhere):
-            outputs = [self._forward(pad_right(texts, self.model.device)) for texts in theirs]
-            made = outputs if rank == own else made
-        return made
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features, and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""

@@ -40,13 +40,15 @@ def unpack(gguf: Path, destination: Path) -> None:
     """Write the model of a GGUF file in bfloat16 as a folder of transformers, which appears only when it is whole."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from poss_lightning.target.loading import load_part
+
     source, file = gguf.parent, gguf.name
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=destination.name, dir=destination.parent))
     try:
         with without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-            model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16, **_dense())
+            tokenizer = load_part(AutoTokenizer, source, gguf_file=file)
+            model = load_part(AutoModelForCausalLM, source, gguf_file=file, dtype=torch.bfloat16, **_dense())
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
         temporary.replace(destination)

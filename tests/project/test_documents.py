@@ -72,7 +72,7 @@ def test_the_messages_in_questions_are_those_of_the_code():
     text, known = page("questions.md"), messages()
     table = re.findall(r"^\| `(.+?)` \|", text.partition("\n## ")[0], re.MULTILINE)
     headings = re.findall(r"^### `([^`]+)`$", text, re.MULTILINE)
-    assert len(table) == 20 and len(headings) > 10
+    assert len(table) > 10 and len(headings) > 10
     patterns = {shown: re.compile(".*".join(map(re.escape, shown.split("…")))) for shown in table + headings}
     assert [shown for shown, pattern in patterns.items() if not any(map(pattern.search, known))] == []
 

@@ -475,20 +475,6 @@ MUTANTS = (
         "evaluation/test_benchmark.py",
     ),
     Mutant(
-        "tensor parallelism: the other ranks keep what a round wrote where it was written",
-        "target/followers.py",
-        'self.leader.call("change", self.number, "move", source, destination)',
-        "self.leader.part.change(self.number, 'move', source, destination)",
-        "target/test_parallel.py",
-    ),
-    Mutant(
-        "tensor parallelism: ranks that train take the features of rank 0's batch",
-        "features/online.py",
-        "made = outputs if rank == own else made",
-        "made = outputs if rank == 0 else made",
-        "target/test_parallel.py",
-    ),
-    Mutant(
         "report: prompts without a round in a column make its interval narrow",
         "reports/lengths.py",
         "estimate(taus, int((sums[:, 0] > 0).sum()))",
