@@ -4,12 +4,14 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
 
                     eagle2                                eagle3
     draft input     the feature f                         outputs g of three inner layers, side by side
-    fuse            F = f                                 h = fc(scale * g), 3D -> D; each third normed with fc_norm
+    fuse            F = f                                 h = fc(scale * g), 3D -> D; each third normed with fc_norm,
+                                                          and all together with norm_before_fc
     join, z         fc(scale * [e; F]), 2D -> D           [e; h], or [e; F̂] where the draft made F̂ itself
     next position   F̂                                     F̂, or norm(F̂) with norm_output
     logits of F̂     the target's head, scaled or capped   the draft's own lm_head(norm(F̂))
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -29,6 +31,8 @@ from poss_lightning.files import atomic, fetch
 from poss_lightning.target.spec import EmbedHead, Product, project
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+# what a draft that starts from another one takes over with its weights
+INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
 
 
@@ -55,7 +59,7 @@ class Specialists(nn.Module):
 
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
-    fc_norm: nn.ModuleList  # a norm for each layer that is read, where the config says so
+    fc_norm: nn.ModuleList  # a norm for each layer that is read, or one for all, where the config says so
     norm: Norm  # this and the next only where the config says `own_head`
     lm_head: nn.Linear
 
@@ -75,14 +79,16 @@ class Specialists(nn.Module):
             "head_dim": spec.head_dim,
             "norm_eps": spec.norm_eps,
         }
-        self.layers = Layers(layer(**sizes) for _ in config.allocation)
+        switch = {"norm_before_residual": True} if config.norm_before_residual else {}
+        self.layers = Layers(layer(**sizes, **switch) for _ in config.allocation)
         self.upper_layers = nn.ModuleList(
             Layers(UpperLayer(**sizes) for _ in config.allocation) for _ in range(config.layers_per_specialist - 1)
         )
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(width, eps=spec.norm_eps) for _ in config.layers)
+        if norms := config.input_norms:
+            part = self.fc.in_features // norms
+            self.fc_norm = nn.ModuleList(Norm(part, eps=spec.norm_eps) for _ in range(norms))
         if config.own_head:
             self.norm = Norm(width, eps=spec.norm_eps)
             self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
@@ -104,7 +110,7 @@ class Specialists(nn.Module):
         """The draft's input of the target as features that `join` takes: (B, T, R) -> (B, T, D)."""
         if not self.config.reads_inner_layers:
             return draft_input
-        if self.config.fc_norm:
+        if self.config.input_norms:
             parts = draft_input.chunk(len(self.fc_norm), dim=-1)
             draft_input = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(draft_input * self.scale.to(draft_input.dtype))
@@ -130,7 +136,7 @@ class Specialists(nn.Module):
     def rope_at(self, positions: Tensor) -> Rope:
         """Rotary angles of slots at positions (B or 1, T)."""
         spec = self.config.target
-        return rope_at(positions, spec.head_dim, self.config.rope_theta or spec.rope_theta)
+        return rope_at(positions, spec.head_dim, self.config.rope_theta or spec.rope_theta, self.config.rope_scaling)
 
     def head_input(self, predicted: Tensor) -> Tensor:
         """What the head reads of predicted features: (..., D) -> (..., D)."""
@@ -156,7 +162,7 @@ class Specialists(nn.Module):
             embedded: (D,) root mean squares of embeddings.
             draft_input: (R,) root mean squares of the draft's input.
         """
-        if self.config.fc_norm:  # what it leaves behind, were all vectors of a layer equally long
+        if self.config.input_norms:  # what it leaves behind, were all vectors of a layer equally long
             parts = draft_input.unflatten(-1, (len(self.fc_norm), -1))
             draft_input = (parts / parts.square().mean(-1, keepdim=True).sqrt()).flatten()
         least = 1e-3 * draft_input.median()  # a dimension that is dead in these samples is not blown up
@@ -196,10 +202,12 @@ class Specialists(nn.Module):
             raise ValueError("the draft to start from has norm_output, and this one has not: make norm_output true")
         try:
             self.fc.load_state_dict(other.fc.state_dict())
-            if other.config.fc_norm:
+            if other.config.norm_before_fc:  # and no option of a training makes one
+                self.fc_norm = copy.deepcopy(other.fc_norm)
+            elif other.config.fc_norm:
                 self.fc_norm.load_state_dict(other.fc_norm.state_dict())
             self.scale.copy_(other.scale)
-            self.config = replace(self.config, rope_theta=other.config.rope_theta)
+            self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
             for index in range(len(self.layers)):
                 self._start_specialist(index, other)
             if self.config.own_head:

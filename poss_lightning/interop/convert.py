@@ -110,8 +110,8 @@ def parse_published(
     Raises:
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
-    fused = 3 if layout.kind == "eagle3" and published.get("fc_norm") else 0
-    check_names(tensors, layout, len(allocation), fused)
+    switches = settings.find_switches(published)
+    check_names(tensors, layout, len(allocation), 3 if switches["fc_norm"] else int(switches["norm_before_fc"]))
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
     config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids))
     check_frozen(tensors, target.embed_head, layout)
