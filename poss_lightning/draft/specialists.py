@@ -11,6 +11,7 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
     logits of F̂     the target's head, scaled or capped   the draft's own lm_head(norm(F̂))
 """
 
+import base64
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +19,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -31,6 +33,7 @@ from poss_lightning.files import atomic, fetch
 from poss_lightning.target.spec import EmbedHead, Product, project
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+TRAINED_ON = "trained_on"  # in the header of the weights
 # what a draft that starts from another one takes over with its weights
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
@@ -53,10 +56,15 @@ class Specialists(nn.Module):
         config: the sizes and the allocation.
         vocabulary: (V,) token ids the draft may propose, ascending; None for all.
 
+    Attributes:
+        trained_on: digests of the texts that it was trained on, see `features/trained.py`; empty where they
+            are not known.
+
     Raises:
         ValueError: a vocabulary that contradicts the config, or is not ascending token ids.
     """
 
+    trained_on: frozenset[int] = frozenset()
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
     fc_norm: nn.ModuleList  # a norm for each layer that is read, or one for all, where the config says so
@@ -207,6 +215,7 @@ class Specialists(nn.Module):
             elif other.config.fc_norm:
                 self.fc_norm.load_state_dict(other.fc_norm.state_dict())
             self.scale.copy_(other.scale)
+            self.trained_on = other.trained_on
             self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
             for index in range(len(self.layers)):
                 self._start_specialist(index, other)
@@ -238,8 +247,9 @@ class Specialists(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors; a file is replaced only when the new one is whole."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        header = {TRAINED_ON: encode_digests(self.trained_on)} if self.trained_on else None
         with atomic(Path(folder) / WEIGHTS) as path:
-            save_file(state, path)
+            save_file(state, path, header)
         with atomic(Path(folder) / CONFIG) as path:
             path.write_text(self.config.to_json())
 
@@ -258,15 +268,28 @@ class Specialists(nn.Module):
         config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                header = file.metadata() or {}
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is torn, or no safetensors file: {error}") from error
         try:
             draft = cls(config, state.get("vocabulary"))
+            draft.trained_on = decode_digests(header.get(TRAINED_ON, ""))
             state.setdefault("scale", draft.scale)  # drafts of before there was one
             draft.load_state_dict(state)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
         return draft
+
+
+def encode_digests(digests: frozenset[int]) -> str:
+    """Four bytes a number, in base 64."""
+    return base64.b64encode(np.array(sorted(digests), "<u4").tobytes()).decode()
+
+
+def decode_digests(text: str) -> frozenset[int]:
+    """What `encode_digests` wrote. Raises ValueError for anything else."""
+    return frozenset(np.frombuffer(base64.b64decode(text, validate=True), "<u4").tolist())
 
 
 def shipped() -> list[str]:
