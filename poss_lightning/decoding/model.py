@@ -233,7 +233,12 @@ class Model:
 # What a generation config may say; another field is refused, as what it asks for would not be done.
 _CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 _CONFIGURED += ("pad_token_id", "repetition_penalty", "num_return_sequences")
-_MEANINGLESS = ("transformers_version", "bos_token_id", "_from_model_config", "use_cache")  # here
+_DRAWING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ONES = ("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty", "guidance_scale")  # 1 asks nothing
+# How fields begin that change no token here: of caches, compilation, assistants and beams.
+_MEANINGLESS = ("transformers_version", "bos_token", "decoder_start", "_from", "use_cache", "cache_", "max_cache_len")
+_MEANINGLESS += ("compile_", "disable_compile", "low_memory", "prefill_chunk", "assistant_", "num_assistant")
+_MEANINGLESS += ("prompt_lookup", "max_matching_ngram", "length_penalty", "early_stopping", "renormalize_logits")
 
 
 def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str, Any]:
@@ -241,11 +246,16 @@ def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str,
 
     As transformers has it, the config's temperature and the like hold only where tokens are drawn, whoever says so.
     """
-    fields = {name: value for name, value in config.to_diff_dict().items() if name not in _MEANINGLESS}
-    if unknown := [name for name in fields if name not in _CONFIGURED]:
-        raise ValueError(f"generation_config sets {unknown[0]}; this reads {', '.join(_CONFIGURED)}")
+    fields = config.to_diff_dict()
     if not (fields | given).get("do_sample"):
-        fields = {name: value for name, value in fields.items() if name not in ("temperature", "top_k", "top_p")}
+        fields = {name: value for name, value in fields.items() if name not in _DRAWING}
+    for name in [name for name in fields if name not in _CONFIGURED]:
+        value = fields.pop(name)
+        if value and not (value == 1 and name in _ONES) and not name.startswith(_MEANINGLESS):
+            raise ValueError(
+                f"generation_config sets {name} to {value!r}, which is not done here: leave it out; this reads "
+                f"{', '.join(_CONFIGURED)}"
+            )
     return fields | given
 
 

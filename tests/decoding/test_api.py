@@ -190,12 +190,25 @@ BAD = [
     ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; it must be above 0"),
     ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2; it must be 1, or more with do_sample=True"),
     ({"seed": 1, "generator": torch.Generator()}, ValueError, "seed and generator are both given"),
-    ({"generation_config": GenerationConfig(num_beams=4)}, ValueError, "generation_config sets num_beams; this reads"),
     ({"max_length": 3}, ValueError, "max_length is 3 and the prompt has 3 tokens"),
     ({"streamer": TextStreamer(None)}, ValueError, "streamer is for one prompt, and input_ids has 2"),
     ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
     ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, ValueError, "row 1 has 0 between real tokens"),
     ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, ValueError, "row 0 is all 0"),
+]
+
+
+BAD += [
+    ({"generation_config": GenerationConfig(do_sample=True, **one)}, ValueError, f"sets {next(iter(one))} to .*, which")
+    for one in (
+        {"num_beams": 4},
+        {"min_p": 0.1},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 5},
+        {"stop_strings": ["x"]},
+        {"return_dict_in_generate": True},
+        {"guidance_scale": 1.5},
+    )
 ]
 
 
@@ -249,6 +262,35 @@ def test_a_generation_config_gives_what_is_not_said(model, reference):
         model.generate(**inputs, generation_config=config), reference.generate(**inputs, generation_config=config)
     )
     assert model.generate(inputs["input_ids"], config, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+NEUTRAL = {  # what configs on the hub say that asks for nothing
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "guidance_scale": 1.0,
+    "suppress_tokens": [],
+    "cache_implementation": "dynamic",
+    "output_scores": False,
+    "num_return_sequences": 1,
+}
+
+
+@pytest.mark.parametrize("name", [*NEUTRAL, "all"])
+def test_what_a_config_says_without_asking_for_anything_is_taken(model, reference, name):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    said = NEUTRAL if name == "all" else {name: NEUTRAL[name]}
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=1, pad_token_id=2, **said)
+    expected = reference.generate(**inputs, max_new_tokens=7, eos_token_id=1, pad_token_id=2)
+    assert torch.equal(model.generate(**inputs, generation_config=config), expected)
+    draws = GenerationConfig(do_sample=True, top_k=20, max_new_tokens=7, eos_token_id=1, pad_token_id=2, **said)
+    drawn = model.generate(**inputs, do_sample=True, top_k=20, max_new_tokens=7, eos_token_id=1, pad_token_id=2, seed=3)
+    assert torch.equal(model.generate(**inputs, generation_config=draws, seed=3), drawn)
 
 
 def test_whether_a_config_draws_is_asked_of_the_arguments_too(model, reference):

@@ -77,7 +77,7 @@ CASES = {
         output_format="speculators",
         steps=20,
     ),
-    "eagle3, Llama 3.1's angles": Case([6], {"kind": "eagle3", "rope_scaling": LLAMA3}, plugin=False, steps=20),
+    "eagle3, Llama 3.1's angles": Case([6], {"kind": "eagle3", "rope_scaling": LLAMA3}, plugin=False, steps=60),
     "eagle3.1, specialists": Case([2, 2, 2], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),
