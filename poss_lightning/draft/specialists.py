@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.config import DraftConfig, check_draft
 from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, UpperLayer, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
@@ -259,8 +259,10 @@ class Specialists(nn.Module):
 
         Raises:
             FileNotFoundError: none of them, or a file is missing.
-            ValueError: the config or the weights contradict it; the message names file and tensor.
+            ValueError: what is there is something else, as the message says; or the config or the weights contradict
+                it, and the message names file and tensor.
         """
+        check_draft(source)
         folder = find_draft(source)
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():

@@ -168,6 +168,46 @@ def test_a_chat_answers(model):
     assert model.chat("Hi", generation_config=GenerationConfig()) == longest
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]])
+def test_content_in_parts_is_their_text(model, system):
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
+    plain = [{"role": message["role"], "content": message["content"][0]["text"]} for message in system]
+    said = model.chat([*system, {"role": "user", "content": parts}], 12)
+    assert said == model.chat([*plain, {"role": "user", "content": "How many?"}], 12)
+
+
+USER, PICTURE = {"role": "user", "content": "Hi"}, {"type": "image_url", "image_url": {"url": "x"}}
+NO_CHATS = [
+    ([{"role": "user", "content": None}], "message 0 has the content None; it must be a text"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 has the content None"),
+    ([{"content": "Hi"}], "message 0 has the role None: give"),
+    ([USER, {"role": 3, "content": "Hi"}], "message 1 has the role 3"),
+    ([USER, "Hi"], "message 1 is 'Hi': give"),
+    ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, PICTURE]}], "message 0 has a part .*image_url"),
+    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0 has a part .*; a target reads text"),
+    ([{"role": "assistant", "content": "x"}], "message 0 is the assistant's"),
+    ([{"role": "assistant", "content": "x"}, USER], "message 0 is the assistant's"),
+    ([], "there are no messages"),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), NO_CHATS, ids=str)
+def test_what_is_no_chat_is_refused_in_a_line(model, messages, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        model.chat(messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_there_and_no_draft_is_named_before_the_target_is_loaded(target, tmp_path):
+    training = tmp_path / "version_0"
+    tiny_draft(target, [1, 1]).save_pretrained(training / "draft-best")
+    (training / "last.ckpt").touch()
+    for path, words in ((training, "is a training's folder; its draft is"), (training / "last.ckpt", "poss export")):
+        for draft in (path, str(path)):
+            with pytest.raises(ValueError, match=words):
+                load("no such target", draft=draft)
+
+
 def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):
     tiny_draft(target, [1, 1]).save_pretrained(tmp_path)
     inputs = padded("left")
