@@ -350,7 +350,6 @@ def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs,
         ("generate", "Hi", "--draft", given),
         ("benchmark", "out", "--drafts.d", given),
         ("replay", inputs / "store", "out", "--drafts.d", given),
-        ("push", given, "me/it"),
         ("convert", given, "out", "--output_format", "vllm"),
     ):
         says(poss(*command), command[0], words)

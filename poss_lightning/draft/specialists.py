@@ -17,15 +17,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.card import model_card, public_target
 from poss_lightning.draft.config import DraftConfig, check_draft
 from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, UpperLayer, rope_at
 from poss_lightning.draft.unroll import unroll
@@ -252,6 +255,34 @@ class Specialists(nn.Module):
             save_file(state, path, header)
         with atomic(Path(folder) / CONFIG) as path:
             path.write_text(self.config.to_json())
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool = False, license: str | None = None, measured: str = ""
+    ) -> str:
+        """Upload the draft to the Hugging Face hub with its model card; every command then takes its id as a draft.
+
+        Log in first, with `hf auth login`. A repository that is there already gets a new commit.
+
+        Args:
+            repo_id: where to, OWNER/NAME.
+            private: make a new repository private.
+            license, measured: of the card, see `draft.card.model_card`.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            HFValidationError, HfHubHTTPError: no such id, or the hub refuses.
+        """
+        api, uploaded = HfApi(), copy.copy(self)
+        target = replace(self.config.target, name=public_target(self.config.target.name))
+        uploaded.config = replace(self.config, target=target)
+        with TemporaryDirectory() as folder:
+            uploaded.save_pretrained(folder)
+            model_card(self, repo_id, license, measured).save(Path(folder) / "README.md")
+            url = api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload draft")
+        return str(url)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Specialists":
