@@ -23,8 +23,7 @@ TRAINER = {
 }
 VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
-    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package"),
-    "copy": ("poss_lightning.shipped", "a config of the package, as a file to edit"),
+    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
@@ -32,7 +31,6 @@ TOOLS = {
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder, in any dtype"),
     "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),
-    "push": ("poss_lightning.push", "a draft and its model card to the Hugging Face hub"),
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
@@ -102,6 +100,8 @@ def run(command: str, arguments: list[str]) -> None:
     tool = getattr(module, command)
     types = get_types(tool)
     arguments = _complete_switches(arguments, types)
+    if command == "list" and arguments and not arguments[0].startswith("-"):
+        arguments = ["--name", *arguments]  # jsonargparse has no place for what may be left out
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)

@@ -119,6 +119,9 @@ def explain(
     """
     text = str(error)
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", text):
+        if placed := [name for name in re.findall(r"--([\w.]+)", text) if name in known]:
+            places, options = " and ".join(placed), " and ".join(f"--{name}" for name in placed)
+            return ArgumentError(None, f"{places} stand in their places, without {options}: see the usage")
         near = _nearest(unknown[1], known)
         return ArgumentError(None, f"{text}; did you mean --{' or --'.join(near)}?") if near else error
     if re.search(r"unrecognized arguments: .*[\]}]$", text):

@@ -203,6 +203,8 @@ BAD = [
     ((*EXTRACT, "out", "--max_len", "5"), "unrecognized arguments: --max_len 5; did you mean --max_length?"),
     ((*BENCHMARK, "{inputs}/draft", "--dept", "4"), "unrecognized arguments: --dept 4; did you mean --depth?"),
     (("fit", "--data.stor", "{inputs}/store"), "unrecognized arguments: --data.stor"),
+    (("replay", "out", "--store", "{inputs}/store"), "store stand in their places, without --store: see the usage"),
+    (("extract", "--corpus", "x", "--out", "y"), "corpus and out stand in their places, without --corpus and --out"),
     ((*FIT, "[2]", "--optimizer", "torch.optim.SGD"), "--optimizer torch.optim.SGD; did you mean --model.optimizer?"),
     ((*EXTRACT, "out", *FLOAT, "--layers", "[2,2"), "layers is '[2,2'; it must be a list [A,B], each a whole number"),
     (("compare", "nowhere"), "nowhere: no such file"),
@@ -348,7 +350,6 @@ def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs,
         ("generate", "Hi", "--draft", given),
         ("benchmark", "out", "--drafts.d", given),
         ("replay", inputs / "store", "out", "--drafts.d", given),
-        ("push", given, "me/it"),
         ("convert", given, "out", "--output_format", "vllm"),
     ):
         says(poss(*command), command[0], words)

@@ -11,7 +11,6 @@ from tests.support.command import run_in, says, unchanged
 
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # what comes before the name of what is written, and after
-    "copy": (("draft/poss2.yaml",), ()),
     "synthesize": ((), TINY),
     "answer": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
@@ -26,7 +25,7 @@ WRITERS = {  # what comes before the name of what is written, and after
     "demo": (("--out",), TINY),
 }
 # What these write is a file, the others' a folder.
-ENDINGS = {"copy": ".yaml", "synthesize": ".jsonl", "answer": ".jsonl", "histogram": ".jsonl", "report": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "histogram": ".jsonl", "report": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
@@ -70,7 +69,6 @@ def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, f
 
 
 REFUSED = {  # what each command that writes finds out last, when it has loaded all
-    "copy": (),
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
     "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
@@ -85,7 +83,6 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }
 BROKEN = {
-    "copy": ("draft/poss9.yaml",),
     "merge": ("[{inputs}/store,{inputs}/store]",),
     "export": ("{inputs}/contradicting",),
 }

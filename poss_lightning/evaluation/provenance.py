@@ -30,6 +30,8 @@ OPTIONAL = {
     "window": None,
     "fc_norm": False,
     "norm_output": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
 }
 
 

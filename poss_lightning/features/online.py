@@ -12,6 +12,7 @@ from poss_lightning.features.schedule import bucket_rows
 from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import STATISTICS, Sample, first_of_each, most_common_tokens
 from poss_lightning.features.stream import Batch
+from poss_lightning.features.trained import text_digest
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
@@ -56,6 +57,10 @@ class OnlineFeatures:
         text = self.texts[index]
         tokens = torch.tensor(text.tokens)
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
+
+    def digest(self, index: int) -> int:
+        """As of a `FeatureStore`."""
+        return text_digest(np.array(self.texts[index].tokens), np.array(self.texts[index].spans))
 
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
         """The same, for a draft that reads these layers."""

@@ -26,6 +26,7 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check
 from poss_lightning.features.remote import local_copy
+from poss_lightning.features.trained import text_digest
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.terminal import announced
 
@@ -109,9 +110,7 @@ class FeatureStore:
 
     def __getitem__(self, index: int) -> Sample:
         index = range(len(self))[index]
-        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
-        self._check_unchanged(self._paths[batch])
-        columns, row = self._batches[batch], index - int(self._starts[batch])
+        columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
         return Sample(
             self.ids[index],
@@ -121,6 +120,16 @@ class FeatureStore:
             self._vectors(columns, row, "features", 1)[:, 0],
             self._inner(columns, row),
         )
+
+    def digest(self, index: int) -> int:
+        """Of a sample's text, see `text_digest`; no feature is read."""
+        return text_digest(_values(*self._find(index), "tokens"), self.spans[index])
+
+    def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
+        """Where a sample stands: the batch, and its row there."""
+        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
+        self._check_unchanged(self._paths[batch])
+        return self._batches[batch], index - int(self._starts[batch])
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
         """The same store with samples that carry the outputs of these layers; errors as above."""

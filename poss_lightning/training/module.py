@@ -11,10 +11,12 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.specialists import TRAINED_ON, DraftConfig, Specialists, decode_digests, encode_digests
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
+from poss_lightning.features.trained import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
@@ -196,6 +198,8 @@ class SpecialistTraining(lightning.LightningModule):
             self.trainer.strategy.shard(self.draft)
 
     def on_fit_start(self) -> None:
+        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
+            self.draft.trained_on |= {data.source.digest(index) for index in data.train}
         if self.hparams["not_finite"] == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
             raise ValueError("not_finite is skip, but DeepSpeed cannot undo the backward of a loss: make it stop")
         if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
@@ -290,6 +294,13 @@ class SpecialistTraining(lightning.LightningModule):
             self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
         return {"predictions": predictions}  # for callbacks
 
+    def on_validation_start(self) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
+            return
+        if seen := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
+            rank_zero_warn(seen)
+
     def on_validation_epoch_end(self) -> None:
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
         self.log("val/loss", self._sum_passes(means[: self.draft.config.depth]), prog_bar=True)
@@ -312,10 +323,12 @@ class SpecialistTraining(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
         checkpoint["draft"] = self.draft.config.to_json()
+        checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
         checkpoint["epoch_steps"] = epoch_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_draft(checkpoint, self.draft.config)
+        self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
         if self._trainer is not None:
             if self.trainer.state.fn == "fit":
                 adopt_rate(checkpoint, self.hparams)

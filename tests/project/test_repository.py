@@ -29,7 +29,7 @@ LEVELS = {
     5: {"training", "decoding", "interop"},
     6: {"evaluation", "serving"},
     7: {"reports", "extract", "shipped"},
-    8: {"demo", "push", "sweep"},
+    8: {"demo", "sweep"},
     9: {"cli"},
 }
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}

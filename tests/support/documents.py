@@ -120,7 +120,7 @@ def commands(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[Command
     """Commands of `poss` and `make`, alone or behind another program."""
     for number, line in expanded(lines, **names):
         for part in line.partition("$(")[0].split(" && "):
-            words = shlex.split(part, comments=True)
+            words = shlex.split(part.partition(" > ")[0], comments=True)  # what is printed may go into a file
             begin = next((place for place, word in enumerate(words) if Path(word).name in ("poss", "make")), None)
             if begin is not None:
                 program, *words = words[begin:]

@@ -335,11 +335,18 @@ MUTANTS = (
         "test_losses.py",
     ),
     Mutant(
-        "EAGLE-3: the residual goes on from what is normed",
+        "EAGLE-3: the residual goes on from what is normed, whatever the config says",
         "draft/layer.py",
-        "return z.chunk(2, dim=-1)[1]",
-        "return self.read(z).chunk(2, dim=-1)[1]",
-        "draft/test_unroll.py",
+        "return self.hidden_norm(hidden) if self.norm_before_residual else hidden",
+        "return self.hidden_norm(hidden)",
+        "interop/test_eagle3.py",
+    ),
+    Mutant(
+        "rope: Llama 3.1's mixed waves are all slowed",
+        "draft/layer.py",
+        ".clamp(0, 1)",
+        ".floor().clamp(0, 1)",
+        "interop/test_eagle3.py",
     ),
     Mutant(
         "EAGLE-3: the drafter's keys are made without their specialist's norms",

@@ -110,7 +110,6 @@ WRITERS = {
         )
     ),
     "replay": Writer(("replay", "store", "out", "--drafts.d={inputs}/draft", *TARGET[1:]), (STORE,)),
-    "copy": Writer(("copy", "draft/poss2.yaml", "out.yaml")),
     "histogram": Writer(("histogram", "{inputs}/records", "--out=out.jsonl", "--resamples=10")),
     "report": Writer(("report", "{inputs}/records", "--out=out.html", "--resamples=10")),
     "fit": Writer(FIT_LINE, (STORE,), go_on_fit),
