@@ -85,14 +85,10 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with its arguments, as the terminal gives them."""
     import jsonargparse
 
-    from poss_lightning.configs import config_files, explain, get_types, locate_configs, read_config
+    from poss_lightning.configs import config_files, explain, get_types, locate_configs, set_up_parser
 
-    jsonargparse.set_parsing_settings(
-        docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
-    )
+    set_up_parser()
     arguments = locate_configs(arguments)
-    for file in config_files(arguments):
-        read_config(file)  # a broken one is named
     with announced("loading the libraries") if sys.stderr.isatty() else nullcontext():
         module = import_module("poss_lightning.training.fit" if command in TRAINER else TOOLS[command][0])
     if command in TRAINER:

@@ -267,7 +267,7 @@ def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: s
             "check_val_every_n_epoch": None,
         },
     }
-    return str(fit_once(folder / name, ["demo.yaml", f"draft/{name}.yaml"], options))
+    return str(fit_once(folder / name, "demo.yaml", f"draft/{name}.yaml", options))
 
 
 def _exactness(folder: Path) -> str:

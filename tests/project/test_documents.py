@@ -16,9 +16,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
-from poss_lightning.files import find_config
 from poss_lightning.losses.terms import TERMS
 from poss_lightning.sweep import Sweep
+from poss_lightning.training.fit import command_line
 from tests.support import families
 from tests.support.documents import (
     DOCUMENTS,
@@ -127,9 +127,7 @@ def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
     for file in sweeps(text):
         own = Sweep.load(here / file)
         for cell in own.cells(here)[: len(own.choices)]:
-            (here / "fit.yaml").write_text(yaml.safe_dump(cell.fit))
-            configs = [find_config(name) for name in cell.configs] + ["fit.yaml"]
-            parsed(Command(0, "poss", ["fit", *(f"--config={name}" for name in configs)]))
+            parsed(Command(0, "poss", ["fit", *command_line(*cell.layers)]))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.cli import LightningCLI
 
 from poss_lightning import cli
+from poss_lightning.training.command import Training
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -137,7 +137,7 @@ def parsed(command: Command) -> dict:
     (name, *words), given = command.words, {}
     with pytest.MonkeyPatch.context() as patch:
         if name in cli.TRAINER:
-            patch.setattr(LightningCLI, "before_instantiate_classes", _stop)
+            patch.setattr(Training, "before_instantiate_classes", _stop)
             words = words if command.whole else ["--data.store", "any", "--model.allocation", "[1]", *words]
         else:
             module = import_module(cli.TOOLS[name][0])

@@ -470,8 +470,8 @@ MUTANTS = (
     Mutant(
         "sweep: a training starts from another's unfinished draft",
         "sweep.py",
-        'startswith("# after ")',
-        'startswith("never")',
+        "if (training / OPTIONS).is_file()",
+        "if False",
         "test_sweep.py",
     ),
     Mutant(
