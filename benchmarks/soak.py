@@ -65,7 +65,6 @@ class Case:
     tree_width: int
     tree: Literal["fixed", "auto"]
     share: bool
-    layers: int  # of each specialist
 
     @property
     def sampling(self) -> Sampling:
@@ -101,7 +100,6 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         tree_width=width,
         tree=random.choice(["fixed", "fixed", "auto"]),
         share=random.choice([False, True]),
-        layers=random.choice([1, 1, 2]),
     )
 
 
@@ -192,8 +190,7 @@ def resident() -> int:
 def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
     likely = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
     vocabulary = None if case.proposals is None else sorted(likely)
-    more = {"vocabulary": vocabulary, "layers_per_specialist": case.layers}
-    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, **more)
+    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, vocabulary=vocabulary)
     return Speculative(
         target,
         draft,

@@ -1,4 +1,4 @@
-"""The draft: one `fc`, and a decoder layer or more for every run of positions. Its config says which serves which.
+"""The draft: one `fc`, and a decoder layer for every run of positions. Its config says which serves which.
 
 Its two kinds differ in what a slot's z is, and in whose head turns a prediction into logits (docs/METHOD.md, 2 and 9):
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, UpperLayer, rope_at
+from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
 from poss_lightning.target.spec import EmbedHead, Product, project
@@ -76,9 +76,6 @@ class Specialists(nn.Module):
             "norm_eps": spec.norm_eps,
         }
         self.layers = Layers(layer(**sizes) for _ in config.allocation)
-        self.upper_layers = nn.ModuleList(
-            Layers(UpperLayer(**sizes) for _ in config.allocation) for _ in range(config.layers_per_specialist - 1)
-        )
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
         if config.fc_norm:
@@ -117,15 +114,6 @@ class Specialists(nn.Module):
         """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, Z)."""
         joined = torch.cat([embedded.to(features.dtype), features], dim=-1)
         return joined if self.config.reads_inner_layers else self.fc(joined * self.scale.to(joined.dtype))
-
-    def stack(self, specialist: int) -> list[Specialist]:
-        """The layers of a specialist, from 0, lowest first."""
-        return [level[specialist] for level in self.levels]
-
-    @property
-    def levels(self) -> list[Layers]:
-        """The lowest layers of all specialists, then those above them, and so on."""
-        return [self.layers, *self.upper_layers]  # pyright: ignore[reportReturnType]
 
     def rope_at(self, positions: Tensor) -> Rope:
         """Rotary angles of slots at positions (B or 1, T)."""
@@ -181,7 +169,7 @@ class Specialists(nn.Module):
         """Take over another draft: `fc`, its scale and rotary base, and of an own head the rows that both have.
 
         Every specialist becomes the one that serves its first position. The published start of PosS is a single
-        layer, copied into every specialist. A wider MLP may start from a narrower one, and more layers from fewer.
+        layer, copied into every specialist. A wider MLP may start from a narrower one.
 
         Raises:
             ValueError: the sizes or the targets differ otherwise.
@@ -200,23 +188,14 @@ class Specialists(nn.Module):
                 self.fc_norm.load_state_dict(other.fc_norm.state_dict())
             self.scale.copy_(other.scale)
             self.config = replace(self.config, rope_theta=other.config.rope_theta)
-            for index in range(len(self.layers)):
-                self._start_specialist(index, other)
+            for index, layer in enumerate(self.layers):
+                first = self.config.specialists.index(index) + 1  # its first position
+                layer.start_from(other.layers[other.config.specialist_at(first)])
             if self.config.own_head:
                 self.norm.load_state_dict(other.norm.state_dict())
                 self._start_head(other)
         except RuntimeError as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
-
-    def _start_specialist(self, index: int, other: "Specialists") -> None:
-        first = self.config.specialists.index(index) + 1  # its first position
-        ours, theirs = self.stack(index), other.stack(other.config.specialist_at(first))
-        if len(theirs) > len(ours):
-            raise ValueError(f"the draft to start from has {len(theirs)} layers a specialist, and this one {len(ours)}")
-        for layer, start in zip(ours, theirs, strict=False):
-            layer.start_from(start)
-        for layer in ours[len(theirs) :]:
-            layer.start_silent()
 
     def _start_head(self, other: "Specialists") -> None:
         total = self.config.target.vocab_size

@@ -85,16 +85,13 @@ def plain(text: str) -> str:
 
 def _describe(draft: Specialists) -> list[str]:
     config, facts = draft.config, describe(draft)
-    each = "one layer" if config.layers_per_specialist == 1 else f"{config.layers_per_specialist} layers"
-    layers = each if len(config.allocation) == 1 else f"{len(config.allocation)} specialists"
+    layers = "one layer" if len(config.allocation) == 1 else f"{len(config.allocation)} specialists"
     reads = f"outputs of its layers {list(config.layers)}" if config.layers else "its last features"
     rows = {
         "target": plain(public_name(config)),
         "fingerprint of the target": plain(config.target.fingerprint),
         "kind": f"{plain(config.kind)}, reads {reads}",
         "allocation (positions of each specialist)": str(list(config.allocation)),
-        "order": "" if config.order is None else str(list(config.order)),
-        "layers of each specialist": str(config.layers_per_specialist) if config.layers_per_specialist > 1 else "",
         "keys and values": plain(config.kv),
         "switches": ", ".join(name for name in ("fc_norm", "norm_output") if getattr(config, name)),
         "trained to depth": str(config.depth),

@@ -195,28 +195,6 @@ class Slots:
         seen = tree | (behind < 0)[:, None]
         return (seen if window is None else seen & (behind >= -window)[:, None])[:, None]
 
-    def causal_mask(self, first: int, count: int, window: int | None = None) -> Tensor:
-        """Attention mask of slots behind the verified ones, one after another.
-
-        For a length of 3, three slots and a window of 4 (x is visible):
-
-            x x x x . .
-            . x x x x .
-            . . x x x x
-
-        Args:
-            first: how far behind the length they begin.
-            count: of them.
-            window: slots that each sees, itself and those on its left; None for all.
-
-        Returns:
-            (B, 1, count, extent), True where visible.
-        """
-        behind = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
-        own = torch.arange(first, first + count, device=self.lengths.device)[:, None]  # (count, 1)
-        seen = behind[:, None] <= own
-        return (seen if window is None else seen & (behind[:, None] > own - window))[:, None]
-
 
 class _Layer(CacheLayerMixin):
     """The cache that a transformers attention layer sees: writes into the store, returns a view."""

@@ -28,8 +28,7 @@ from tests.support.tiny import tiny_draft, tiny_target
 
 TREES = [(6, 60, 10), (6, 7, 1), (1, 2, 1), (1, 5, 4), (3, 20, 5), (8, 40, 4)]  # depth, nodes, tree_width
 DRAFTS = [([6], {}), ([1] * 6, {}), ([2, 2, 2], {})]  # allocation, more of the config
-DRAFTS += [([1, 3, 2], {"layers_per_specialist": 2})]
-DRAFTS += [([2, 2, 2], {"kv": "shared", "order": (0, 1, 1, 0, 2, 2)})]
+DRAFTS += [([1, 3, 2], {}), ([2, 2, 2], {"kv": "shared"})]
 
 
 @cache

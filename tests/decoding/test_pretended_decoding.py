@@ -55,7 +55,7 @@ def pair(request, device):
 
 
 def engine_of(target: Target, kind: str = "eagle2", allocation=(1, 1), trees=(2, 5, 2), **options) -> Speculative:
-    draft = tiny_draft(target, list(allocation), kind=kind, layers_per_specialist=2 if kind == "eagle2" else 1)
+    draft = tiny_draft(target, list(allocation), kind=kind)
     return Speculative(target, draft, *trees, int8_head=False, **options)
 
 
