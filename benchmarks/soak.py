@@ -64,7 +64,6 @@ class Case:
     nodes: int
     tree_width: int
     tree: Literal["fixed", "auto"]
-    share: bool
 
     @property
     def sampling(self) -> Sampling:
@@ -99,7 +98,6 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         nodes=depth + 1 + (0 if width == 1 else random.randint(0, 60)),
         tree_width=width,
         tree=random.choice(["fixed", "fixed", "auto"]),
-        share=random.choice([False, True]),
     )
 
 
@@ -198,7 +196,6 @@ def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative
         nodes=case.nodes,
         tree_width=case.tree_width,
         tree=case.tree,
-        share=case.share,
     )
 
 

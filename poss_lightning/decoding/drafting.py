@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.int8_head import faster_product, int8_product
@@ -18,7 +19,7 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
-from poss_lightning.target.spec import EmbedHead, project
+from poss_lightning.target.spec import EmbedHead
 
 BLOCK = 128  # logits that are compared together, where the likeliest few of a large vocabulary are sought
 
@@ -61,7 +62,7 @@ class Drafter:
         self.draft, self.embed_head = draft, embed_head if config.own_head else embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width = depth, min(tree_width, len(head))
-        self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else project
+        self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else linear
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
         self.candidates = count_candidates(depth, self.tree_width)
@@ -186,7 +187,7 @@ class Drafter:
         run = slice(min(makers), max(makers) + 1)
         shape = (-1, 2, config.target.kv_heads, config.target.head_dim)
         weight = self.kv_weights[run].flatten(0, 1)
-        projected = torch.nn.functional.linear(self.draft.layers[0].shared_input(z), weight)
+        projected = linear(self.draft.layers[0].shared_input(z), weight)
         keys, values = projected.unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
         caches = slice(0, 1) if config.kv == "shared" else run  # keys, values: (caches, B, kv heads, n, d)
         self.store.write(caches, self.slots.index, apply_rope(keys, rope), values)

@@ -26,7 +26,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
-from poss_lightning.target.spec import EmbedHead, Product, project
+from poss_lightning.target.spec import EmbedHead, Product
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
@@ -128,7 +128,7 @@ class Specialists(nn.Module):
         """Rows of the head -> the target's token ids."""
         return rows if self.vocabulary is None else self.vocabulary[rows]
 
-    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = project) -> Tensor:
+    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = nn.functional.linear) -> Tensor:
         """Of predicted features (..., D), over the draft's vocabulary, as `embed_head` is: (..., V)."""
         features = self.head_input(predicted)
         return product(features, self.lm_head.weight) if self.config.own_head else embed_head.logits(features, product)

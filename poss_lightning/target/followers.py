@@ -27,7 +27,6 @@ class Place(NamedTuple):
     store: int
     index: Tensor
     extent: int
-    packed: bool
 
 
 class Part:
@@ -66,7 +65,7 @@ class Part:
 
     def _cache(self, place: Place) -> TreeCache:
         cache = TreeCache(self.stores[place.store])
-        _, cache.slots.index, cache.slots.extent, cache.slots.packed = place
+        _, cache.slots.index, cache.slots.extent = place
         return cache
 
 
@@ -95,7 +94,7 @@ class Leader:
         place = None
         if cache is not None:
             assert isinstance(cache.store, SharedStore)
-            place = Place(cache.store.number, cache.slots.index, cache.slots.extent, cache.slots.packed)
+            place = Place(cache.store.number, cache.slots.index, cache.slots.extent)
         return self.call("forward", inputs, place)
 
     def generate(self, input_ids: Tensor, **inputs: Any) -> Any:
