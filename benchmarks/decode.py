@@ -32,7 +32,6 @@ KINDS = {  # experiments/methods and size have the same, trained
     "[6] wide": {"allocation": (6,), "intermediate_size": 5632},  # of the embedded target: as many weights as [2, 2, 2]
     "[3, 3]": {"allocation": (3, 3)},
     "[2, 2, 2]": {"allocation": (2, 2, 2)},
-    "[6] three layers": {"allocation": (6,), "layers_per_specialist": 3},
     "[2, 2, 2] shared": {"allocation": (2, 2, 2), "kv": "shared"},
     "[1] * 6": {"allocation": (1,) * 6},
 }

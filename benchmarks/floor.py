@@ -58,7 +58,7 @@ def draft_bytes(engine: Speculative, depth: int) -> int:
     Of specialists of one layer.
     """
     drafter, draft, total = engine.drafter, engine.drafter.draft, 0
-    (kv_weights,) = drafter.kv_weights
+    kv_weights = drafter.kv_weights
     projected = kv_weights.nbytes // len(draft.layers)  # keys and values of one specialist
     for k in range(1, depth + 1):
         layer = draft.layers[draft.config.specialist_at(k)]

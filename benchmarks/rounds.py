@@ -184,7 +184,7 @@ def costs(
 def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
     """Keys and values that a draft keeps of a token."""
     caches = 1 if config.kv == "shared" else len(config.allocation)
-    return 2 * caches * config.layers_per_specialist * config.target.kv_heads * config.target.head_dim * dtype.itemsize
+    return 2 * caches * config.target.kv_heads * config.target.head_dim * dtype.itemsize
 
 
 def _by_part(clock: Clock, rounds: int) -> dict[str, float]:

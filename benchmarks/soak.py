@@ -64,8 +64,6 @@ class Case:
     nodes: int
     tree_width: int
     tree: Literal["fixed", "auto"]
-    share: bool
-    layers: int  # of each specialist
 
     @property
     def sampling(self) -> Sampling:
@@ -100,8 +98,6 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         nodes=depth + 1 + (0 if width == 1 else random.randint(0, 60)),
         tree_width=width,
         tree=random.choice(["fixed", "fixed", "auto"]),
-        share=random.choice([False, True]),
-        layers=random.choice([1, 1, 2]),
     )
 
 
@@ -192,8 +188,7 @@ def resident() -> int:
 def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
     likely = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
     vocabulary = None if case.proposals is None else sorted(likely)
-    more = {"vocabulary": vocabulary, "layers_per_specialist": case.layers}
-    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, **more)
+    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, vocabulary=vocabulary)
     return Speculative(
         target,
         draft,
@@ -201,7 +196,6 @@ def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative
         nodes=case.nodes,
         tree_width=case.tree_width,
         tree=case.tree,
-        share=case.share,
     )
 
 

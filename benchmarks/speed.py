@@ -11,14 +11,14 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask
+from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.vocabulary import render_answers, restrict_vocabulary
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.target.model import Target
 
-AUTO, FIXED, AUTO_SHARED, FIXED_SHARED = TREES = "auto", "fixed", "auto_shared", "fixed_shared"
+AUTO, FIXED = TREES = "auto", "fixed"
 BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "autoregressive", "prompt_lookup"
 SIZES = (4096, 8192, 16384, 32768, None)  # of vocabularies; None is all
 
@@ -51,9 +51,9 @@ def run(decoder: Decoder, prompts: list[list[int]], limit: int) -> Run:
 
 
 def _size(tree: Tree) -> tuple[int, float]:
-    kept = tree.tokens != ABSENT  # (B, N)
-    depths = ancestor_mask(tree.parents, tree.tokens.shape[1] - 1).sum(-1) - 1  # (B, N)
-    return int(depths[kept].max()), float(kept.sum()) / len(kept)
+    nodes = tree.tokens.shape[1]
+    depths = ancestor_mask(tree.parents, nodes - 1).sum(-1) - 1  # (B, N)
+    return int(depths.max()), float(nodes)
 
 
 def first_turns(target: Target, questions: list[Question]) -> list[list[int]]:
@@ -117,8 +117,6 @@ def batch(
     methods = {
         AUTO: Speculative(target, draft, tree="auto"),
         FIXED: Speculative(target, draft),
-        AUTO_SHARED: Speculative(target, draft, tree="auto", share=True),
-        FIXED_SHARED: Speculative(target, draft, share=True),
         PLAIN: Autoregressive(target),
     }
     prompts = first_turns(target, one_of_each(questions, size))

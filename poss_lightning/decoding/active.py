@@ -22,14 +22,14 @@ class ActiveRows:
         self.rows = list(self.prompts)
         self.mask.fill_(1)
 
-    def update(self, unfinished: list[int]) -> list[int] | None:
+    def update(self, unfinished: list[int], may_drop: bool) -> list[int] | None:
         """Only rows of unfinished prompts are active from now on.
 
         Returns:
-            The rows to keep where half of them or fewer are active, as finished rows cost time; else None.
+            The rows to keep where half of them or fewer are active and others may go, as these cost time; else None.
         """
         rows = [row for row, prompt in enumerate(self.prompts) if prompt in unfinished]
-        if 2 * len(rows) <= len(self.prompts):
+        if may_drop and 2 * len(rows) <= len(self.prompts):
             return rows
         if rows != self.rows:
             self.mask.copy_(torch.tensor([int(row in rows) for row in range(len(self.prompts))]))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.trees import ABSENT, Tree
+from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
@@ -161,10 +161,8 @@ class RoundStatistics:
         self.drafted += torch.tensor([1, tokens, seconds])
         end = verdict.path[active].max(dim=1).values  # the deepest node accepted: parents come before children
         on_path = ancestors[active, end]  # (B, N)
-        verified = tree.tokens[active] != ABSENT
-        verified[:, 0] = False  # the root is certain
-        self.calibration.learn(tree.scores[active][verified], on_path[verified])
-        tried = ((tree.parents[active] == end[:, None]) & verified).any(dim=1)  # something below the end
+        self.calibration.learn(tree.scores[active, 1:].flatten(), on_path[:, 1:].flatten())  # the root is certain
+        tried = (tree.parents[active, 1:] == end[:, None]).any(dim=1)  # something below the end
         ends = list(zip(accepted, tried.tolist(), strict=True))
         for k in range(steps):
             self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)

@@ -1,8 +1,7 @@
 """Drafting a tree with the specialists (EAGLE-2's dynamic tree), on caches of keys and values.
 
 A draft key depends on its slot's z alone. So when a token is verified, or a node drafted, its z is projected once for
-every specialist that will read it; only the root slot and the frontier nodes pass through a whole layer, once. Where
-specialists have several layers, verified slots pass through those of the first specialist, all but the last.
+every specialist that will read it; only the root slot and the frontier nodes pass through a whole layer, once.
 
 A slot joins a token with the feature on its left. Verified slots hold the target's features; the slots of drafted nodes
 stand behind them, level by level, and are overwritten in the next round.
@@ -12,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.int8_head import faster_product, int8_product
@@ -19,9 +19,8 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
-from poss_lightning.target.spec import EmbedHead, project
+from poss_lightning.target.spec import EmbedHead
 
-ROWS = 512  # slots of a prompt that pass at once through a layer with another above it
 BLOCK = 128  # logits that are compared together, where the likeliest few of a large vocabulary are sought
 
 
@@ -63,13 +62,12 @@ class Drafter:
         self.draft, self.embed_head = draft, embed_head if config.own_head else embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width = depth, min(tree_width, len(head))
-        self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else project
+        self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else linear
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
         self.candidates = count_candidates(depth, self.tree_width)
-        # Keys and values of all specialists in one product, level by level: (S, 2 * kv heads * d, Z), above (..., D).
-        self.kv_weights = [torch.stack([layer.kv_weight() for layer in level]) for level in draft.levels]
-        self.caches = 1 if config.kv == "shared" else len(draft.layers)  # of a level
+        # Keys and values of all specialists in one product: (S, 2 * kv heads * d, Z)
+        self.kv_weights = torch.stack([layer.kv_weight() for layer in draft.layers])
 
     def start(self, batch: int, capacity: int) -> None:
         """Begin with empty caches of `capacity` verified slots a row, in the memory of earlier ones where they fit."""
@@ -79,7 +77,7 @@ class Drafter:
             self.slots.clear()
             return self.store.clear()
         store = SlotStore(
-            layers=self.caches * len(self.kv_weights),
+            layers=1 if config.kv == "shared" else len(self.draft.layers),
             batch=batch,
             capacity=total,
             heads=config.target.kv_heads,
@@ -90,7 +88,7 @@ class Drafter:
         self.store, self.slots = store, Slots(batch, total, weight.device)  # both or, out of memory, none
         self.slots.min_extent = self.tree_slots  # one extent for all steps of a round
         self.root = torch.zeros(batch, 1, dtype=torch.long, device=weight.device)
-        self.root_z = weight.new_zeros(batch, 1, self.kv_weights[0].shape[-1])
+        self.root_z = weight.new_zeros(batch, 1, self.kv_weights.shape[-1])
 
     def append_context(self, tokens: Tensor, draft_input: Tensor, counts: Tensor) -> None:
         """Take in newly verified slots, and remember the root's; the host follows by `slots.advance_host`.
@@ -106,7 +104,6 @@ class Drafter:
         rope = self.draft.rope_at(positions)
         self.slots.open(tokens.shape[1])
         self._write_keys_values(z, rope, first_reader=1)
-        self._write_upper(z, rope)
         last = (counts - 1).clamp(min=0)[:, None]  # (B, 1)
         self.root.copy_(tokens.gather(1, last))
         self.root_z.copy_(z.gather(1, last[..., None].expand(-1, -1, z.shape[-1])))
@@ -155,11 +152,12 @@ class Drafter:
         """One pass of the frontier through the specialist of `position`: features (B, M, D), logits (B, M, V)."""
         window, z = self.draft.config.window, frontier.z  # of the window, position - 1 slots are drafted
         mask = self.slots.tree_mask(frontier.ancestors, None if window is None else window - (position - 1))
-        for level in range(len(self.kv_weights)):
-            if level and position > 1:  # the root's stand there, as a verified slot's
-                self._write_keys_values(z, frontier.rope, first_reader=position, level=level)
-            z = self._pass_layer(level, position, z, frontier.rope, mask)
-        return z, self.draft.logits(z, self.embed_head, self.product)
+        specialist = self.draft.config.specialist_at(position)
+        layer, cache = self.draft.layers[specialist], 0 if self.draft.config.kv == "shared" else specialist
+        keys, values = self.store.view(cache, self.slots.extent)
+        attended = grouped_attention(layer.queries(z, frontier.rope), keys, values, mask)
+        predicted = layer.after_attention(z, attended)
+        return predicted, self.draft.logits(predicted, self.embed_head, self.product)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
@@ -179,38 +177,19 @@ class Drafter:
         self._write_keys_values(z, rope, first_reader=k + 1)
         return Frontier(z, rope, ancestors)
 
-    def _write_upper(self, z: Tensor, rope: Rope) -> None:
-        """Keys and values of newly verified slots above the lowest level, of which z (B, n, Z) is the input."""
-        for level in range(1, len(self.kv_weights)):
-            blocks = []
-            for first in range(0, z.shape[1], ROWS):  # the mask of a long prompt with itself would be large
-                rows = slice(first, first + ROWS)
-                mask = self.slots.causal_mask(first, len(z[0, rows]), self.draft.config.window)
-                blocks.append(self._pass_layer(level - 1, 1, z[:, rows], Rope(*(x[:, :, rows] for x in rope)), mask))
-            z = torch.cat(blocks, dim=1)
-            self._write_keys_values(z, rope, first_reader=1, level=level)
+    def _write_keys_values(self, z: Tensor, rope: Rope, first_reader: int) -> None:
+        """Project z (B, n, Z) once for every specialist that serves `first_reader` or a later position.
 
-    def _pass_layer(self, level: int, position: int, z: Tensor, rope: Rope, mask: Tensor) -> Tensor:
-        """Through one layer of the specialist that serves `position`: (B, n, Z or D) -> (B, n, D)."""
-        specialist = self.draft.config.specialist_at(position)
-        layer, cache = self.draft.levels[level][specialist], 0 if self.draft.config.kv == "shared" else specialist
-        keys, values = self.store.view(level * self.caches + cache, self.slots.extent)
-        return layer.after_attention(z, grouped_attention(layer.queries(z, rope), keys, values, mask))
-
-    def _write_keys_values(self, z: Tensor, rope: Rope, first_reader: int, level: int = 0) -> None:
-        """Project z (B, n, Z or D) once for every specialist that serves `first_reader` or a later position.
-
-        A specialist between them that serves none is not left out. A shared cache takes the first reader's alone.
+        A shared cache takes the first reader's alone.
         """
         config = self.draft.config
         makers = [config.kv_specialist(k, first_reader) for k in range(first_reader, self.depth + 1)]
         run = slice(min(makers), max(makers) + 1)
         shape = (-1, 2, config.target.kv_heads, config.target.head_dim)
-        shared = self.draft.levels[level][0].shared_input(z)
-        weight = self.kv_weights[level][run].flatten(0, 1)
-        keys, values = torch.nn.functional.linear(shared, weight).unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
+        weight = self.kv_weights[run].flatten(0, 1)
+        projected = linear(self.draft.layers[0].shared_input(z), weight)
+        keys, values = projected.unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
         caches = slice(0, 1) if config.kv == "shared" else run  # keys, values: (caches, B, kv heads, n, d)
-        caches = slice(level * self.caches + caches.start, level * self.caches + caches.stop)
         self.store.write(caches, self.slots.index, apply_rope(keys, rope), values)
 
 

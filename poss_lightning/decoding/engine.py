@@ -16,17 +16,15 @@ from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound,
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.trees import Tree, ancestor_mask, logit_rows, rerank, share_nodes
+from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import GREEDY, TokenSampler
-from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced
 
-SHARE = 4  # a row may take this many times its share of a batch's nodes
 logger = logging.getLogger(__name__)
 
 
@@ -54,11 +52,7 @@ class Speculative(Decoder):
         tree: "fixed" has its full depth and size in every round; "auto" measures this machine when it first decodes,
             and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
             where the host must not wait, with one depth and size that it settles on.
-        share: spend the nodes of a batch where they are likeliest to be accepted, whichever row they are in, instead of
-            as many on every row.
         graphs: run rounds as CUDA graphs; None where the target can, unless processors need the host.
-        compile: compile the draft step and the target's forward; takes minutes at first, and does not pay everywhere. A
-            head is then not read in 8 bits: Inductor has no such product of weights that it does not own.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
 
     Raises:
@@ -73,9 +67,7 @@ class Speculative(Decoder):
         nodes: int = 60,
         tree_width: int = 10,
         tree: Literal["fixed", "auto"] = "fixed",
-        share: bool = False,
         graphs: bool | None = None,
-        compile: bool = False,
         int8_head: bool | None = None,
     ):
         if difference := draft.config.target.difference(target.spec):
@@ -83,22 +75,17 @@ class Speculative(Decoder):
         if tree not in ("fixed", "auto"):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
-        self.target, self.tree, self.share = target, tree, share
+        self.target, self.tree = target, tree
         depth = sum(draft.config.allocation) if depth is None else depth
-        self.drafter = Drafter(draft, target.embed_head, depth, tree_width, False if compile else int8_head)
+        self.drafter = Drafter(draft, target.embed_head, depth, tree_width, int8_head)
         self.fixed = Fixed(depth, nodes)
         self.nodes = min(nodes, self.drafter.candidates)
-        self.most_nodes = min(SHARE * nodes if share else nodes, self.drafter.candidates)  # of a row
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampler = TokenSampler(GREEDY, [], 0, target.device)
         self.request_id = 0  # of the texts in hand
         self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
-        self.forward_tree = partial(target.forward_tree, layers=draft.config.layers)
-        if compile:
-            self.forward_tree = torch.compile(self.forward_tree, fullgraph=True)
-            self.drafter.step = torch.compile(self.drafter.step, fullgraph=True)
 
     @property
     def costs(self) -> Costs | None:
@@ -145,7 +132,7 @@ class Speculative(Decoder):
     def _may_look(self) -> bool:
         """Whether the host may look at a value in the middle of a round: nothing waits for it, and nothing traces."""
         is_cpu = self.target.device.type == "cpu"
-        return is_cpu and not self.graphs.enabled and not torch.compiler.is_compiling()
+        return is_cpu and not self.graphs.enabled
 
     def _round(self, budget: Budget, clock: Clock) -> Round:
         """One round of all rows; those that are not active stay where they are, and their output means nothing."""
@@ -158,39 +145,29 @@ class Speculative(Decoder):
 
     def _draft_verify_commit(self, budget: Budget, part: Part) -> Round:
         with part("draft"):
-            tree, packed = self._draft(budget)
+            candidates = self.drafter.draft_tree(budget)
+            tree = rerank(candidates, budget.node_count(candidates.scores))
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, self.drafter.depth)
-            draft_input, logits = self._verify(tree, ancestors, packed)
+            draft_input, logits = self._verify(tree, ancestors)
         with part("commit"):
-            rows = logit_rows(tree, packed)
+            rows = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
             depth = budget.plan[0] if budget.plan else self.drafter.depth
             verdict = judge(tree, logits, rows, self.sampler, self.cache.slots.lengths + 1, depth, self._may_look)
-            self._commit(verdict, draft_input, rows)
+            self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
         return Round(tree, ancestors, verdict, host_copy)
 
-    def _draft(self, budget: Budget) -> tuple[Tree, Packed | None]:
-        """The trees to verify; where a batch shares its nodes, also which nodes these are."""
-        candidates = self.drafter.draft_tree(budget)
-        return self._prune(candidates, budget.node_count(candidates.scores))
+    def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """The draft's input (B, N, R) and the target's logits (B * N, V) after all nodes."""
+        layers = self.drafter.draft.config.layers
+        features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
+        return draft_input, self.target.embed_head.logits(features.flatten(0, 1))
 
-    def _prune(self, candidates: Tree, nodes: int) -> tuple[Tree, Packed | None]:
-        """The best `nodes` of every row, or as many on average."""
-        batch = len(candidates.tokens)
-        if not self.share or batch == 1:
-            return rerank(candidates, nodes), None
-        return share_nodes(rerank(candidates, min(SHARE * nodes, self.most_nodes)), nodes * batch, self.active.mask)
-
-    def _verify(self, tree: Tree, ancestors: Tensor, packed: Packed | None) -> tuple[Tensor, Tensor]:
-        """The draft's input (M, R) and the target's logits (M, V) after all nodes, row by row, or after the packed."""
-        features, draft_input = self.forward_tree(tree.tokens, ancestors, self.cache, packed)
-        return draft_input.flatten(0, 1), self.target.embed_head.logits(features.flatten(0, 1))
-
-    def _commit(self, verdict: Verdict, draft_input: Tensor, rows: Tensor) -> None:
+    def _commit(self, verdict: Verdict, draft_input: Tensor) -> None:
         """Keep the accepted path in both caches."""
         counts = (verdict.accepted + 1) * self.active.mask
-        on_path = draft_input[rows.gather(1, verdict.path)]  # (B, K+1, R)
+        on_path = draft_input.gather(1, verdict.path[..., None].expand(-1, -1, draft_input.shape[-1]))  # (B, K+1, R)
         self.cache.keep_path(verdict.path, counts)
         self.drafter.append_context(verdict.tokens, on_path, counts)
 
@@ -202,7 +179,7 @@ class Speculative(Decoder):
         prompts, _, _, sampling, generator = request
         reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
         layers = drafter.draft.config.layers
-        behind = max(self.most_nodes, drafter.tree_slots)
+        behind = max(self.nodes, drafter.tree_slots)
         cache, draft_input, last = prefill(target, prompts, reach + behind, self.cache, layers)
         sampler = self.sampler.renewed(sampling, prompts, cache.slots.capacity, generator)
         drafter.start(len(prompts), cache.slots.capacity)
@@ -219,11 +196,10 @@ class Speculative(Decoder):
         return first
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
-        """Only unfinished prompts count; once half of the batch is finished, its rows are dropped."""
-        if (kept := self.active.update(outputs.active)) is not None:
+        """Only unfinished prompts count; once half of a batch is finished its rows are dropped, where no graphs run."""
+        if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active):
                 part.select(kept)
-            self.graphs.clear()
 
     def _advance_host(self, counts: list[int]) -> None:
         """Let the host's copies of the lengths follow."""
@@ -246,10 +222,8 @@ class Speculative(Decoder):
         candidates = self.drafter.draft_tree(self.fixed)
 
         def verify(nodes: int) -> Callable[[], object]:
-            tree, packed = self._prune(candidates, nodes)
-            return repeatable(
-                nodes, lambda: self._verify(tree, ancestor_mask(tree.parents, self.drafter.depth), packed)
-            )
+            tree = rerank(candidates, nodes)
+            return repeatable(nodes, lambda: self._verify(tree, ancestor_mask(tree.parents, self.drafter.depth)))
 
         def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
             return partial(self.graphs.run_alone, ("timed", name), work)

@@ -9,9 +9,10 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from poss_lightning.machine import best_seconds
-from poss_lightning.target.spec import Product, project
+from poss_lightning.target.spec import Product
 
 LEVELS = 127  # of a feature, with a sign
 # Of a weight. CPUs without VNNI add two products in 16 bits, which 2 * 255 * 64 still fits; the instruction takes
@@ -22,7 +23,7 @@ FASTER = 1.2  # a head in 8 bits must be so many times faster to be taken
 
 
 class Int8Head:
-    """Takes the place of `project` for one head: features (..., D) -> logits (..., V) in float32.
+    """Takes the place of `linear` for one head: features (..., D) -> logits (..., V) in float32.
 
     Args:
         head: (V, D)
@@ -37,7 +38,7 @@ class Int8Head:
         self.zeros = torch.zeros(len(head), dtype=torch.int32)
 
     def __call__(self, features: Tensor, head: Tensor) -> Tensor:
-        """As `project` is called; `head` is the one that was quantized."""
+        """As `linear` is called; `head` is the one that was quantized."""
         rows, scale = quantize_rows(features.flatten(0, -2), LEVELS)
         unsigned = (rows.to(torch.int16) + LEVELS + 1).to(torch.uint8)
         logits = torch.ops.onednn.qlinear_pointwise(
@@ -73,12 +74,12 @@ def exact_levels() -> int | None:
 
 @torch.inference_mode()
 def faster_product(head: Tensor, rows: int = 10) -> Product:
-    """`project`, or the head (V, D) in 8 bits where that is read faster: both are timed, on a CPU with exact sums."""
+    """`linear`, or the head (V, D) in 8 bits where that is read faster: both are timed, on a CPU with exact sums."""
     if head.device.type != "cpu" or (levels := exact_levels()) is None:
-        return project
+        return linear
     int8, features = Int8Head(head, levels), torch.ones(rows, head.shape[1], dtype=head.dtype)
-    seconds = best_seconds({product: partial(product, features, head) for product in (project, int8)})
-    return int8 if FASTER * seconds[int8] < seconds[project] else project
+    seconds = best_seconds({product: partial(product, features, head) for product in (linear, int8)})
+    return int8 if FASTER * seconds[int8] < seconds[linear] else linear
 
 
 def int8_product(head: Tensor) -> Product:

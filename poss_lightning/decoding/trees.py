@@ -17,10 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from poss_lightning.target.cache import Packed
-
-ABSENT = -1  # the token of a node that is not verified: the target never emits it
-
 
 class Tree(NamedTuple):
     """N nodes a row, root first (its own parent), every parent before its children."""
@@ -53,33 +49,3 @@ def rerank(tree: Tree, nodes: int) -> Tree:
     places = torch.zeros_like(tree.tokens).scatter_(1, kept, numbers)
     parents = places.gather(1, tree.parents.gather(1, kept))
     return Tree(tree.tokens.gather(1, kept), parents, tree.scores.gather(1, kept))
-
-
-def share_nodes(tree: Tree, total: int, active: Tensor) -> tuple[Tree, Packed]:
-    """The `total` best nodes of a whole batch, as one budget (the idea of TETRIS, arXiv 2502.15197).
-
-    Args:
-        tree: (B, N)
-        total: at least B; every root is kept.
-        active: (B,) 0 where a row is finished, and keeps only its root.
-
-    Returns:
-        The tree with `ABSENT` for the tokens of nodes not kept, and the nodes kept.
-    """
-    scores = tree.scores.masked_fill((active == 0)[:, None], -torch.inf)
-    scores[:, 0] = 1  # before any node that the draft is sure of
-    best = scores.flatten().sort(descending=True, stable=True).indices[:total].sort().values  # (M,)
-    kept = (
-        torch.zeros_like(scores, dtype=torch.bool).flatten().scatter(0, best, torch.ones_like(best, dtype=torch.bool))
-    )
-    tokens = tree.tokens.where(kept.view_as(tree.tokens), ABSENT)
-    width = tree.tokens.shape[1]
-    return tree._replace(tokens=tokens), Packed(best // width, best % width)
-
-
-def logit_rows(tree: Tree, packed: Packed | None) -> Tensor:
-    """(B, N) the place of every node among those that were verified; 0 for one that was not."""
-    if packed is None:
-        return torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
-    places = torch.arange(len(packed.rows), device=tree.tokens.device)
-    return torch.zeros_like(tree.tokens).index_put(tuple(packed), places)

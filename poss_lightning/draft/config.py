@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.files import read_json
-from poss_lightning.ranges import POSITIONS, LayersEach, Position, Range, Size, Tokens, refuse_numbers, refuse_types
+from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_numbers, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of kind eagle3
+GONE = {"layers_per_specialist": 1, "order": None}  # fields that files may still have, with all that they may say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,7 @@ class DraftConfig:
         depth: passes it was trained for.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
-        layers_per_specialist: decoder layers, one above the other, of each specialist.
         vocabulary_size: tokens the draft may propose; None for all.
-        order: the specialist, from 0, of each position, where they do not serve runs, e.g. [0, 1, 2, 0, 1, 2]; the
-            allocation counts the same positions.
         kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
             specialist that served a slot first (SPEED): one cache instead of one a specialist.
         kind: "eagle2" or "eagle3"; see the traits below.
@@ -49,9 +47,7 @@ class DraftConfig:
     depth: Position
     detach: bool = True
     intermediate_size: Size | None = None
-    layers_per_specialist: LayersEach = 1
     vocabulary_size: int | None = None
-    order: tuple[int, ...] | None = None
     kv: str = "separate"
     kind: str = "eagle2"
     fc_norm: bool = False
@@ -66,7 +62,6 @@ class DraftConfig:
         if isinstance(self.rope_scaling, dict):  # of a file
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         object.__setattr__(self, "allocation", tuple(self.allocation))
-        object.__setattr__(self, "order", None if self.order is None else tuple(self.order))
         positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
         if not self.allocation or not positive or sum(self.allocation) > POSITIONS.most:
             raise ValueError(
@@ -92,12 +87,6 @@ class DraftConfig:
             raise ValueError(
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
                 f"{self.target.name} has {count}"
-            )
-        runs = [index for index, run in enumerate(self.allocation) for _ in range(run)]
-        if sorted(self.specialists) != runs:
-            raise ValueError(
-                f"order is {list(self.specialists)}; for the allocation {list(self.allocation)} it must be a "
-                f"rearrangement of {runs}"
             )
 
     def check_depth(self, depth: int) -> None:
@@ -142,7 +131,7 @@ class DraftConfig:
     @property
     def specialists(self) -> tuple[int, ...]:
         """The specialist, from 0, of each position that the allocation names."""
-        return self.order or tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
+        return tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
 
     def specialist_at(self, position: int) -> int:
         """Which specialist (from 0) serves draft position `position` (from 1); past the end the last one goes on."""
@@ -171,12 +160,17 @@ class DraftConfig:
         """Parse what `to_json` wrote; `where` it was is for the message.
 
         Raises:
-            ValueError: it is not JSON, or a field is missing or unknown; the message names file and field.
+            ValueError: it is not JSON, or a field is missing or unknown, or is gone and asked for something; the
+                message names file and field.
         """
         stored: Any = None
         try:
             stored = json.loads(text)
-            return cls(**{**stored, "target": TargetSpec(**stored["target"])})
+            for name, neutral in GONE.items():
+                if stored.get(name, neutral) != neutral:
+                    raise ValueError(f"{name} is {stored[name]!r}, which drafts no longer have")
+            kept = {name: value for name, value in stored.items() if name not in GONE}
+            return cls(**{**kept, "target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError) as error:  # JSON's among them
             if isinstance(stored, dict) and (other := _other_config(stored, Path(where).parent)):
                 raise ValueError(f"{where} is of {other}") from error

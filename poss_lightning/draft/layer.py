@@ -7,8 +7,7 @@ The layer is cut in two around attention, because training (unroll) and decoding
 
 In EAGLE-2 z is one vector, and there is no norm before attention. In EAGLE-3 (arXiv 2503.01840) z is [e; h], an
 embedding and a feature: attention reads both, each normed, and the residual continues from h, or from the normed h with
-`norm_before_residual`. Where a specialist has several layers, the others are the target's kind, above the first: their
-z is the output of the layer below.
+`norm_before_residual`.
 """
 
 import math
@@ -131,11 +130,6 @@ class Specialist(nn.Module):
         self.load_state_dict(theirs)
         self.norm_before_residual = other.norm_before_residual
 
-    def start_silent(self) -> None:
-        """Add nothing to the residual until it learns."""
-        for product in (self.o_proj, self.down_proj):
-            nn.init.zeros_(product.weight)
-
     # --- what the layouts differ in ---
 
     def attention_input(self, z: Tensor) -> Tensor:
@@ -182,23 +176,6 @@ class NormedSpecialist(Specialist):
 
     def _norm_weights(self) -> Tensor:
         return torch.cat([self.input_norm.weight, self.hidden_norm.weight])  # (Z,)
-
-
-class UpperLayer(Specialist):
-    """A layer above a specialist's first, as in a Llama: z is the hidden state, normed before attention."""
-
-    def __init__(self, *, width: int, norm_eps: float, **sizes: int):
-        super().__init__(width=width, norm_eps=norm_eps, **sizes)
-        self.input_norm = Norm(width, eps=norm_eps)
-
-    def attention_input(self, z: Tensor) -> Tensor:
-        return self.shared_input(z) * self.input_norm.weight.to(z.dtype)
-
-    def shared_input(self, z: Tensor) -> Tensor:
-        return nn.functional.rms_norm(z, self.norm.normalized_shape, None, self.norm.eps).to(z.dtype)
-
-    def kv_weight(self) -> Tensor:
-        return super().kv_weight() * self.input_norm.weight
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The draft: one `fc`, and a decoder layer or more for every run of positions. Its config says which serves which.
+"""The draft: one `fc`, and a decoder layer for every run of positions. Its config says which serves which.
 
 Its two kinds differ in what a slot's z is, and in whose head turns a prediction into logits (docs/METHOD.md, 2 and 9):
 
@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.card import model_card, public_target
 from poss_lightning.draft.config import DraftConfig, check_draft
-from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, UpperLayer, rope_at
+from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
-from poss_lightning.target.spec import EmbedHead, Product, project
+from poss_lightning.target.spec import EmbedHead, Product
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TRAINED_ON = "trained_on"  # in the header of the weights
@@ -92,9 +92,6 @@ class Specialists(nn.Module):
         }
         switch = {"norm_before_residual": True} if config.norm_before_residual else {}
         self.layers = Layers(layer(**sizes, **switch) for _ in config.allocation)
-        self.upper_layers = nn.ModuleList(
-            Layers(UpperLayer(**sizes) for _ in config.allocation) for _ in range(config.layers_per_specialist - 1)
-        )
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
         if norms := config.input_norms:
@@ -135,15 +132,6 @@ class Specialists(nn.Module):
         joined = torch.cat([embedded.to(features.dtype), features], dim=-1)
         return joined if self.config.reads_inner_layers else self.fc(joined * self.scale.to(joined.dtype))
 
-    def stack(self, specialist: int) -> list[Specialist]:
-        """The layers of a specialist, from 0, lowest first."""
-        return [level[specialist] for level in self.levels]
-
-    @property
-    def levels(self) -> list[Layers]:
-        """The lowest layers of all specialists, then those above them, and so on."""
-        return [self.layers, *self.upper_layers]  # pyright: ignore[reportReturnType]
-
     def rope_at(self, positions: Tensor) -> Rope:
         """Rotary angles of slots at positions (B or 1, T)."""
         spec = self.config.target
@@ -157,7 +145,7 @@ class Specialists(nn.Module):
         """Rows of the head -> the target's token ids."""
         return rows if self.vocabulary is None else self.vocabulary[rows]
 
-    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = project) -> Tensor:
+    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = nn.functional.linear) -> Tensor:
         """Of predicted features (..., D), over the draft's vocabulary, as `embed_head` is: (..., V)."""
         features = self.head_input(predicted)
         return product(features, self.lm_head.weight) if self.config.own_head else embed_head.logits(features, product)
@@ -198,7 +186,7 @@ class Specialists(nn.Module):
         """Take over another draft: `fc`, its scale and rotary base, and of an own head the rows that both have.
 
         Every specialist becomes the one that serves its first position. The published start of PosS is a single
-        layer, copied into every specialist. A wider MLP may start from a narrower one, and more layers from fewer.
+        layer, copied into every specialist. A wider MLP may start from a narrower one.
 
         Raises:
             ValueError: the sizes or the targets differ otherwise.
@@ -220,23 +208,14 @@ class Specialists(nn.Module):
             self.scale.copy_(other.scale)
             self.trained_on = other.trained_on
             self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
-            for index in range(len(self.layers)):
-                self._start_specialist(index, other)
+            for index, layer in enumerate(self.layers):
+                first = self.config.specialists.index(index) + 1  # its first position
+                layer.start_from(other.layers[other.config.specialist_at(first)])
             if self.config.own_head:
                 self.norm.load_state_dict(other.norm.state_dict())
                 self._start_head(other)
         except RuntimeError as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
-
-    def _start_specialist(self, index: int, other: "Specialists") -> None:
-        first = self.config.specialists.index(index) + 1  # its first position
-        ours, theirs = self.stack(index), other.stack(other.config.specialist_at(first))
-        if len(theirs) > len(ours):
-            raise ValueError(f"the draft to start from has {len(theirs)} layers a specialist, and this one {len(ours)}")
-        for layer, start in zip(ours, theirs, strict=False):
-            layer.start_from(start)
-        for layer in ours[len(theirs) :]:
-            layer.start_silent()
 
     def _start_head(self, other: "Specialists") -> None:
         total = self.config.target.vocab_size

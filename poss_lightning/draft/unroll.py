@@ -12,7 +12,7 @@ with digits for the set z^m that a key comes from and `.` for hidden:
            5    0 0 0 0 1 2
 
 That is one causal block (the zeros) and k-1 diagonals, which is how `attention.attend` takes them. With a window, the
-block ends on the left too. An upper layer sees the same slots: there, z^m is what pass m + 1 hands up at each of them.
+block ends on the left too.
 """
 
 from __future__ import annotations
@@ -47,25 +47,23 @@ def unroll(
     batch, count, _ = draft_input.shape
     packing = packing or Packing.one_per_row(batch, count, draft_input.device)
     rope = draft.rope_at(packing.positions)
-    # By level of the specialists' layers: z^0, z^1, ..., (B, T, Z) at the lowest and (B, T, D) above.
-    z: list[list[Tensor]] = [[draft.join(embedded, draft.fuse(draft_input))], *([] for _ in draft.upper_layers)]
-    keys_values: dict[tuple[int, int, int], KeysValues] = {}  # by level, specialist and set: each is made once
-    outputs = []
+    z = [draft.join(embedded, draft.fuse(draft_input))]  # z^0, z^1, ..., (B, T, Z) each
+    keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set: each is made once
+    outputs: list[Tensor] = []
     for k in range(1, depth + 1):
         makers = [draft.config.kv_specialist(k, m + 1) for m in range(k)]
-        for level, layer in enumerate(draft.stack(draft.config.specialist_at(k))):
-            for m, maker in enumerate(makers):
-                if (level, maker, m) not in keys_values:
-                    keys_values[level, maker, m] = draft.levels[level][maker].keys_values(z[level][m], rope)
-            context, *drafted = (keys_values[level, maker, m] for m, maker in enumerate(makers))
-            queries = layer.queries(z[level][k - 1], rope)
-            # i slots to the left is set k-1-i
-            attended = attend(queries, context, drafted[::-1], packing, draft.config.window)
-            above = outputs if level + 1 == len(z) else z[level + 1]
-            above.append(layer.after_attention(z[level][k - 1], attended))
+        for m, maker in enumerate(makers):
+            if (maker, m) not in keys_values:
+                keys_values[maker, m] = draft.layers[maker].keys_values(z[m], rope)
+        context, *drafted = (keys_values[maker, m] for m, maker in enumerate(makers))
+        layer = draft.layers[draft.config.specialist_at(k)]
+        queries = layer.queries(z[k - 1], rope)
+        # i slots to the left is set k-1-i
+        attended = attend(queries, context, drafted[::-1], packing, draft.config.window)
+        outputs.append(layer.after_attention(z[k - 1], attended))
         if k < depth:
             features = draft.next_features(outputs[-1])
             features = features.detach() if draft.config.detach else features
             shifted = torch.cat([features[:, :1], features[:, :-1]], dim=1)  # F^k_t = output of pass k at slot t-1
-            z[0].append(draft.join(embedded, shifted))
+            z.append(draft.join(embedded, shifted))
     return outputs

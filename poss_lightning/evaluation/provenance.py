@@ -26,7 +26,6 @@ def provenance(device: torch.device) -> dict:
 # Of a draft, with their defaults: named where they are others.
 OPTIONAL = {
     "intermediate_size": None,
-    "layers_per_specialist": 1,
     "window": None,
     "fc_norm": False,
     "norm_output": False,
@@ -51,10 +50,8 @@ def describe(draft: Specialists) -> dict:
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
     options = {name: getattr(config, name) for name in OPTIONAL}
-    order = {} if config.order is None else {"order": list(config.order)}
     return {
         "allocation": list(config.allocation),
-        **order,
         **{name: value for name, value in options.items() if value != OPTIONAL[name]},
         "kv": config.kv,
         "kind": config.kind,

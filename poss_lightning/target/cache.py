@@ -9,7 +9,7 @@ Every row of the batch has its own length. Slots below it are verified; the slot
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +23,6 @@ STEP, CUDA_STEP = 64, 512
 def step_of(device: torch.device) -> int:
     """By how many slots views grow there."""
     return CUDA_STEP if device.type == "cuda" else STEP
-
-
-class Packed(NamedTuple):
-    """M nodes of a batch of trees, read side by side in one row; each sees the slots of its own row only."""
-
-    rows: Tensor  # (M,)
-    nodes: Tensor  # (M,)
-
-    def gather(self, by_node: Tensor) -> Tensor:
-        """(B, n) -> (1, M)"""
-        return by_node[self.rows, self.nodes][None]
-
-    def mask(self, visible: Tensor) -> Tensor:
-        """(B, 1, n, extent) -> (1, 1, M, B * extent)"""
-        by_node = visible[self.rows, 0, self.nodes]  # (M, extent)
-        same_row = torch.arange(len(visible), device=by_node.device) == self.rows[:, None]  # (M, B)
-        return (same_row[..., None] & by_node[:, None]).flatten(1)[None, None]
 
 
 class Store(Protocol):
@@ -123,7 +106,7 @@ class Slots:
         self.capacity, self.step = capacity, step_of(device)
         self.host_lengths, self.longest = [0] * batch, 0
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
-        self.min_extent, self.extent, self.packed = 0, 0, False
+        self.min_extent, self.extent = 0, 0
         self.index = self.lengths
 
     def extent_for(self, count: int) -> int:
@@ -150,13 +133,8 @@ class Slots:
 
     def open(self, count: int, offset: int = 0) -> None:
         """Let the next writes go to the `count` slots that begin `offset` behind each row's length."""
-        self.extent, self.packed = self.extent_for(offset + count), False
+        self.extent = self.extent_for(offset + count)
         self.index = self.flat_index(torch.arange(offset, offset + count, device=self.lengths.device)[None])
-
-    def pack(self, packed: Packed) -> None:
-        """Of the slots just opened, write only those of `packed`, and view all rows as one."""
-        self.index = packed.gather(self.index.view(len(self.lengths), -1))[0]
-        self.packed = True
 
     def flat_index(self, behind: Tensor) -> Tensor:
         """Slots `behind` (B or 1, n) each row's length, as flat indices (B*n,)."""
@@ -195,28 +173,6 @@ class Slots:
         seen = tree | (behind < 0)[:, None]
         return (seen if window is None else seen & (behind >= -window)[:, None])[:, None]
 
-    def causal_mask(self, first: int, count: int, window: int | None = None) -> Tensor:
-        """Attention mask of slots behind the verified ones, one after another.
-
-        For a length of 3, three slots and a window of 4 (x is visible):
-
-            x x x x . .
-            . x x x x .
-            . . x x x x
-
-        Args:
-            first: how far behind the length they begin.
-            count: of them.
-            window: slots that each sees, itself and those on its left; None for all.
-
-        Returns:
-            (B, 1, count, extent), True where visible.
-        """
-        behind = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
-        own = torch.arange(first, first + count, device=self.lengths.device)[:, None]  # (count, 1)
-        seen = behind[:, None] <= own
-        return (seen if window is None else seen & (behind[:, None] > own - window))[:, None]
-
 
 class _Layer(CacheLayerMixin):
     """The cache that a transformers attention layer sees: writes into the store, returns a view."""
@@ -231,10 +187,7 @@ class _Layer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.store.write(self.layer, self.slots.index, key_states, value_states)
-        keys, values = self.store.view(self.layer, self.slots.extent)
-        if self.slots.packed:  # (B, H, extent, d) -> (1, H, B * extent, d)
-            keys, values = (rows.transpose(0, 1).flatten(1, 2)[None] for rows in (keys, values))
-        return keys, values
+        return self.store.view(self.layer, self.slots.extent)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.extent, 0

@@ -172,11 +172,10 @@ class PlainLoop:
                 return
             if self.request_id != request_id:
                 raise RuntimeError("this loop has begun with other prompts: it decodes one batch at a time")
-            if len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them now and then
+            if not self.graphs.enabled and len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them
                 kept = [rows.index(prompt) for prompt in active]
                 self.cache.select(kept)
                 self.sampler.select(kept)
-                self.graphs.clear()
                 self.tokens, rows = self.tokens[kept], active
             self._step(clock)
 

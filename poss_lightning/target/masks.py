@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from poss_lightning.target.cache import Packed
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -50,7 +48,7 @@ class LayerMasks:
         return cls({kind: width if kind == SLIDING else None for kind in kinds}, config._attn_implementation == "eager")
 
     def __call__(
-        self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, packed: Packed | None = None
+        self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> Tensor | dict[str, Tensor]:
         """What `attention_mask` takes: one mask, or one for each kind of layer where there are several.
 
@@ -58,14 +56,11 @@ class LayerMasks:
             visible: (B, 1, n, extent) bool, from `Slots.tree_mask`.
             positions: (B, n) of the nodes, which stand in the slots from `lengths` (B,) on.
             dtype: of the scores.
-            packed: the nodes that are read side by side, where not all are.
         """
         masks = {
             kind: visible if window is None else visible & in_window(window, positions, lengths, visible.shape[-1])
             for kind, window in self.windows.items()
         }
-        if packed is not None:
-            masks = {kind: packed.mask(mask) for kind, mask in masks.items()}
         if self.eager:
             masks = {kind: _additive(mask, dtype) for kind, mask in masks.items()}
         return masks if len(masks) > 1 else masks.popitem()[1]

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import Packed, SlotStore, TreeCache, forward_of
+from poss_lightning.target.cache import SlotStore, TreeCache, forward_of
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, fingerprint, spec_of
 from poss_lightning.target.loading import explain, load_config, load_model
@@ -169,29 +169,21 @@ class Target(nn.Module):
 
     # --- trees, behind a cache ---
 
-    def tree_features(
-        self, tokens: Tensor, ancestors: Tensor, cache: TreeCache, packed: Packed | None = None
-    ) -> Tensor:
+    def tree_features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache) -> Tensor:
         """Features of n tokens behind the cache's verified slots, taken as a tree.
 
         Args:
             tokens: (B, n)
             ancestors: (B or 1, n, n) bool, True where token i sees token j of this call; itself included.
             cache: is written to, but nothing counts as verified until `append` or `keep_path`.
-            packed: read only these M tokens of the batch, side by side.
 
         Returns:
-            (B, n, D), the features after each token; (1, M, D) where they are packed.
+            (B, n, D), the features after each token.
         """
-        return self.forward_tree(tokens, ancestors, cache, packed)[0]
+        return self.forward_tree(tokens, ancestors, cache)[0]
 
     def forward_tree(
-        self,
-        tokens: Tensor,
-        ancestors: Tensor,
-        cache: TreeCache,
-        packed: Packed | None = None,
-        layers: tuple[int, ...] = (),
+        self, tokens: Tensor, ancestors: Tensor, cache: TreeCache, layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """`tree_features`, and a draft's input: the same, or the outputs of these layers side by side, (B, n, R)."""
         slots = cache.slots
@@ -199,10 +191,7 @@ class Target(nn.Module):
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         positions = positions.clamp(max=self.spec.context - 1)
-        mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype, packed)
-        if packed is not None:
-            slots.pack(packed)
-            tokens, positions = packed.gather(tokens), packed.gather(positions)
+        mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype)
         with self._as_decoded():
             output = self._base_forward(
                 cache, input_ids=tokens, attention_mask=mask, position_ids=positions, output_hidden_states=bool(layers)

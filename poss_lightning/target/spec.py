@@ -2,16 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.machine import best_seconds
 from poss_lightning.ranges import refuse_types
 
-FEW = 32  # rows of features for which `project` may put the head on the left
-LEAST_GAIN = 0.8  # the other order of a product is taken where it needs at most this share of the time of `linear`
 Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, D) -> (..., V)
 
 
@@ -89,9 +85,9 @@ class EmbedHead(nn.Module):
         """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours.
 
         Args:
-            product: multiplies features by the head; `project` by default.
+            product: multiplies features by the head; `linear` by default.
         """
-        logits = (product or project)(features.to(self.head.dtype), self.head)
+        logits = (product or nn.functional.linear)(features.to(self.head.dtype), self.head)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -108,38 +104,3 @@ class EmbedHead(nn.Module):
         if vocabulary is None or self.vocabulary is not None:
             return self
         return EmbedHead(self.embedding, self.head, vocabulary.to(self.head.device), self.scale, self.cap)
-
-
-# --- the product with a head ---
-
-
-def project(features: Tensor, head: Tensor) -> Tensor:
-    """Features (..., D) by the rows of a head (V, D) -> (..., V): `linear`, or what is faster on this CPU for few rows.
-
-    Some CPUs repack the right operand of a product for their instructions, which in `linear` is the whole head. With
-    the head on the left it is a few features; V is then not the innermost dimension in memory. `make bench` has times.
-    """
-    few = 1 < features.numel() // features.shape[-1] <= FEW
-    if few and head.device.type == "cpu" and left_is_faster(head.dtype):
-        return head_on_the_left(features, head)
-    return nn.functional.linear(features, head)
-
-
-def head_on_the_left(features: Tensor, head: Tensor) -> Tensor:
-    """The product of `project` in the other order."""
-    return (head @ features.flatten(0, -2).t()).t().unflatten(0, features.shape[:-1])
-
-
-@torch.compiler.assume_constant_result
-def left_is_faster(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies few features by a head faster in that order; timed once for each dtype."""
-    return _left_over_linear(dtype) < LEAST_GAIN
-
-
-@cache
-@torch.inference_mode()
-def _left_over_linear(dtype: torch.dtype) -> float:
-    features, head = torch.ones(8, 512, dtype=dtype), torch.ones(32768, 512, dtype=dtype)
-    ways = (head_on_the_left, nn.functional.linear)
-    reversed_order, linear = best_seconds({way: partial(way, features, head) for way in ways}).values()
-    return reversed_order / linear

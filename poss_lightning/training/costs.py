@@ -32,7 +32,7 @@ def count_parameters(config: DraftConfig) -> int:
 
 def count_specialist_parameters(config: DraftConfig) -> int:
     """Trained numbers of one specialist."""
-    return sum(parameter.numel() for layer in empty_draft(config).stack(0) for parameter in layer.parameters())
+    return sum(parameter.numel() for parameter in empty_draft(config).layers[0].parameters())
 
 
 def count_head_parameters(config: DraftConfig) -> int:
@@ -50,14 +50,13 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
         context: keys that a query sees, on average.
     """
     width, inner, attended, shared = widths(config)
-    depth, layers, upper = config.depth, len(config.layers), config.layers_per_specialist - 1
-    read = joined_width(config) + upper * width  # what a specialist's layers project from, together
+    depth, layers, read = config.depth, len(config.layers), joined_width(config)
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     fc = 2 * layers * width * width if config.reads_inner_layers else (2 * depth + inputs) * 2 * width * width
     # queries; output and gated MLP
-    specialists = 3 * depth * (read * attended + (1 + upper) * width * (attended + 3 * inner))
+    specialists = 3 * depth * (read * attended + width * (attended + 3 * inner))
     keys_values = 3 * len(config.kv_pairs(depth)) * read * 2 * shared
-    attention = 3 * depth * (1 + upper) * 2 * attended * context  # scores and values
+    attention = 3 * depth * 2 * attended * context  # scores and values
     # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
     head = (1 + (3 if config.own_head else 2) * depth) * width * vocabulary
     return 2 * tokens * (fc + specialists + keys_values + attention) + 2 * slots * head

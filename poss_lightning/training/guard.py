@@ -78,7 +78,7 @@ def locate_gradients(draft: Specialists, batches: list[Batch]) -> str:
     bad = [name for name, value in draft.named_parameters() if value.grad is not None and not _all_finite(value.grad)]
     specialists = []
     for index in range(len(draft.layers)):
-        if any(re.match(rf"(upper_layers\.\d+|layers)\.{index}\.", name) for name in bad):
+        if any(re.match(rf"layers\.{index}\.", name) for name in bad):
             passes = [k for k in range(1, draft.config.depth + 1) if draft.config.specialist_at(k) == index]
             specialists.append(f"specialist {index + 1} (pass {_names(passes)})")
     whose = _names(specialists or bad or ["some specialist"])

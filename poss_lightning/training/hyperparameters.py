@@ -36,13 +36,11 @@ def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperpa
     config, data = training.draft.config, trainer.datamodule
     values = {
         "allocation": str(list(config.allocation)),
-        "order": "runs" if config.order is None else str(list(config.order)),
         "depth": config.depth,
         "detach": str(config.detach),
         "kv": config.kv,
         "kind": config.kind,
         "intermediate_size": config.intermediate_size or config.target.intermediate_size,
-        "layers_per_specialist": config.layers_per_specialist,
         "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
         "parameters": count_parameters(config),
         "start_from": training.hparams["start_from"] or "random weights",

@@ -24,7 +24,6 @@ from poss_lightning.ranges import (
     Amount,
     Count,
     Decay,
-    LayersEach,
     Position,
     ShareOrNone,
     Size,
@@ -55,8 +54,6 @@ class SpecialistTraining(lightning.LightningModule):
         depth: passes of the unroll in training; None for the sum of the allocation.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
-        layers_per_specialist: decoder layers, one above the other, of each specialist.
-        order: the specialist, from 0, of each position, where specialists do not serve runs of positions.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
             which learns at slots where the vocabulary holds the target's likeliest token.
@@ -104,8 +101,6 @@ class SpecialistTraining(lightning.LightningModule):
         depth: Position | None = None,
         detach: bool = True,
         intermediate_size: Size | None = None,
-        layers_per_specialist: LayersEach = 1,
-        order: list[int] | None = None,
         kv: Literal["separate", "shared"] = "separate",
         kind: Literal["eagle2", "eagle3"] = "eagle2",
         window: Tokens | None = None,
@@ -137,9 +132,7 @@ class SpecialistTraining(lightning.LightningModule):
             depth=sum(allocation) if depth is None else depth,
             detach=detach,
             intermediate_size=intermediate_size,
-            layers_per_specialist=layers_per_specialist,
             vocabulary_size=None if vocabulary is None else len(vocabulary),
-            order=None if order is None else tuple(order),
             kv=kv,
             kind=kind,
             window=window,

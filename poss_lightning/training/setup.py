@@ -54,8 +54,6 @@ class Setup:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {' or '.join(known)}")
-        if (layers := self.config.layers_per_specialist) > 1:
-            raise ValueError(f"layers_per_specialist is {layers}; memory is known for specialists of one layer alone")
         if not 0 < self.answers <= 1:
             raise ValueError(f"answers is {self.answers}; it must be a share above 0, 1 at most")
         if self.strategy == "one" and self.processes > 1:

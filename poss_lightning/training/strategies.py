@@ -147,7 +147,7 @@ class FSDP2(ModelParallelStrategy):
 
 
 def _layers(draft: Specialists) -> list[nn.Module]:
-    return [layer for level in draft.levels for layer in level]
+    return [*draft.layers]
 
 
 def _gather_at_first_calls(draft: Specialists) -> None:

@@ -42,12 +42,11 @@ def test_figures_of_rounds(target):
     found = against_naive(target, (1, 1), rounds=3, depth=2, nodes=8, tree_width=3)
     assert found["same_text"] and found["layer_rows_of_a_naive_round"] == 1 + 1 + 3  # one new token
     kinds = {"one": ([4], {}), "two": ([2, 2], {}), "tied": ([2, 2], {"kv": "shared"})}
-    kinds["upper"] = ([2, 2], {"layers_per_specialist": 2})
     drafts = {name: tiny_draft(target, allocation, **config) for name, (allocation, config) in kinds.items()}
     found = costs(target, drafts, rounds=3, depth=2, nodes=8, tree_width=3)
     assert found["one"]["round_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and found["two"]["round_ms"] > 0
     slot = 2 * drafts["one"].layers[0].k_proj.out_features
-    assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot, 16 * slot]
+    assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot]
     assert found["two"]["weights_MB"] == found["tied"]["weights_MB"] > found["one"]["weights_MB"]
     assert spread([3.0, 1.0, 2.0]) == pytest.approx({"median": 2.0, "low": 1.2, "high": 2.8})
 

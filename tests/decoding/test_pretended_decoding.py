@@ -55,7 +55,7 @@ def pair(request, device):
 
 
 def engine_of(target: Target, kind: str = "eagle2", allocation=(1, 1), trees=(2, 5, 2), **options) -> Speculative:
-    draft = tiny_draft(target, list(allocation), kind=kind, layers_per_specialist=2 if kind == "eagle2" else 1)
+    draft = tiny_draft(target, list(allocation), kind=kind)
     return Speculative(target, draft, *trees, int8_head=False, **options)
 
 
@@ -77,11 +77,11 @@ def answers(kind: str, *arguments, **options) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("kind, share", [("eagle2", False), ("eagle2", True), ("eagle3", False)])
-def test_answers_are_the_hosts(device, kind, share, graphs):
+@pytest.mark.parametrize("kind", LAYERS)
+def test_answers_are_the_hosts(device, kind, graphs):
     """One engine, one text after another; rows end at different times, and are dropped."""
     target, stops = load(DEVICE, kind), {answers(kind)[0][2]}
-    for decoder in (engine_of(target, kind, share=share), Autoregressive(target)):
+    for decoder in (engine_of(target, kind), Autoregressive(target)):
         decoder = with_graphs(decoder) if graphs else decoder
         for text in ((GREEDY, PROMPTS, 6, 3, stops), (DRAWN, PROMPTS[:1]), (DRAWN, PROMPTS[1:2])):
             assert tokens_of(decoder, *text) == answers(kind, *text)

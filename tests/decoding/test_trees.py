@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask, rerank, share_nodes
+from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from tests.support import naive
 from tests.support.trees import random_tree
 
@@ -53,22 +53,3 @@ def path_words(tree: Tree, row: int, node: int) -> tuple[int, ...]:
         words.append(int(tree.tokens[row, node]))
         node = int(tree.parents[row, node])
     return (*reversed(words), int(tree.tokens[row, 0]))
-
-
-@pytest.mark.parametrize("total", [3, 4, 11, 25])
-def test_a_shared_budget_keeps_the_best_of_all_rows_and_every_root(total):
-    rows = [random_tree(seed) for seed in range(3)]
-    parents = torch.tensor([p for _, p in rows])
-    steps = -torch.rand(parents.shape, generator=torch.Generator().manual_seed(1)).round(decimals=1)
-    steps[:, 0] = 0
-    scores = (ancestor_mask(parents, 13) * steps[:, None]).sum(-1)
-    tree = Tree(torch.tensor([t for t, _ in rows]), parents, scores)
-    kept, packed = share_nodes(tree, total, torch.tensor([1, 0, 1]))
-    found = sorted(zip(packed.rows.tolist(), packed.nodes.tolist(), strict=True))
-    assert found == [(row, node) for row in range(3) for node in range(14) if kept.tokens[row, node] != ABSENT]
-    assert len(found) == total and {(row, 0) for row in range(3)} <= set(found)
-    assert not any(row == 1 and node for row, node in found)  # it is finished
-    assert all((row, int(parents[row, node])) in found for row, node in found)  # still trees
-    others = sorted((float(scores[row, node]) for row in (0, 2) for node in range(1, 14)), reverse=True)
-    mine = sorted((float(scores[row, node]) for row, node in found if node), reverse=True)
-    assert mine == others[: total - 3]

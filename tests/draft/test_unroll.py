@@ -5,17 +5,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from poss_lightning.decoding import drafting
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.draft.layer import UpperLayer, rope_at
+from poss_lightning.draft.layer import rope_at
 from poss_lightning.draft.unroll import unroll
-from poss_lightning.target.cache import Slots
 from tests.support import naive
-from tests.support.tiny import tiny_draft, tiny_model, tiny_target
+from tests.support.tiny import tiny_draft, tiny_target
 from tests.support.unrolling import KINDS, inputs, packed, packed_padded_alone, unroll_what_is_drafted
 
 DRAWINGS = {
@@ -189,12 +187,10 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
     for k in range(1, 7):
         draft.zero_grad()
         unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
-        learnt = {i: [p.grad for layer in draft.stack(i) for p in layer.parameters()] for i in range(len(draft.layers))}
+        learnt = {i: [p.grad for p in layer.parameters()] for i, layer in enumerate(draft.layers)}
         touched = {i for i, gradients in learnt.items() if any(gradient is not None for gradient in gradients)}
         makers = {draft.config.kv_specialist(k, m + 1) for m in range(k)}
-        if config.get("layers_per_specialist"):  # an upper layer's keys come from whoever read the slot first
-            makers |= {draft.config.specialist_at(m + 1) for m in range(k)}
-        elif config.get("kv") != "shared":
+        if config.get("kv") != "shared":
             assert makers == {draft.config.specialist_at(k)}
         assert touched == {draft.config.specialist_at(k)} | makers
 
@@ -214,58 +210,6 @@ def test_every_parameter_gets_a_gradient(target, kind):
     passes = unroll(draft, embedded, features, 6)
     sum(draft.logits(output, target.embed_head).square().sum() for output in passes).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
-
-
-def test_an_upper_layer_is_a_llama_s(target):
-    model, spec = tiny_model(), target.spec
-    published = model.model.layers[0]
-    ours = UpperLayer(
-        width=spec.hidden_size,
-        intermediate=spec.intermediate_size,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        norm_eps=spec.norm_eps,
-    )
-    names = {"input_layernorm": "input_norm", "post_attention_layernorm": "norm"}
-    for name, parameter in published.named_parameters():
-        theirs = name.split(".")[-2]
-        ours.get_submodule(names.get(theirs, theirs)).weight.data.uniform_(-0.5, 1.0)
-        parameter.data.copy_(ours.get_submodule(names.get(theirs, theirs)).weight)
-    z = torch.randn(1, 9, spec.hidden_size)
-    packing = Packing.one_per_row(1, 9, z.device)
-    rope = rope_at(packing.positions, spec.head_dim, spec.rope_theta)
-    mine = ours.after_attention(z, attend(ours.queries(z, rope), ours.keys_values(z, rope), [], packing))
-    angles = model.model.rotary_emb(z, packing.positions)
-    hidden = torch.full((9, 9), -torch.inf).triu(1)[None, None]
-    torch.testing.assert_close(
-        mine, published(z, attention_mask=hidden, position_embeddings=angles), rtol=1e-4, atol=1e-4
-    )
-
-
-def test_verified_slots_see_the_drawing():
-    slots = Slots(1, 6, torch.device("cpu"))
-    slots.advance_device(3)
-    slots.advance_host([3])
-    slots.open(3)
-    drawings = {4: "x x x x . .\n. x x x x .\n. . x x x x", None: "x x x x . .\nx x x x x .\nx x x x x x"}
-    for window, drawing in drawings.items():
-        mask = slots.causal_mask(0, 3, window)[0, 0]
-        assert "\n".join(" ".join("x" if seen else "." for seen in row) for row in mask) == drawing
-
-
-def test_a_prompt_in_blocks_is_the_prompt_at_once(target, monkeypatch):
-    draft = tiny_draft(target, [2, 2], layers_per_specialist=3, window=7)
-    tokens, _, features = inputs(target, 12, batch=2, draft=draft)
-    stores = []
-    for rows in (5, 64):
-        monkeypatch.setattr(drafting, "ROWS", rows)
-        drafter = Drafter(draft, target.embed_head, 4)
-        drafter.start(2, 64)
-        drafter.append_context(tokens, features, torch.tensor([12, 9]))
-        stores.append(drafter.store)
-    torch.testing.assert_close(stores[0].keys, stores[1].keys)
-    torch.testing.assert_close(stores[0].values, stores[1].values)
 
 
 def test_the_eagle_3_layer_is_the_published_one(target):

@@ -18,7 +18,7 @@ from tests.support.tiny import tiny_target
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 50
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
-DRAFTS += [((1, 3, 2), {"layers_per_specialist": 2}), ((3, 3), {"kind": "eagle3", "kv": "shared"})]
+DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"})]
 TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width; every draft meets two of them
 
 

@@ -171,7 +171,6 @@ def test_speeds_specialists_draft_as_its_trainer_has_it_and_come_back(
         ([3, 3, 2], {}, None),
         ([3, 5], {}, None),
         ([2, 2, 2], {}, "all but the last serve [3] or [3, 3] or [1, 3] positions"),
-        ([1, 3], {"order": (1, 0, 1, 1)}, "with order (1, 0, 1, 1)"),
         ([3, 3, 2], {"kv": "separate"}, "have keys and values of their own (kv: separate)"),
         ([8], {}, "--output_format eagle3 takes one"),
     ],

@@ -367,7 +367,6 @@ def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeyp
     [
         ([2, 2, 9], {}, None),  # past the end the last one goes on anyway
         ([1, 3, 2], {}, "as many positions as the first"),
-        ([2, 2], {"order": (0, 1, 0, 1)}, "with order (0, 1, 0, 1)"),
         ([2, 2], {"kv": "shared"}, "share keys and values"),
         ([6], {"kv": "shared"}, None),
         ([6], {"logit_scale": 0.5}, "scales or caps logits"),
@@ -376,7 +375,7 @@ def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeyp
     ],
 )
 def test_what_poss_files_cannot_say_is_refused(target, allocation, changes, words):
-    own = {key: changes[key] for key in changes.keys() & {"order", "kv"}}
+    own = {key: changes[key] for key in changes.keys() & {"kv"}}
     spec = replace(target.spec, **{key: changes[key] for key in changes.keys() - own.keys()})
     config = replace(tiny_draft(target, allocation, **own).config, target=spec)
     if words is None:

@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 SOME = torch.arange(0, VOCABULARY, 3)
 DRAFTS = [
     ([1, 3, 2], {}, False),
-    ([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}, False),
     ([2, 2], {"kv": "shared", "rope_theta": 50.0}, True),
     ([6], {}, True),
     ([2, 2, 2], {"kind": "eagle3"}, False),
@@ -106,7 +105,6 @@ def test_what_even_the_plugin_cannot_express_is_refused(target):
     ("option", "words"),
     [
         ({"window": 8}, "it has window, which this layout's code does not know"),
-        ({"layers_per_specialist": 2}, "each specialist has 2 layers, which no published layout has"),
     ],
     ids=str,
 )

@@ -55,7 +55,6 @@ CASES = {
     "past the end": Case([1, 2], depth=5),
     "not to the end": Case([2, 2, 2], depth=3),
     "one token": Case([2, 2], depth=1),
-    "order": Case([2, 2, 2], {"order": (0, 1, 2, 0, 1, 2)}),
     "shared": Case([2, 2, 2], {"kv": "shared"}),
     "vocabulary": Case([2, 2, 2], smaller=True),
     "single layer with a vocabulary": Case([6], smaller=True),

@@ -203,8 +203,8 @@ MUTANTS = (
     Mutant(
         "drafting: the first specialist runs at every position",
         "decoding/drafting.py",
-        "z = self._pass_layer(level, position, z",
-        "z = self._pass_layer(level, 1, z",
+        "specialist = self.draft.config.specialist_at(position)",
+        "specialist = 0",
         "draft/test_unroll.py decoding/test_engine.py",
     ),
     Mutant(
@@ -212,34 +212,6 @@ MUTANTS = (
         "draft/attention.py",
         "slots[: max(far, 0)] <= own - self.window",
         "slots[: max(far, 0)] < own - self.window",
-        "draft/test_unroll.py",
-    ),
-    Mutant(
-        "drafting: an upper layer of verified slots sees all of them",
-        "target/cache.py",
-        "seen = behind[:, None] <= own",
-        "seen = behind[:, None] <= first + count",
-        "draft/test_unroll.py",
-    ),
-    Mutant(
-        "drafting: an upper layer of verified slots sees one less than the window",
-        "target/cache.py",
-        "behind[:, None] > own - window",
-        "behind[:, None] > own - window + 1",
-        "draft/test_unroll.py",
-    ),
-    Mutant(
-        "an upper layer is not normed",
-        "draft/layer.py",
-        "return nn.functional.rms_norm(z, self.norm.normalized_shape, None, self.norm.eps).to(z.dtype)",
-        "return z",
-        "draft/test_unroll.py",
-    ),
-    Mutant(
-        "drafting: keys of an upper layer are those of the layer below",
-        "decoding/drafting.py",
-        "self._pass_layer(level - 1, 1, z[:, rows]",
-        "self._pass_layer(0, 1, z[:, rows]",
         "draft/test_unroll.py",
     ),
     Mutant(

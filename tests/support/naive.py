@@ -48,31 +48,21 @@ class SlotBySlot:
 
     def output(self, k: int) -> Tensor:
         """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
-        return self.pass_layer(len(self.draft.levels) - 1, len(self.slots) - 1, k)
-
-    def pass_layer(self, level: int, slot: int, k: int) -> Tensor:
-        """What a layer of the specialist that serves k makes of a slot, which sees those before it: (D,)."""
-        layer = self.layer(level, k)
-        pairs = [self.keys_values(level, s, k) for s in range(slot + 1)][-(self.draft.config.window or 0) :]
-        z, position, _ = self.read(level, slot)
+        layer = self.layer(k)
+        pairs = [self.keys_values(*slot, k) for slot in self.slots][-(self.draft.config.window or 0) :]
+        z, position, _ = self.slots[-1]
         query = layer.queries(z[None, None], self.draft.rope_at(torch.tensor([[position]])))[0, :, 0]
         attended = attention(query, [key for key, _ in pairs], [value for _, value in pairs])
         return layer.after_attention(z[None, None], attended[None, :, None])[0, 0]
 
-    def keys_values(self, level: int, slot: int, k: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot that k reads in a level: (kv heads, d) twice."""
-        z, position, first = self.read(level, slot)
-        maker = self.layer(level, first if self.draft.config.kv == "shared" else k)
+    def keys_values(self, z: Tensor, position: int, first: int, k: int) -> tuple[Tensor, Tensor]:
+        """Those of a slot that k reads: (kv heads, d) twice."""
+        maker = self.layer(first if self.draft.config.kv == "shared" else k)
         key, value = maker.keys_values(z[None, None], self.draft.rope_at(torch.tensor([[position]])))
         return key[0, :, 0], value[0, :, 0]
 
-    def read(self, level: int, slot: int) -> tuple[Tensor, int, int]:
-        """What a level reads of a slot: above the lowest, what its first reader's layer below makes of it."""
-        z, position, first = self.slots[slot]
-        return self.pass_layer(level - 1, slot, first) if level else z, position, first
-
-    def layer(self, level: int, k: int):
-        return self.draft.levels[level][self.draft.config.specialist_at(k)]
+    def layer(self, k: int):
+        return self.draft.layers[self.draft.config.specialist_at(k)]
 
 
 def rms_norm(x: Tensor, norm) -> Tensor:

@@ -18,10 +18,9 @@ from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.features.extract import write_store
 from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import Packed
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal_ancestors
-from poss_lightning.target.spec import FEW, TargetSpec, head_on_the_left, project
+from poss_lightning.target.spec import TargetSpec
 from tests.support import naive
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
@@ -107,26 +106,6 @@ def test_keep_a_path_and_go_on_equals_a_fresh_forward(target):
         torch.testing.assert_close(after[row], fresh(target, texts[row] + more)[-2:], rtol=1e-4, atol=1e-5)
 
 
-def test_nodes_packed_side_by_side_are_those_of_the_batch(target):
-    """Three trees behind texts of different lengths; some nodes left out, their descendants too."""
-    prompts = [[5, 6, 7, 8, 9], [10, 11], [12]]
-    rows = [random_tree(seed, nodes=9, vocabulary=300) for seed in range(3)]
-    tokens, above = torch.tensor([t for t, _ in rows]), ancestor_mask(torch.tensor([p for _, p in rows]), 9)
-    absent = above[:, :, 3] | above[:, :, 6]  # nodes below 3 and 6
-    absent[2, 1:] = True
-    kept = Packed(*(~absent).nonzero().T)
-    readings = []
-    for packed in (None, kept):
-        cache, _, _ = prefill(target, prompts, 20)
-        features, inner = target.forward_tree(tokens, above, cache, packed, layers=(1,))
-        cache.keep_path(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))
-        cache.slots.advance_host([2, 2, 1])
-        after = target.tree_features(torch.tensor([[20]] * 3), causal_ancestors(1, target.device), cache)
-        readings.append((*((features, inner) if packed else map(kept.gather, (features, inner))), after))
-    for plain, side_by_side in zip(*readings, strict=True):
-        torch.testing.assert_close(side_by_side, plain, rtol=1e-4, atol=1e-5)
-
-
 def test_a_full_cache_says_so(target):
     cache = target.new_cache(1, 4)
     with pytest.raises(ValueError, match="4 slots a row, 5 are needed"):
@@ -205,17 +184,6 @@ def test_a_restricted_head_speaks_of_its_own_rows(target):
     vocabulary = torch.tensor([3, 50, 7 * 40])
     ends, feature = target.embed_head.restrict(vocabulary), torch.randn(2, 32)
     torch.testing.assert_close(ends.logits(feature), target.embed_head.logits(feature)[:, vocabulary])
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (1, FEW), (3, FEW)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_head_on_the_left_gives_the_logits_of_linear(shape, dtype):
-    features, head = (torch.randn(*size, 64).to(dtype) for size in (shape, (1000,)))
-    logits = head_on_the_left(features, head)
-    torch.testing.assert_close(logits, torch.nn.functional.linear(features, head), rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(logits, project(features, head), rtol=1e-2, atol=1e-2)
-    alone = torch.stack([head_on_the_left(one[None], head) for one in features.flatten(0, -2)]).view_as(logits)
-    torch.testing.assert_close(logits, alone, rtol=1e-2, atol=1e-2)
 
 
 def test_loading_from_a_folder(tiny_folder, target):
