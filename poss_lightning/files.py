@@ -6,12 +6,13 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -259,3 +260,35 @@ def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> P
         raise FileNotFoundError(
             f"{what} {source!r} is neither a local folder nor a hub id that can be reached ({reason}){otherwise}"
         ) from error
+
+
+# --- how files of others, and addresses, are written down ---
+
+URL = re.compile(r"([a-zA-Z][\w+.-]*://)([^\s'\"<>]*)")
+
+
+def without_secrets(text: str) -> str:
+    """The text with no user, password or query in its addresses: `s3://KEY:SECRET@bucket/a` becomes `s3://bucket/a`."""
+
+    def strip(match: re.Match[str]) -> str:
+        protocol, rest = match.groups()
+        host = rest.partition("/")[0]
+        if protocol != "hf://" and ("@" in host or re.search(r":(?!\d*$)", host)):  # a secret may itself have a slash
+            rest = rest.rpartition("@")[2]
+        return protocol + re.split("[?#]", rest, maxsplit=1)[0]
+
+    return URL.sub(strip, text)
+
+
+def public_name(address: str | Path) -> str:
+    """An address or path as strangers may read it: without secrets, and of a path outside this folder its last name."""
+    text = without_secrets(str(address))
+    if "://" in text and not text.startswith(("file://", "local://")):
+        return text
+    text = text.partition("://")[2] or text
+    if re.match(r"[a-zA-Z]:|.*\\", text):
+        return PureWindowsPath(text).name or "folder"
+    inside = os.path.relpath(text) if os.path.isabs(text) else os.path.normpath(text)
+    if inside.startswith(("..", "~")):
+        return Path(inside).name if Path(inside).name.strip(".~") else "folder"
+    return inside

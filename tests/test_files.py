@@ -10,7 +10,17 @@ import huggingface_hub
 import pytest
 
 from poss_lightning import files
-from poss_lightning.files import Hashed, atomic, atomic_folder, fetch, read_json, sha256, temporary_path
+from poss_lightning.files import (
+    Hashed,
+    atomic,
+    atomic_folder,
+    fetch,
+    public_name,
+    read_json,
+    sha256,
+    temporary_path,
+    without_secrets,
+)
 
 
 def names(folder) -> list[str]:
@@ -149,3 +159,34 @@ def test_a_json_object_is_read_with_a_mark_of_its_encoding_too(tmp_path):
     for mark in (b"", b"\xef\xbb\xbf"):
         (tmp_path / "a.json").write_bytes(mark + '{"größe": 1}'.encode())
         assert read_json(tmp_path / "a.json") == {"größe": 1}
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("s3://KEY:SECRET@bucket/a/store", "s3://bucket/a/store"),
+        ("s3://KEY:SEC/RE@T@bucket/store", "s3://bucket/store"),
+        ("sftp://me@host:22/store", "sftp://host:22/store"),
+        ("https://host:8080/a?sig=SECRET#x", "https://host:8080/a"),
+        ("simplecache::ftp://me:SECRET@host/a", "simplecache::ftp://host/a"),
+        ("hf://datasets/owner/name@main/store", "hf://datasets/owner/name@main/store"),
+        ("file:///home/SECRET/store", "store"),
+        ("/home/SECRET/store/", "store"),
+        ("~/SECRET/store", "store"),
+        ("../SECRET/store", "store"),
+        (r"C:\Users\SECRET\store", "store"),
+        (r"\\SECRET\share\store", "store"),
+        ("..", "folder"),
+        ("~", "folder"),
+        ("runs/./store", "runs/store"),
+        (Path.cwd() / "runs" / "store", "runs/store"),
+        ("owner/name", "owner/name"),
+    ],
+)
+def test_what_is_written_down_of_an_address_has_no_secret_and_no_home(address, public):
+    assert public_name(address) == public
+
+
+def test_an_error_s_text_keeps_no_secret():
+    text = "'s3://KEY:SECRET@b/x' cannot be reached: https://me:SECRET@h/y?token=SECRET; see https://h/docs"
+    assert without_secrets(text) == "'s3://b/x' cannot be reached: https://h/y see https://h/docs"
