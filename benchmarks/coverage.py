@@ -11,8 +11,17 @@ import numpy as np
 from scipy import stats
 from scipy.special import expit
 
-from poss_lightning.reports.seeds import crossed_error, leave_one_out, pseudo_values
-from poss_lightning.reports.statistics import Floats, Sums, pos_acc, tau_macro, tau_micro, tokens_per_second
+from poss_lightning.reports.statistics import (
+    Floats,
+    Sums,
+    crossed_error,
+    leave_one_out,
+    pos_acc,
+    pseudo_values,
+    tau_macro,
+    tau_micro,
+    tokens_per_second,
+)
 
 LOGITS = np.array([[2.2, 1.4, 1.1, 1.0], [2.2, 1.5, 1.3, 1.2]])  # pos-acc of two methods, by position
 EASE, OWN = 0.6, 0.2  # deviations between prompts, of both methods and of one alone
@@ -120,7 +129,9 @@ def main() -> None:
     for reached in (3, 5, 20):
         shares = over_prompts(60, reached)["τ micro"]
         print(f"{reached:5} of 60    {'τ micro':18} " + "  ".join(f"{share:.3f}" for share in shares))
-    print("\n5 trainings, by deviations of seeds, prompts, both: crossed, bootstrap of both, t over seeds, prompts alone")
+    print(
+        "\n5 trainings, by deviations of seeds, prompts, both: crossed, bootstrap of both, t over seeds, prompts alone"
+    )
     for prompts in (5, 12, 60):
         for spread in SPREADS:
             shares = over_seeds(spread, prompts)

@@ -16,7 +16,7 @@ from poss_lightning.evaluation.provenance import describe
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.push import write_folder
 from poss_lightning.reports.card import plain
-from poss_lightning.reports.summary import summarise
+from poss_lightning.reports.summary import by_method, summarise
 from tests.support.command import run_in
 from tests.support.tiny import tiny_draft
 
@@ -58,9 +58,11 @@ def test_what_is_uploaded_loads_and_its_card_says_what_was_measured(hub, inputs,
     card = ModelCard.load(uploaded / "README.md")
     assert (card.data.license, card.data.library_name, card.data.base_model) == ("mit", "poss_lightning", None)
     assert card.data.tags == ["speculative-decoding", "draft-model", draft.config.kind]
-    own = next(row for row in summarise(read_records(inputs / "records")) if row.method == "d")
-    tau = f"{own.tau_micro.text()} ({own.tau_micro.interval()})" if own.tau_micro.interval() else own.tau_micro.text()
-    assert f"| all | d | {own.prompts} | {tau} |" in card.text and "× plain decoding" in card.text
+    own = next(row for row in summarise(by_method(read_records(inputs / "records"))) if row.method == "d")
+    assert (
+        f"| all | d | {own.prompts} | {own.values['tau_micro'].with_interval()} |" in card.text
+        and "× plain decoding" in card.text
+    )
     assert "2 specialists for 2 positions" in card.text and "| [1, 1] |" in card.text
     assert f"--draft {REPO}" in card.text and "<table>" in rendered(uploaded)
 

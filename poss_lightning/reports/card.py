@@ -24,7 +24,7 @@ from poss_lightning.evaluation.records import (
     read_sources,
 )
 from poss_lightning.reports.findings import AUTO
-from poss_lightning.reports.summary import MethodSummary, summarise
+from poss_lightning.reports.summary import MethodSummary, by_method, summarise
 
 MARKS = re.compile(r"([\\`*_\[\]<>&|~$@]|:(?=//)|(?<=www)\.)")  # what means something within a line of Markdown
 NESTED = re.compile(r"[\w.-]+(/[\w.-]+){2,}/?")  # a folder in a folder: an id of the hub is OWNER/NAME
@@ -137,13 +137,13 @@ def _figures(draft: Specialists, records: Iterable[str | Path] | str) -> list[st
     own = _find_own(draft, runs)
     answers = [record for source in sources for record in source.records]
     timed = has_seconds(answers)
-    summaries = summarise(answers, baseline=PLAIN if timed else None, depths=find_depths(runs))
+    summaries = summarise(by_method(answers), baseline=PLAIN if timed else None, depths=find_depths(runs))
     heads = ["questions", "method", "prompts", "τ over rounds", "τ by prompt", *(["× plain decoding"] if timed else [])]
     rows = [(plain(row.suite), plain(row.method), *_cells(row, timed)) for row in summaries if row.method in own]
     return [
         "## Measured",
         "τ is tokens a round, bonus counted. In brackets stand 95 % intervals for other prompts."
-        + (AUTO if has_auto_trees(runs) else ""),
+        + (f" {AUTO}" if has_auto_trees(runs) else ""),
         _table(heads, rows),
         *(
             f"Settings of {plain(name)}: {_settings(run, facts)}."
@@ -178,7 +178,7 @@ def _methods(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _cells(row: MethodSummary, timed: bool) -> list[str]:
-    values = [row.tau_micro, row.tau_macro, *([row.speed_up[PLAIN]] if timed else [])]
+    values = [row.values[name] for name in ("tau_micro", "tau_macro", *(["speed_up"] if timed else []))]
     return [str(row.prompts), *(value.with_interval() for value in values)]
 
 
