@@ -34,7 +34,7 @@ from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
-from poss_lightning.evaluation.cells import CELLS, FOLDERS, NOTE, PackedCell, pack, packed_cells
+from poss_lightning.evaluation.cells import FOLDERS, NOTE, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records, read_records, read_runs
 from poss_lightning.evaluation.suites import load_suites, local_files
@@ -42,7 +42,7 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, read_json, sha256
 from poss_lightning.machine import choose_device, choose_precision
-from poss_lightning.reports.compare import print_tables
+from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.command import BASE
@@ -436,22 +436,9 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
 
 
 def _sum_up(done: list[Cell], reference: str | None) -> None:
-    for name, digests in _inputs(done).items():
-        if len(digests) > 1:
-            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see inputs in {CELLS})")
     if reference not in {cell.choice for cell in done}:
         reference = None
-    findings = find([cell.folder for cell in done], reference=reference)
-    print_tables(findings.tables, note=findings.note)
-
-
-def _inputs(done: list[Cell]) -> dict[str, set[str]]:
-    """The digests of every input, over all that were made of it."""
-    by_input: dict[str, set[str]] = {}
-    for cell in done:
-        for name, digest in cell.packed.facts["inputs"].items() if cell.packed else ():
-            by_input.setdefault(name, set()).add(digest)
-    return by_input
+    print_findings(find([cell.folder for cell in done], reference=reference), all=True)
 
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:

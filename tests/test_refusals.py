@@ -20,17 +20,18 @@ WRITERS = {  # what comes before the name of what is written, and after
     "vocabulary": (("{inputs}/draft", "{inputs}/corpus.jsonl"), ("--size", "40", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
-    "histogram": (("{inputs}/suite.jsonl", "--out"), ()),
-    "report": (("{inputs}/suite.jsonl", "--out"), ()),
+    "compare": (("{inputs}/suite.jsonl", "--html"), ()),
     "demo": (("--out",), TINY),
 }
 # What these write is a file, the others' a folder.
-ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "histogram": ".jsonl", "report": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "compare": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
     tools = {name: getattr(import_module(module), name) for name, (module, _) in cli.TOOLS.items()}
-    assert {name for name, tool in tools.items() if "out" in inspect.signature(tool).parameters} == set(WRITERS)
+    assert {name for name, tool in tools.items() if {"out", "html"} & {*inspect.signature(tool).parameters}} == set(
+        WRITERS
+    )
 
 
 @pytest.fixture
@@ -78,8 +79,7 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "vocabulary": ("--size", "321", "--target", "{inputs}/target"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
-    "histogram": (),
-    "report": (),
+    "compare": (),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }
 BROKEN = {

@@ -22,7 +22,7 @@ PACKAGE = "poss_lightning"
 # The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
 LEVELS = {
     0: {"files", "machine", "ranges", "terminal", "versions"},
-    1: {"clock", "configs", "ranks", "work", "sampling", "losses", "metrics"},
+    1: {"clock", "configs", "ranks", "work", "sampling", "losses", "metrics", "plots"},
     2: {"target"},
     3: {"corpus"},
     4: {"draft", "features"},
@@ -213,9 +213,7 @@ READ = (  # what the package reads beside its modules
     "corpus/data/*.jsonl.gz",
     "evaluation/prompts/*.jsonl",
     "evaluation/prompts/probe/*.jsonl",
-    "reports/report.html.j2",
-    "reports/report.css",
-    "reports/report.js",
+    "reports/page.html.j2",
 )
 
 

@@ -174,8 +174,6 @@ ALWAYS = {  # or a command may take minutes, or print pages
     "generate": {"max_new_tokens": "4"},
     "convert": {"output_format": "poss"},
     "vocabulary": {"size": "40"},
-    "report": {"resamples": "10"},
-    "compare": {"resamples": "10"},
     "extract": {"batch_tokens": "64"},
     "replay": {"drafts.d": "{inputs}/draft"},
     "demo": {"minutes": "nan"},  # it trains for minutes: only refusals are looked at
