@@ -7,7 +7,6 @@
 It is no assistant model for transformers' own assisted generation: that one asks for a chain, and here is a tree.
 """
 
-import reprlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from poss_lightning.corpus.readers import read_message
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
@@ -49,6 +49,7 @@ def load(
     depth: int | None = None,
     nodes: int = 60,
     tree_width: int = 10,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
     """A target, sped up by a draft.
 
@@ -64,6 +65,7 @@ def load(
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
+        chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
 
     Raises:
         FileNotFoundError: a target or draft that is not there.
@@ -72,11 +74,12 @@ def load(
     if isinstance(draft, str | Path):
         draft = Specialists.from_pretrained(draft)  # first, as a target takes its time
     if isinstance(target, str):
-        loaded = Target.load(target, dtype, device)
+        loaded = Target.load(target, dtype, device, chat_template_kwargs=chat_template_kwargs)
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
-        loaded = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
+        name = target.config.name_or_path or type(target).__name__
+        loaded = Target(target, tokenizer, name, chat_template_kwargs)
     if draft is None:
         return Model(Autoregressive(loaded))
     return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree))
@@ -218,7 +221,10 @@ class Model:
             ValueError: a message without a role or a text, or one that the chat template refuses; it is named.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        prompt = self.target.chat.prompt([_check_message(i, message) for i, message in enumerate(messages)])
+        for number, message in enumerate(messages):
+            if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+                raise ValueError(f"message {number} has no content; give a text")
+        prompt = self.target.chat.prompt([read_message(turn, f"message {i}") for i, turn in enumerate(messages)])
         every = torch.ones(1, len(prompt), dtype=torch.long)
         config = arguments.get("generation_config")
         of_config = set() if config is None else config.to_diff_dict().keys() & {"max_new_tokens", "max_length"}
@@ -235,26 +241,6 @@ class Model:
     def _pad(self, pad_token_id: int | None, stops: int | list[int] | None) -> int:
         known = [pad_token_id, self.tokenizer.pad_token_id, *([stops] if isinstance(stops, int) else stops or [])]
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
-
-
-def _check_message(number: int, message: Any) -> dict[str, Any]:
-    """A message of a chat, whose content is text."""
-    right = 'give {"role": "user", "content": TEXT}'
-    if not isinstance(message, dict):
-        raise ValueError(f"message {number} is {message!r}: {right}")
-    if not isinstance(role := message.get("role"), str):
-        raise ValueError(f"message {number} has the role {role!r}: {right}")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        known = [text for text in texts if isinstance(text, str)]
-        if len(known) < len(texts):
-            other = next(part for part, text in zip(content, texts, strict=True) if not isinstance(text, str))
-            raise ValueError(f"message {number} has a part {reprlib.repr(other)}; a target reads text alone")
-        content = "".join(known)
-    if not isinstance(content, str):
-        raise ValueError(f"message {number} has the content {content!r}; it must be a text: {right}")
-    return message | {"content": content}
 
 
 # What a generation config may say; another field is refused, as what it asks for would not be done.

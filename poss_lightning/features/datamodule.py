@@ -1,6 +1,7 @@
 """The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
 
 from inspect import signature
+from typing import Any
 
 import lightning
 import torch
@@ -27,6 +28,7 @@ class FeatureData(lightning.LightningDataModule):
             float16 or float32.
         parallel: of online features: none, where the target fits one device; layers spreads it over the other GPUs of
             this process.
+        chat_template_kwargs: of online features: variables of the target's chat template.
         batch_tokens: tokens of a batch of one process, padding included.
         packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
             length.
@@ -47,6 +49,7 @@ class FeatureData(lightning.LightningDataModule):
         max_length: Tokens = 2048,
         dtype: str = "auto",
         parallel: Parallel = "none",
+        chat_template_kwargs: dict[str, Any] | None = None,
         batch_tokens: BatchTokens = 4096,
         packed: bool = True,
         noise: Weight = 0.2,
@@ -59,6 +62,7 @@ class FeatureData(lightning.LightningDataModule):
         super().__init__()
         if store is not None and corpus is None:
             online = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
+            online |= {"chat_template_kwargs": chat_template_kwargs}
             for name, value in online.items():
                 if value != signature(FeatureData).parameters[name].default:
                     raise ValueError(
@@ -67,7 +71,7 @@ class FeatureData(lightning.LightningDataModule):
                     )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel)
+            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
         else:
             raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise

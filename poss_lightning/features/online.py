@@ -41,15 +41,22 @@ class OnlineFeatures:
 
     @classmethod
     def load(
-        cls, corpus: str, target: str, max_length: int, dtype: str, parallel: Parallel = "none"
+        cls,
+        corpus: str,
+        target: str,
+        max_length: int,
+        dtype: str,
+        parallel: Parallel = "none",
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> "OnlineFeatures":
         """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
         conversations = read_conversations(corpus)
         dtype = choose_dtype(dtype, choose_device())
         if parallel == "none":
-            model = Target.load(target, dtype, "cpu")  # it follows the batches
+            model = Target.load(target, dtype, "cpu", chat_template_kwargs=chat_template_kwargs)  # follows the batches
         else:
-            model = Target.load(target, dtype, "auto", parallel, spared=local_rank())
+            options: dict[str, Any] = {"spared": local_rank(), "chat_template_kwargs": chat_template_kwargs}
+            model = Target.load(target, dtype, "auto", parallel, **options)
         texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
         return cls(model, texts)
 

@@ -217,7 +217,7 @@ class Chat:
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
         """Text up to where the assistant answers the last message."""
-        if not messages:
+        if not messages or messages[0]["role"] == "assistant":
             raise ValueError("nobody speaks before the answer: there are no messages, or message 0 is the assistant's")
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"nobody speaks before the answer: message {len(messages) - 1} is the assistant's too")

@@ -178,13 +178,13 @@ def test_content_in_parts_is_their_text(model, system):
 
 USER, PICTURE = {"role": "user", "content": "Hi"}, {"type": "image_url", "image_url": {"url": "x"}}
 NO_CHATS = [
-    ([{"role": "user", "content": None}], "message 0 has the content None; it must be a text"),
-    ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 has the content None"),
-    ([{"content": "Hi"}], "message 0 has the role None: give"),
-    ([USER, {"role": 3, "content": "Hi"}], "message 1 has the role 3"),
-    ([USER, "Hi"], "message 1 is 'Hi': give"),
+    ([{"role": "user", "content": None}], "message 0 has no content; give a text"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 has no content"),
+    ([{"content": "Hi"}], "message 0 has no 'role'"),
+    ([USER, {"role": 3, "content": "Hi"}], "message 1: unknown role 3"),
+    ([USER, "Hi"], "message 1 must be an object, it is a str"),
     ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, PICTURE]}], "message 0 has a part .*image_url"),
-    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0 has a part .*; a target reads text"),
+    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0: 'content' must be a text"),
     ([{"role": "assistant", "content": "x"}], "message 0 is the assistant's"),
     ([{"role": "assistant", "content": "x"}, USER], "message 0 is the assistant's"),
     ([], "there are no messages"),
