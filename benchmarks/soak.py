@@ -58,6 +58,8 @@ class Case:
     temperature: float
     top_k: int  # of sampling
     top_p: float
+    min_p: float
+    repetition_penalty: float
     allocation: tuple[int, ...]
     proposals: int | None  # the draft proposes so many tokens only, those the answers have most: else few are accepted
     depth: int
@@ -67,7 +69,7 @@ class Case:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
 
 class Mismatch(AssertionError):
@@ -92,6 +94,8 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         temperature=random.choice([0.0, 0.5, 1.0]),
         top_k=random.choice([0, 5, 50]),
         top_p=random.choice([1.0, 0.9, 0.5]),
+        min_p=random.choice([0.0, 0.0, 0.1]),
+        repetition_penalty=random.choice([1.0, 1.0, 1.3]),
         allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
         proposals=random.choice([None, 4, 12, 40]),
         depth=depth,
@@ -136,11 +140,12 @@ def undecided(
     """Whether noise as small as float32's rounding makes either of two tokens the next one after prompt and `text`."""
     so_far = prompts[row] + text
     logits = target.embed_head.logits(target.text_features(torch.tensor([so_far])))[0, -1]  # (V,)
-    # Every try is a text of its own to the chooser, with the draws of the one in question.
-    choose = TokenSampler(case.sampling, prompts, case.limit, target.device, _seeded(case))
-    choose.select([row] * tries)
+    # Every try is a text of its own to the sampler, with the draws of the one in question.
+    sampler = TokenSampler(len(prompts), target.spec.vocab_size, target.device)
+    sampler.begin(case.sampling, [*prompts[:row], so_far, *prompts[row + 1 :]], _seeded(case))
+    sampler.select([row] * tries)
     noise = torch.randn(tries, len(logits), generator=torch.Generator().manual_seed(0)) * logits.abs().max() * NOISE
-    chosen = choose(logits + noise, torch.full((tries,), len(so_far)))
+    chosen = sampler.next(logits + noise, torch.full((tries,), len(so_far)))
     return tokens <= set(chosen.tolist())
 
 

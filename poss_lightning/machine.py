@@ -158,11 +158,6 @@ def _seconds(work: Callable[[], object], device: str | torch.device) -> float:
     return time.perf_counter() - start
 
 
-def float64_device(device: str | torch.device) -> torch.device:
-    """Where to compute in float64 what belongs to a device: there, but on the CPU for Apple's GPU, which has none."""
-    return torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
-
-
 def free_bytes(device: str | torch.device) -> int | None:
     """Bytes that a GPU of CUDA has free, or that this machine has in all; None where nothing says."""
     kind = torch.device(device).type

@@ -1,213 +1,225 @@
-"""How the next token is chosen: the processed distribution, and the draw from it. All that samples comes here.
+"""How the next token is chosen: one noise, and one draw. All that samples comes here.
 
-A draw inverts the distribution's CDF at one uniform number, and the i-th new token of a text takes the i-th number of
-that text's own stream. So what is drawn depends on prompt, seed and distribution alone: not on the batch the text is
-in, nor on whether a token was drafted. Speculative decoding must therefore give the very tokens of plain sampling.
+With logits l, temperature T and Gumbel noise g, the token at place i of a text is `argmax_v (l_v + T g(i, v))`: a draw
+from softmax(l / T), exactly (Gumbel, 1954), and at T = 0 the most likely token. The noise follows from the text's seed,
+the place and the token id alone. So what is drawn depends on prompt, seed and distribution, not on the batch, nor on
+what was drafted: speculative decoding writes the very tokens of plain sampling. And a draft that sees the same noise
+proposes the tokens that the target is about to draw (arXiv 2408.07978).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from poss_lightning.machine import float64_device
-from poss_lightning.ranges import Temperature, TopK, TopP, refuse_numbers
+from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, refuse_numbers
 
-Processor = Callable[[Tensor, Tensor], Tensor]  # token ids (1, T) and logits (1, V) -> logits, as in transformers
-
-# Those of transformers' processors that are functions of the text so far, and keep nothing from one call to the next.
-PURE = {
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "MinPLogitsWarper",
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-}
+BLOCK = 128  # numbers whose largest is sought first: two short searches are faster than one long one
+DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a float that is not negative: where each begins, its bits
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """How a token is chosen; the order is that of transformers.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probabilities reach top_p; 1 keeps all.
-        processors: of transformers (or functions like them), applied to the logits before all that, in this order.
-            They are called about tokens that may never be emitted, so they must be functions of the text alone.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probabilities reach top_p; 1 keeps all.
+        min_p: keep tokens at least so many times as likely as the most likely one; 0 keeps all.
+        repetition_penalty: before all that, logits of tokens that the text has are divided by it where they are above
+            0, and else multiplied (CTRL, arXiv 1909.05858); 1 changes nothing.
 
     Raises:
-        ValueError: a number outside its range, or a processor that keeps state.
+        ValueError: a number outside its range.
     """
 
     temperature: Temperature = 0.0
     top_k: TopK = 0
     top_p: TopP = 1.0
-    processors: tuple[Processor, ...] = ()
+    min_p: ShareOrNone = 0.0
+    repetition_penalty: Amount = 1.0
 
     def __post_init__(self):
-        object.__setattr__(self, "processors", tuple(self.processors))
         refuse_numbers(Sampling, vars(self))
-        for processor in self.processors:
-            kind = type(processor)
-            if kind.__module__.startswith("transformers.") and kind.__name__ not in PURE:
-                raise ValueError(
-                    f"{kind.__name__} cannot be honoured: it keeps state from call to call, or needs more than the "
-                    "text, and a tree asks about tokens that are never emitted"
-                )
 
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError where top_k is more than the tokens there are."""
         if self.top_k > size:
             raise ValueError(f"top_k is {self.top_k}; the target has {size} tokens, and 0 takes all of them")
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Temperature, then top-k, then top-p (the order of transformers): (..., V) -> (..., V) float32, sums 1.
-
-        At temperature 0 the likeliest token has probability 1.
-        """
-        if self.temperature == 0:
-            return torch.nn.functional.one_hot(_argmax(logits), logits.shape[-1]).float()
-        logits = logits.float() / self.temperature
+    def filter(self, logits: Tensor, temperature: Tensor | float) -> Tensor:
+        """Logits (..., V) with -inf for the tokens that are not kept; of equal ones, all or none are."""
+        if not (self.top_k or self.top_p < 1 or self.min_p):
+            return logits
+        logits, floors = logits.float(), []  # of what is kept
         if self.top_k:
-            least = logits.topk(min(self.top_k, logits.shape[-1])).values[..., -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        probabilities = logits.softmax(-1)
-        if self.top_p < 1:
-            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered  # of all likelier tokens together
-            kept = ordered.masked_fill(before >= self.top_p, 0.0)
-            probabilities = torch.zeros_like(probabilities).scatter_(-1, order, kept)
-            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        return probabilities
+            best = logits.topk(min(self.top_k, logits.shape[-1])).values  # (..., k), in order
+            floors.append(best[..., -1:])
+            if self.top_p < 1:
+                p = (best / temperature).softmax(-1)
+                count = (p.cumsum(-1) - p < self.top_p).sum(-1, keepdim=True)
+                floors.append(best.gather(-1, (count - 1).clamp(min=0)))
+        elif self.top_p < 1:
+            p = (logits / temperature).softmax(-1)
+            floors.append(logits.masked_fill(p < _nucleus_floor(p, self.top_p), torch.inf).amin(-1, keepdim=True))
+        if self.min_p:
+            floors.append(logits.amax(-1, keepdim=True) + temperature * torch.tensor(self.min_p).log().item())
+        for floor in floors:
+            logits = logits.masked_fill(logits < floor, -torch.inf)
+        return logits
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What a token is drawn from: (..., V) -> (..., V) float32, sums 1. At temperature 0 one token has all."""
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(argmax(logits), logits.shape[-1]).float()
+        return (self.filter(logits, self.temperature).float() / self.temperature).softmax(-1)
 
 
 GREEDY = Sampling()
 
 
-def penalize_repetition(penalty: float) -> Processor:
-    """A processor as CTRL's (arXiv 1909.05858), transformers' `repetition_penalty`.
-
-    The logits of tokens that the text has are divided by the penalty where they are above 0, and else multiplied.
-    """
-
-    def process(tokens: Tensor, logits: Tensor) -> Tensor:
-        there = logits.gather(1, tokens)
-        return logits.scatter(1, tokens, torch.where(there < 0, there * penalty, there / penalty))
-
-    return process
-
-
-def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The first token at which the CDF exceeds `uniform` (...,) in [0, 1): (..., V) -> (...,)."""
-    cdf = probabilities.double().cumsum(-1)
-    # A token of probability 0 adds nothing to the CDF, so it is never the first to exceed anything.
-    first = torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True)[..., 0]
-    return first.clamp(max=probabilities.shape[-1] - 1)  # NaN is never exceeded: still a token, not an index beyond
-
-
 class TokenSampler:
-    """Chooses the tokens of B texts, one of each row of a batch, each at its position in the text.
+    """Chooses the tokens of B texts, by numbers in tensors that stay where they are.
 
-    Args:
-        sampling: how.
-        prompts: the texts so far.
-        capacity: new tokens that may be asked about, at most.
-        device: where logits come from.
-        generator: of the CPU, gives each text the seed of its stream; None for torch's own.
+    Attributes:
+        kind: what, of the sampling, no tensor says.
+        seen: (B, V) which tokens the texts have; kept up where `kind` penalises them.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        prompts: list[list[int]],
-        capacity: int,
-        device: torch.device,
-        generator: torch.Generator | None = None,
-    ):
-        self.sampling, self.capacity, self.device = sampling, capacity, device
-        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (B,)
-        self.uniform = self.texts = None
-        if sampling.temperature > 0:
-            self.uniform = _uniform_numbers(len(prompts), capacity, generator).to(float64_device(device))
-        if sampling.processors:
-            longest = max(map(len, prompts)) + capacity
-            self.texts = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
+    def __init__(self, batch: int, vocabulary: int, device: torch.device):
+        self.kind, self.seen = GREEDY, torch.zeros(0, dtype=torch.bool, device=device)
+        self.keys = torch.zeros(batch, 2, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros((), device=device)
+        self.ids = torch.arange(vocabulary, dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor, position: Tensor) -> Tensor:
-        """The tokens at `position` (B,) of the texts, prompts included: logits (B, V) -> (B,).
+    def begin(
+        self, sampling: Sampling, prompts: Sequence[Sequence[int]], generator: torch.Generator | None = None
+    ) -> None:
+        """Sample these texts from now on; where they are drawn, the generator gives each its seed."""
+        self.kind = replace(sampling, temperature=float(sampling.temperature > 0))
+        self.temperature.fill_(sampling.temperature)
+        if sampling.temperature:
+            self.keys.copy_(text_keys(text_seeds(len(prompts), generator)))
+        if self.kind.repetition_penalty != 1:
+            if len(self.seen) != len(prompts):
+                self.seen = self.seen.new_zeros(len(prompts), len(self.ids))
+            self.seen.zero_()
+            for row, prompt in zip(self.seen, prompts, strict=True):
+                row[torch.tensor(prompt, device=row.device)] = True
 
-        The same question always has the same answer. With processors, what stands before `position` is what was chosen
-        there last, and the host synchronises to read it.
+    def noise(self, places: Tensor) -> Tensor | None:
+        """T g at `places` (B, n) of the texts, prompts included: (B, n, V); None at temperature 0."""
+        if not self.kind.temperature:
+            return None
+        keys = _mix(self.keys[:, :, None] + places[:, None].to(torch.int32))[..., None]  # (B, 2, n, 1)
+        return gumbel(_mix(_mix(self.ids ^ keys[:, 0]) + keys[:, 1])).mul_(self.temperature)
+
+    def choose(
+        self, logits: Tensor, noise: Tensor | None, index: Tensor | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        """The token after each of n places of each text: (B, n).
+
+        Args:
+            logits: (B, n, V)
+            noise: (B, m, V), of `noise`; without an index it is overwritten.
+            index: (B, n) which of the m is a place's; None where they are the same.
+            seen: (B, n, V) what the text has up to each place, of `seen_after`.
         """
-        if self.texts is not None:
-            rows = zip(logits, self.texts, position.tolist(), strict=True)
-            logits = torch.cat([self._processed(*row) for row in rows])
-        if self.uniform is None:
-            chosen = _argmax(logits)
-        else:
-            device = self.uniform.device
-            uniform = self.uniform.gather(1, (position - self.prompt_lengths).to(device)[:, None])[:, 0]
-            chosen = draw_tokens(self.sampling.probabilities(logits).to(device), uniform).to(logits.device)
-        if self.texts is not None:
-            self.texts.scatter_(1, position[:, None], chosen[:, None])
-        return chosen
+        if seen is not None:
+            logits, penalty = logits.float(), self.kind.repetition_penalty
+            logits = torch.where(logits < 0, logits * penalty, logits / penalty).where(seen, logits)
+        if noise is None:
+            return argmax(logits)
+        if index is not None:
+            rows = torch.arange(len(noise), device=noise.device)[:, None] * noise.shape[1]
+            noise = noise.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*logits.shape)
+        return argmax(noise.add_(self.kind.filter(logits, self.temperature)))
 
-    def renewed(
-        self, sampling: Sampling, prompts: list[list[int]], capacity: int, generator: torch.Generator | None
-    ) -> "TokenSampler":
-        """A sampler of other texts: this one, with other numbers in the same tensors, where it fits; else a new one."""
-        fits = (self.sampling, len(self.prompt_lengths)) == (sampling, len(prompts)) and self.capacity >= capacity
-        if self.needs_sync or not fits:
-            return TokenSampler(sampling, prompts, capacity, self.device, generator)
-        self.prompt_lengths.copy_(torch.tensor([len(prompt) for prompt in prompts]))
-        if self.uniform is not None:
-            self.uniform.copy_(_uniform_numbers(len(prompts), self.capacity, generator))
-        return self
+    def next(self, logits: Tensor, places: Tensor) -> Tensor:
+        """The next token of each text, which is at `places` (B,): logits (B, V) -> (B,), and into the texts."""
+        seen = None if self.kind.repetition_penalty == 1 else self.seen[:, None]
+        tokens = self.choose(logits[:, None], self.noise(places[:, None]), seen=seen)
+        self.append(tokens)
+        return tokens[:, 0]
 
-    @property
-    def needs_sync(self) -> bool:
-        """Whether it synchronises with the device, to show its processors what has been chosen."""
-        return self.texts is not None
+    def seen_after(self, tokens: Tensor, ancestors: Tensor) -> Tensor | None:
+        """Which tokens each text has up to each node (B, N) of its tree: (B, N, V); None where that is not asked.
+
+        Args:
+            ancestors: (B, N, N), True where j is i itself or above it.
+        """
+        if self.kind.repetition_penalty == 1:
+            return None
+        path = tokens[:, None].where(ancestors, tokens[:, None, :1])  # the root is on every path
+        return self.seen[:, None].repeat(1, tokens.shape[1], 1).scatter_(2, path, True)
+
+    def append(self, tokens: Tensor) -> None:
+        """Take new tokens (B, n) into the texts."""
+        if self.kind.repetition_penalty != 1:
+            self.seen.scatter_(1, tokens, True)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
-        self.prompt_lengths = self.prompt_lengths[rows]
-        self.uniform = None if self.uniform is None else self.uniform[rows]
-        self.texts = None if self.texts is None else self.texts[rows]
-
-    def _processed(self, logits: Tensor, text: Tensor, position: int) -> Tensor:
-        scores = logits[None].float()  # (1, V)
-        for processor in self.sampling.processors:
-            scores = processor(text[None, :position], scores)
-        return scores
+        self.keys, self.seen = self.keys[rows], self.seen[rows] if len(self.seen) else self.seen
 
 
-def _uniform_numbers(texts: int, count: int, generator: torch.Generator | None) -> Tensor:
-    """Of each text's own stream, (texts, count) float64; from the CPU, so that a seed means the same everywhere."""
-    seeds = torch.randint(2**32, (texts,), generator=generator).tolist()
-    return torch.stack([torch.rand(count, dtype=torch.float64, generator=_seeded(seed)) for seed in seeds])
+def text_seeds(count: int, generator: torch.Generator | None) -> Tensor:
+    """A seed, of 63 bits, for each of so many texts; the generator is of the CPU, None for torch's own."""
+    return torch.randint(2**63 - 1, (count,), generator=generator)
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    return logits.max(-1).indices  # argmax is several times slower in bfloat16 on a CPU
+def argmax(x: Tensor) -> Tensor:
+    """Where the first of the largest of V stands: (..., V) -> (...,)."""
+    if x.shape[-1] % BLOCK:
+        return x.max(-1).indices  # `argmax` is several times slower in bfloat16 on a CPU
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    best = blocks.amax(-1).max(-1).indices  # (...,)
+    within = blocks.gather(-2, best[..., None, None].expand(*best.shape, 1, BLOCK))[..., 0, :]
+    return best * BLOCK + within.max(-1).indices
 
 
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+# --- the noise ---
+
+
+def text_keys(seeds: Tensor) -> Tensor:
+    """What the noise of texts is made from: (B,) int64 -> (B, 2) int32."""
+    low, high = seeds.view(torch.int32).view(-1, 2).unbind(1)  # every machine here keeps the low bits first
+    first = _mix(low)
+    return torch.stack([first, _mix(high ^ first)], dim=1)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """32 random bits each -> -log(-log(1 - u)), u uniform; resolved finely where it is large, up to 22."""
+    negative = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(-(2**-31)).clamp_(min=2**-24 - 1)  # -u
+    return negative.log1p_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Each int32 in the place of another, so that each bit depends on all (lowbias32 of Wellons' hash-prospector).
+
+    Products are taken modulo 2^32, and shifted bits come from zeros, on every device.
+    """
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = (x ^ (x >> shift & (1 << (32 - shift)) - 1)) * factor
+    return x ^ (x >> 15 & 0x1FFFF)
+
+
+# --- a nucleus ---
+
+
+def _nucleus_floor(p: Tensor, share: float) -> Tensor:
+    """The smallest of the largest p (..., V) that reach a share of 1 together, found digit by digit: (..., 1)."""
+    bits = p.view(torch.int32)  # which is in the order of p
+    floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(p[..., :1])  # p larger than the digits so far
+    for shift, width in DIGITS:
+        digit = (bits >> shift) - (floor >> shift)
+        inside = (digit >= 0) & (digit < 1 << width)
+        mass = p.new_zeros(*p.shape[:-1], 1 << width)
+        mass.scatter_add_(-1, digit.clamp(0, (1 << width) - 1).long(), p * inside)
+        total = mass.flip(-1).cumsum(-1).flip(-1)  # of this digit and larger ones
+        found = ((above + total >= share).sum(-1, keepdim=True) - 1).clamp(min=0)
+        above = above + (total - mass).gather(-1, found)
+        floor = floor + (found << shift).to(torch.int32)
+    return floor.view(torch.float32)

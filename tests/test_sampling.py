@@ -1,29 +1,34 @@
-"""Processed probabilities against a loop, and against transformers' own warpers."""
+"""One noise and one draw, against their twins, transformers' own warpers, and the laws of chance (seeds are fixed)."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import scipy.stats
 import torch
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    WatermarkLogitsProcessor,
 )
-from transformers.generation import logits_process
 
-from poss_lightning.sampling import PURE, Sampling, TokenSampler, draw_tokens
+from poss_lightning.sampling import Sampling, TokenSampler, argmax
+from tests.support import naive
 
+CPU = torch.device("cpu")
 LAWS = [
     {},
     {"temperature": 0.5},
     {"temperature": 1.7, "top_k": 5},
     {"top_p": 0.6},
+    {"top_p": 1e-9},
     {"temperature": 0.8, "top_k": 7, "top_p": 0.9},
     {"temperature": 2.0, "top_k": 100, "top_p": 0.05},
+    {"temperature": 1.3, "top_p": 0.95, "min_p": 0.2},
+    {"min_p": 1.0},
 ]
 
 
@@ -31,49 +36,25 @@ def process(logits: torch.Tensor, **law) -> torch.Tensor:
     return Sampling(**({"temperature": 1.0} | law)).probabilities(logits)
 
 
-def naive(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[float]:
-    weights = [math.exp(logit / temperature) for logit in logits]
-    order = sorted(range(len(weights)), key=lambda i: -weights[i])
-    order = order[:top_k] if top_k else order
-    whole = sum(weights[i] for i in order)
-    kept, mass = [], 0.0
-    for i in order:
-        if mass >= top_p:
-            break
-        kept.append(i)
-        mass += weights[i] / whole
-    total = sum(weights[i] for i in kept)
-    return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_process_is_the_loop(law):
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(4, 5, 23, dtype=torch.float64)
-    found = process(logits, **law)
-    expected = [[naive(row, **law) for row in rows] for rows in logits.tolist()]
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(found.sum(-1), torch.ones(4, 5))
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_process_is_transformers_warpers_in_their_order(law):
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("size", [23, 1024])
+def test_what_is_drawn_from_is_what_transformers_warpers_leave_in_their_order(law, size):
     torch.manual_seed(1)
-    logits = 3 * torch.randn(8, 23)
-    k, p = law.get("top_k"), law.get("top_p")
+    logits = 3 * torch.randn(8, size)
+    k, p, least = law.get("top_k"), law.get("top_p"), law.get("min_p")
     warpers = [TemperatureLogitsWarper(law.get("temperature", 1.0))]
     warpers += ([TopKLogitsWarper(k)] if k else []) + ([TopPLogitsWarper(p)] if p else [])
-    torch.testing.assert_close(process(logits, **law), LogitsProcessorList(warpers)(None, logits).softmax(-1))
+    warpers += [MinPLogitsWarper(least)] if least else []
+    found = process(logits.view(2, 4, size), **law).view(8, size)
+    torch.testing.assert_close(found, LogitsProcessorList(warpers)(None, logits).softmax(-1))
+    torch.testing.assert_close(found[0], torch.tensor(naive.probabilities(logits[0].tolist(), **law)))
+    torch.testing.assert_close(found.sum(-1), torch.ones(8))
 
 
-def test_order_matters_and_temperature_comes_first():
-    logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    assert process(logits, top_p=0.6).count_nonzero() == 2
-    assert process(logits, temperature=0.1, top_p=0.6).count_nonzero() == 1
-
-
-def test_the_likeliest_token_always_stays():
-    assert process(torch.tensor([[1.0, 2.0, 0.0]]), top_p=1e-9).tolist() == [[0.0, 1.0, 0.0]]
+def test_of_equal_tokens_all_or_none_are_kept():
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    for law in ({"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}, {"min_p": 0.3}):
+        assert (process(logits, **law) > 0).tolist() == [True] * 4 + [False], law
 
 
 def test_half_precision_is_computed_in_float32():
@@ -87,7 +68,8 @@ def test_half_precision_is_computed_in_float32():
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0}, "top_p is 0"),
         ({"top_p": 1.1}, r"top_p is 1\.1"),
-        ({"processors": (WatermarkLogitsProcessor(320, "cpu"),)}, "Watermark.* cannot be honoured"),
+        ({"min_p": 1.1}, r"min_p is 1\.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ],
 )
 def test_what_cannot_be_is_refused(law, words):
@@ -95,74 +77,125 @@ def test_what_cannot_be_is_refused(law, words):
         Sampling(**law)
 
 
-def test_temperature_0_has_all_mass_on_the_likeliest():
+@pytest.mark.parametrize("size", [7, 128, 1280])
+def test_the_largest_is_found_and_the_first_of_equal_ones(size):
+    x = torch.randint(0, 40, (5, 6, size), generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(argmax(x), x.max(-1).indices)
+
+
+# --- the noise ---
+
+
+def sampler(law: dict, seed: int = 0, prompts=((0,),), size: int = 40) -> TokenSampler:
+    texts = TokenSampler(len(prompts), size, CPU)
+    texts.begin(Sampling(**({"temperature": 1.0} | law)), prompts, torch.Generator().manual_seed(seed))
+    return texts
+
+
+def test_the_noise_is_its_twin_s():
+    """Of a seed, a place and a token: whole numbers of 32 bits, and the double logarithm."""
+    texts = sampler({"temperature": 0.7}, prompts=[[0]] * 3)
+    seeds = torch.randint(2**63 - 1, (3,), generator=torch.Generator().manual_seed(0)).tolist()
+    places = torch.tensor([[0, 1, 70_000], [5, 6, 7], [1, 2**31 - 1, 3]])
+    expected = [
+        [[0.7 * naive.noise(seed, place, token) for token in range(40)] for place in row]
+        for seed, row in zip(seeds, places.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(texts.noise(places), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_the_noise_has_gumbel_s_law_and_nothing_goes_together():
+    """Neighbouring places, tokens and seeds, and those apart by powers of two; correlations in standard errors."""
+    texts = TokenSampler(4, 512, CPU)
+    texts.begin(Sampling(1.0), [[0]] * 4, torch.Generator().manual_seed(1))
+    noise = texts.noise(torch.arange(512).expand(4, -1)).double()  # (4, 512, 512)
+    assert scipy.stats.kstest(noise.flatten()[:300_000].numpy(), "gumbel_r").pvalue > 1e-3
+    unit = (-(-noise).exp()).exp()
+    z = (unit - 0.5) * 12**0.5
+    pairs = [(z[:, :-k], z[:, k:]) for k in (1, 2, 16, 256)] + [(z[..., :-k], z[..., k:]) for k in (1, 2, 16, 256)]
+    pairs += [(a, b) for a, b in pairwise(z)] + [(z[:, :-1, 1:], z[:, 1:, :-1]), (z[:, :-1, :-1], z[:, 1:, 1:])]
+    errors = [float((a * b).mean()) * a.numel() ** 0.5 for a, b in pairs]
+    assert max(map(abs, errors)) < 4 and sum(error**2 for error in errors) < 2.5 * len(errors), errors
+
+
+@pytest.mark.parametrize("p", [[1 / 7] * 7, [0.6, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005], [0.999, *[0.001 / 6] * 6]])
+def test_a_million_draws_have_the_law(p):
+    """Chi-square, of draws, of pairs of neighbouring places, and of pairs of neighbouring texts."""
+    texts = sampler({}, prompts=[[0]] * 1000, size=7)
+    logits = torch.tensor(p).log().expand(1000, 1000, 7)
+    drawn = texts.choose(logits, texts.noise(torch.arange(1000).expand(1000, -1)))
+    expected = torch.tensor(p, dtype=torch.float64)
+    assert scipy.stats.chisquare(drawn.flatten().bincount(minlength=7), 1e6 * expected).pvalue > 1e-3
+    both = torch.outer(expected, expected).flatten()
+    for first, second in ((drawn[:, ::2], drawn[:, 1::2]), (drawn[::2], drawn[1::2])):
+        counts = (7 * first + second).flatten().bincount(minlength=49)
+        often = both * counts.sum() > 5
+        assert scipy.stats.chisquare(counts[often], both[often] / both[often].sum() * counts[often].sum()).pvalue > 1e-3
+
+
+# --- the draw ---
+
+
+@pytest.mark.parametrize("law", [*LAWS, {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.4}], ids=str)
+def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
+    texts = sampler(law, prompts=[[1, 2], [3, 39, 3]])
+    logits, places = 3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2)), torch.tensor([[4], [9]])
+    ids = torch.tensor([[1, 2, 2], [3, 39, 3]])
+    alike = RepetitionPenaltyLogitsProcessor(law.get("repetition_penalty", 1.0))
+    penalised = torch.stack([alike(ids, logits[:, i]) for i in range(5)], dim=1)
+    expected = Sampling(**({"temperature": 1.0} | law)).probabilities(penalised).log() + texts.noise(places) / law.get(
+        "temperature", 1.0
+    )
+    seen = None if "repetition_penalty" not in law else texts.seen[:, None].expand(2, 5, 40)
+    found = texts.choose(logits, texts.noise(places), torch.zeros(2, 5, dtype=torch.long), seen)
+    assert torch.equal(found, expected.argmax(-1))
+
+
+def test_greedy_is_the_limit_and_needs_no_noise():
+    texts, logits = sampler({"temperature": 0}), torch.randn(1, 3, 40)
+    assert texts.noise(torch.tensor([[1, 2, 3]])) is None
+    assert torch.equal(texts.choose(logits, None), logits.argmax(-1))
+    cold = sampler({"temperature": 1e-6})
+    assert torch.equal(cold.choose(logits, cold.noise(torch.tensor([[1, 2, 3]]))), logits.argmax(-1))
     assert Sampling().probabilities(torch.tensor([0.0, 3.0, 1.0])).tolist() == [0, 1, 0]
 
 
-def test_the_processors_named_pure_exist():
-    assert all(hasattr(logits_process, name) for name in PURE)
-
-
-def test_a_draw_inverts_the_cdf():
-    """The numbers that give a token fill an interval as long as its probability; what has none is never drawn."""
-    probabilities = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
-    uniform = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    counts = draw_tokens(probabilities.expand(1000, -1), uniform).bincount(minlength=6)
-    assert counts.tolist() == [0, 250, 0, 500, 250, 0]
-    edges = torch.tensor([0.0, 0.25, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert draw_tokens(probabilities.expand(4, -1), edges).tolist() == [1, 3, 4, 4]
-
-
 def test_what_is_no_number_still_draws_a_token():
-    drawn = draw_tokens(torch.full((1, 5), torch.nan), torch.tensor([0.5], dtype=torch.float64))
-    assert drawn.tolist() == [4]  # and no index beyond them
+    for law in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0}):
+        texts = sampler(law, size=256)
+        token = texts.next(torch.full((1, 256), torch.nan), torch.tensor([3]))
+        assert 0 <= int(token) < 256
 
 
-def sampler(law: dict, prompts: list[list[int]], room: int = 8, seed: int = 0) -> TokenSampler:
-    return TokenSampler(Sampling(**law), prompts, room, torch.device("cpu"), torch.Generator().manual_seed(seed))
-
-
-def test_a_text_has_its_own_numbers_whatever_the_batch_the_room_and_the_order_of_questions():
+def test_a_text_has_its_own_noise_whatever_the_batch_and_the_order_of_questions():
     logits, prompts = torch.randn(5, 3, 40), [[1], [2, 3], [4, 5, 6]]
     lengths = torch.tensor([1, 2, 3])
-    together = sampler({"temperature": 1.0}, prompts)
-    expected = [together(logits[i], lengths + i) for i in range(5)]
+    together = sampler({}, prompts=prompts)
+    expected = [together.next(logits[i], lengths + i) for i in range(5)]
     for i in (3, 0, 4, 4, 1):
-        assert torch.equal(together(logits[i], lengths + i), expected[i])
+        assert torch.equal(together.next(logits[i], lengths + i), expected[i])
     generator = torch.Generator().manual_seed(0)
     for row, prompt in enumerate(prompts):
-        alone = TokenSampler(Sampling(1.0), [prompt], 100, torch.device("cpu"), generator)
-        assert [int(alone(logits[i, row : row + 1], lengths[row : row + 1] + i)) for i in range(5)] == [
-            int(tokens[row]) for tokens in expected
-        ]
+        alone = TokenSampler(1, 40, CPU)
+        alone.begin(Sampling(1.0), [prompt], generator)
+        said = [int(alone.next(logits[i, row : row + 1], lengths[row : row + 1] + i)) for i in range(5)]
+        assert said == [int(tokens[row]) for tokens in expected]
     together.select([2, 0])
-    assert torch.equal(together(logits[1][[2, 0]], torch.tensor([4, 2])), expected[1][[2, 0]])
-    assert not torch.equal(sampler({"temperature": 1.0}, prompts, seed=1)(logits[0], lengths), expected[0])
+    assert torch.equal(together.next(logits[1][[2, 0]], torch.tensor([4, 2])), expected[1][[2, 0]])
+    other = sampler({}, prompts=prompts, seed=1)
+    assert any(not torch.equal(other.next(logits[i], lengths + i), expected[i]) for i in range(5))
 
 
-def test_draws_of_many_texts_follow_the_distribution():
-    """Chi-square over texts: first tokens, and pairs of the first and the second, which must be independent."""
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    texts = sampler({"temperature": 1.0}, [[0]] * 4000)
-    logits = probabilities.log().expand(4000, -1)
-    first, second = texts(logits, torch.full((4000,), 1)), texts(logits, torch.full((4000,), 2))
-    for found, expected in (
-        (first.bincount(minlength=4), probabilities),
-        ((4 * first + second).bincount(minlength=16), torch.outer(probabilities, probabilities).flatten()),
-    ):
-        assert scipy.stats.chisquare(found, 4000 * expected.double() / expected.double().sum()).pvalue > 1e-3
-
-
-def test_processors_see_each_text_up_to_its_place():
-    seen = []
-
-    def spy(ids, scores):
-        seen.append(ids[0].tolist())
-        return scores
-
-    texts = sampler({"processors": (spy, RepetitionPenaltyLogitsProcessor(5.0))}, [[3], [1, 2]])
-    logits = torch.tensor([[0.0, 1, 2, 4, 3], [0.0, 1, 2, 4, 3]])
-    assert texts(logits, torch.tensor([1, 2])).tolist() == [4, 3]  # 3 stands in the first text
-    assert texts(logits, torch.tensor([2, 3])).tolist() == [2, 4]
-    assert texts(logits, torch.tensor([1, 3])).tolist() == [4, 4]  # asked again
-    assert seen == [[3], [1, 2], [3, 4], [1, 2, 3], [3], [1, 2, 3]]
+def test_a_penalty_knows_what_stands_above_each_node():
+    """A tree 3(1(2), 4) behind the text 5 5 3; after it, what was accepted is in the text."""
+    texts = sampler({"temperature": 0, "repetition_penalty": 2.0}, prompts=[[5, 5, 3]], size=8)
+    tokens, ancestors = torch.tensor([[3, 1, 2, 4]]), torch.eye(4, dtype=torch.bool)[None]
+    ancestors = ancestors | torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    seen = texts.seen_after(tokens, ancestors)
+    assert [row.nonzero().flatten().tolist() for row in seen[0]] == [[3, 5], [1, 3, 5], [1, 2, 3, 5], [3, 4, 5]]
+    texts.append(torch.tensor([[1, 7, 7]]))
+    assert texts.seen[0].nonzero().flatten().tolist() == [1, 3, 5, 7]
+    texts.begin(Sampling(0.0, repetition_penalty=2.0), [[6]], None)
+    assert texts.seen[0].nonzero().flatten().tolist() == [6]
+    assert sampler({}).seen_after(tokens, ancestors) is None
+    assert not math.isnan(float(texts.next(torch.randn(1, 8), torch.tensor([1]))))

@@ -56,7 +56,7 @@ class Generate(Decoder):
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=flipped.device)
         drawing = {"do_sample": False}
         if sampling.temperature:
-            names = ("temperature", "top_k", "top_p")
+            names = ("temperature", "top_k", "top_p", "min_p")
             drawing = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
         with _seeded(generator, self.target.device), self.target.without_defaults() as model:
             output = model.generate(
@@ -65,7 +65,7 @@ class Generate(Decoder):
                 max_new_tokens=max(limits),
                 eos_token_id=sorted(stops) or None,
                 pad_token_id=min(stops, default=0),
-                logits_processor=list(sampling.processors),
+                repetition_penalty=sampling.repetition_penalty,
                 prompt_lookup_num_tokens=self.lookup or None,
                 **drawing,
             )

@@ -109,10 +109,14 @@ class Drafter:
         self.root_z.copy_(z.gather(1, last[..., None].expand(-1, -1, z.shape[-1])))
         self.slots.advance_device(counts)
 
-    def draft_tree(self, budget: Budget) -> Tree:
+    def draft_tree(self, budget: Budget, noise: Tensor | None = None) -> Tree:
         """Draft a tree under the root: at each step the likeliest children of the best nodes, `tree_width` of both.
 
         It holds all nodes that were scored; which of them to verify is decided elsewhere.
+
+        Args:
+            noise: (B, K or more, all tokens), T g at the places below the root; None at temperature 0. Then "likely"
+                means: to be what the target draws with it.
         """
         batch, width, device = len(self.root), self.tree_width, self.root.device
         frontier = Frontier(
@@ -123,6 +127,8 @@ class Drafter:
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
         self.slots.open(0)
+        if noise is not None and self.draft.vocabulary is not None:
+            noise = noise.index_select(2, self.draft.vocabulary)
         levels, count = [Tree(self.root, nodes, scores)], 1
         if not budget.go_deeper(0, scores):
             return levels[0]
@@ -130,7 +136,8 @@ class Drafter:
             # 1. The specialist of this position predicts the next feature of every frontier node.
             predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
             # 2. Each node's likeliest children, scored by their paths.
-            log_probs, rows = top_log_probs(logits, width)  # (B, M, k)
+            added = None if noise is None else noise[:, k - 1, None]  # (B, 1, V)
+            log_probs, rows = top_log_probs(logits, width, added)  # (B, M, k)
             tokens = self.draft.token_ids(rows).flatten(1)  # (B, M*k)
             log_probs = log_probs.clamp(max=0).nan_to_num(nan=-torch.inf)  # a child never scores above its parent
             paths = (scores[..., None] + log_probs).flatten(1)
@@ -223,12 +230,15 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     return attended.unflatten(2, (group, -1)).flatten(1, 2)
 
 
-def top_log_probs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` likeliest of V, in order, with their log-probabilities: (..., V) -> (..., count) twice.
 
+    With noise that broadcasts to (..., V) and is added to the logits, it is their chances to be drawn with this noise.
     In a large vocabulary they stand in the `count` blocks with the highest maxima, so only these are searched.
     """
     logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if noise is not None:
+        logits += noise
     if logits.shape[-1] % BLOCK or logits.shape[-1] // BLOCK < 2 * count:
         best, rows = logits.topk(count, dim=-1)
     else:

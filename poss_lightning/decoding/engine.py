@@ -19,7 +19,7 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import GREEDY, TokenSampler
+from poss_lightning.sampling import TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -52,7 +52,7 @@ class Speculative(Decoder):
         tree: "fixed" has its full depth and size in every round; "auto" measures this machine when it first decodes,
             and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
             where the host must not wait, with one depth and size that it settles on.
-        graphs: run rounds as CUDA graphs; None where the target can, unless processors need the host.
+        graphs: run rounds as CUDA graphs; None where the target can.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
 
     Raises:
@@ -83,7 +83,7 @@ class Speculative(Decoder):
         self.calibration = Calibration(target.device)
         self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
-        self.sampler = TokenSampler(GREEDY, [], 0, target.device)
+        self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
         self.request_id = 0  # of the texts in hand
         self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
 
@@ -128,48 +128,46 @@ class Speculative(Decoder):
 
     # --- one round ---
 
-    @property
-    def _may_look(self) -> bool:
-        """Whether the host may look at a value in the middle of a round: nothing waits for it, and nothing traces."""
-        is_cpu = self.target.device.type == "cpu"
-        return is_cpu and not self.graphs.enabled
-
     def _round(self, budget: Budget, clock: Clock) -> Round:
         """One round of all rows; those that are not active stay where they are, and their output means nothing."""
-        if self.sampler.needs_sync or budget.needs_sync:
+        if budget.needs_sync:
             return self._draft_verify_commit(budget, clock.part)
         drafter, slots = self.drafter, self.cache.slots
-        state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z]
-        key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan)
+        state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z, self.sampler.seen]
+        key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
     def _draft_verify_commit(self, budget: Budget, part: Part) -> Round:
+        depth, device = budget.plan[0] if budget.plan else self.drafter.depth, self.target.device
         with part("draft"):
-            candidates = self.drafter.draft_tree(budget)
+            places = self.cache.slots.lengths[:, None] + torch.arange(1, depth + 2, device=device)  # behind the root
+            noise = self.sampler.noise(places)  # (B, K+1, V)
+            candidates = self.drafter.draft_tree(budget, noise)
             tree = rerank(candidates, budget.node_count(candidates.scores))
         with part("verify"):
-            ancestors = ancestor_mask(tree.parents, self.drafter.depth)
+            ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)
         with part("commit"):
-            rows = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
-            depth = budget.plan[0] if budget.plan else self.drafter.depth
-            verdict = judge(tree, logits, rows, self.sampler, self.cache.slots.lengths + 1, depth, self._may_look)
+            seen = self.sampler.seen_after(tree.tokens, ancestors)
+            choice = self.sampler.choose(logits, noise, ancestors.sum(-1) - 1, seen)
+            verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
         return Round(tree, ancestors, verdict, host_copy)
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's input (B, N, R) and the target's logits (B * N, V) after all nodes."""
+        """The draft's input (B, N, R) and the target's logits (B, N, V) after all nodes."""
         layers = self.drafter.draft.config.layers
         features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
-        return draft_input, self.target.embed_head.logits(features.flatten(0, 1))
+        return draft_input, self.target.embed_head.logits(features)
 
     def _commit(self, verdict: Verdict, draft_input: Tensor) -> None:
-        """Keep the accepted path in both caches."""
+        """Keep the accepted path in both caches, and its tokens in the texts."""
         counts = (verdict.accepted + 1) * self.active.mask
         on_path = draft_input.gather(1, verdict.path[..., None].expand(-1, -1, draft_input.shape[-1]))  # (B, K+1, R)
         self.cache.keep_path(verdict.path, counts)
         self.drafter.append_context(verdict.tokens, on_path, counts)
+        self.sampler.append(verdict.tokens)
 
     # --- between rounds ---
 
@@ -181,15 +179,16 @@ class Speculative(Decoder):
         layers = drafter.draft.config.layers
         behind = max(self.nodes, drafter.tree_slots)
         cache, draft_input, last = prefill(target, prompts, reach + behind, self.cache, layers)
-        sampler = self.sampler.renewed(sampling, prompts, cache.slots.capacity, generator)
         drafter.start(len(prompts), cache.slots.capacity)
-        if cache is not self.cache or sampler is not self.sampler:  # what was captured reads other tensors
+        if cache is not self.cache:  # what was captured reads other tensors
             self.graphs.clear()
-            self.cache, self.sampler, self.active = cache, sampler, ActiveRows(len(prompts), target.device)
+            self.cache, self.active = cache, ActiveRows(len(prompts), target.device)
+            self.sampler = TokenSampler(len(prompts), target.spec.vocab_size, target.device)
             if self.graphs.enabled:  # one extent for all steps, and both caches take the next one at the same time
                 cache.slots.min_extent = drafter.slots.min_extent = behind
         self.active.reset()
-        first = self.sampler(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
+        self.sampler.begin(sampling, prompts, generator)
+        first = self.sampler.next(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
         shifted = pad_right([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
         drafter.append_context(shifted, draft_input, self.cache.slots.lengths)
         drafter.slots.advance_host(self.cache.slots.host_lengths)

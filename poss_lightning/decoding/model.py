@@ -7,7 +7,7 @@
 It is no assistant model for transformers' own assisted generation: that one asks for a chain, and here is a tree.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Processor, Sampling, penalize_repetition
+from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ class Model:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
         repetition_penalty: float | None = None,
         num_return_sequences: int | None = None,
-        logits_processor: Iterable[Processor] | None = None,
         streamer: Streamer | None = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
@@ -148,11 +148,11 @@ class Model:
             temperature: of drawing, 1.0 by default. The model's own generation_config is not asked.
             top_k: of drawing, 50 by default; 0 for all tokens.
             top_p: of drawing, 1.0 by default.
+            min_p: of drawing, 0.0 by default.
             eos_token_id: stop tokens; the target's by default, [] for none.
             pad_token_id: what finished texts are filled with; by default the tokenizer's, or else a stop token.
             repetition_penalty: what logits of tokens that the text has are divided by; 1 changes nothing.
             num_return_sequences: how many answers to draw of each prompt, which stand below each other.
-            logits_processor: a LogitsProcessorList; those that keep state are refused.
             streamer: of one prompt, given its tokens as they are accepted.
             generator: of the CPU, for what is drawn.
             seed: of what is drawn, in place of a generator.
@@ -169,7 +169,7 @@ class Model:
         if generation_config is not None:
             arguments = dict(locals())
             given = {name: arguments[name] for name in _CONFIGURED if arguments[name] is not None}
-            given |= {"logits_processor": logits_processor, "streamer": streamer, "generator": generator, "seed": seed}
+            given |= {"streamer": streamer, "generator": generator, "seed": seed}
             options = _read_config(generation_config, given)
             return self.generate(input_ids, attention_mask=attention_mask, **options)
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
@@ -185,8 +185,8 @@ class Model:
         stops = self._stops(eos_token_id)
         pad = self._pad(pad_token_id, eos_token_id)
         batch, length = input_ids.shape
-        processors = _processors(repetition_penalty, logits_processor)
-        sampling = _sampling(bool(do_sample), temperature, top_k, top_p, processors)
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        sampling = _sampling(bool(do_sample), 1.0 if repetition_penalty is None else repetition_penalty, **options)
         if streamer is not None and batch > 1:
             raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
         chats = self.target.chat.stops
@@ -244,8 +244,8 @@ class Model:
 
 
 # What a generation config may say; another field is refused, as what it asks for would not be done.
-_CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
-_CONFIGURED += ("pad_token_id", "repetition_penalty", "num_return_sequences")
+_CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p")
+_CONFIGURED += ("eos_token_id", "pad_token_id", "repetition_penalty", "num_return_sequences")
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ONES = ("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty", "guidance_scale")  # 1 asks nothing
 # How fields begin that change no token here: of caches, compilation, assistants and beams.
@@ -278,15 +278,6 @@ def _seeded(seed: int, generator: torch.Generator | None) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _processors(repetition_penalty: float | None, others: Iterable[Processor] | None) -> list[Processor]:
-    """The penalty first, as in transformers."""
-    if repetition_penalty is None or repetition_penalty == 1:
-        return [*(others or ())]
-    if not repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty is {repetition_penalty}; it must be above 0")
-    return [penalize_repetition(repetition_penalty), *(others or ())]
-
-
 def _limit(new: int | None, total: int | None, length: int) -> int:
     """How many new tokens a prompt of `length` may have."""
     if new is None and total is not None and total <= length:
@@ -294,17 +285,14 @@ def _limit(new: int | None, total: int | None, length: int) -> int:
     return new if new is not None else NEW_TOKENS if total is None else total - length
 
 
-def _sampling(
-    do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None, processors: Iterable[Processor]
-) -> Sampling:
+def _sampling(do_sample: bool, repetition_penalty: float, **options: Any) -> Sampling:
     """How tokens are drawn, with transformers' defaults; a number that means nothing without drawing is refused."""
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options = {name: value for name, value in options.items() if value is not None}
-    if not do_sample and options:
-        name, value = next(iter(options.items()))
+    given = {name: value for name, value in options.items() if value is not None}
+    if not do_sample and given:
+        name, value = next(iter(given.items()))
         raise ValueError(f"{name} is {value}, which means nothing without do_sample=True")
-    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0} if do_sample else {}
-    return Sampling(**(usual | options), processors=tuple(processors))
+    usual = {"temperature": 1.0, "top_k": 50} if do_sample else {}
+    return Sampling(**(usual | given), repetition_penalty=repetition_penalty)
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:

@@ -1,12 +1,13 @@
 """Judging a tree: tensors in, a small named result out. Nothing here knows of models or caches.
 
+The target chooses one token after every node, greedily or drawn. A node is chosen where its token is the choice after
+its parent, and the deepest node whose whole path is chosen ends what is accepted; the choice after it is the bonus.
+
 The published rule visits a node's children in turn: accept x with probability p(x), else take x out of p, renormalise
 and try the next; when none is left, draw the bonus token from what remains. Drafted children are certain proposals, so
-this equals one draw from p: if it is a child, go there, else it is the bonus (tests/decoding/test_verification.py
-enumerates both). Greedy decoding is the same walk with the likeliest token for the draw.
+both have one law (tests/decoding/test_verification.py enumerates them).
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,39 +24,20 @@ class Verdict(NamedTuple):
     accepted: Tensor  # (B,) drafted tokens accepted: the first accepted + 1 of `tokens` are emitted
 
 
-def judge(
-    tree: Tree,
-    logits: Tensor,
-    logit_rows: Tensor,
-    sample: Callable[[Tensor, Tensor], Tensor],
-    position: Tensor,
-    depth: int,
-    may_look: bool = False,
-) -> Verdict:
-    """Walk from the root to the child that is the target's choice, while there is one.
+def judge(tree: Tree, ancestors: Tensor, choice: Tensor, depth: int) -> Verdict:
+    """The deepest node whose path is all chosen, and the choice after it.
 
     Args:
         tree: N nodes; the children of a node differ.
-        logits: (M, V) the target's after the nodes that were verified.
-        logit_rows: (B, N) which of them is a node's.
-        sample: logits (B, V) and positions (B,) -> the target's token there; the same whenever it is asked again.
-        position: (B,) of the token after the root, in the text.
+        ancestors: (B, N, N), True where j is i itself or above it.
+        choice: (B, N) the target's token after each node.
         depth: K, the deepest a path can be.
-        may_look: leave the walk where no row goes on, which the host must look at; the verdict is the same.
     """
-    rows = torch.arange(len(position), device=position.device)
-    node, accepted = torch.zeros_like(position), torch.zeros_like(position)
-    path, tokens = [node], []
-    for _ in range(depth + 1):  # a row that has found its bonus finds it again
-        choice = sample(logits[logit_rows[rows, node]], position + accepted)  # (B,)
-        child = (tree.tokens == choice[:, None]) & (tree.parents == node[:, None])  # (B, N)
-        child[:, 0] = False  # the root is its own parent
-        is_child, place = child.max(-1)
-        node, accepted = torch.where(is_child, place, node), accepted + is_child
-        path.append(node)
-        tokens.append(choice)
-        if may_look and not is_child.any():
-            break
-    rest = depth + 1 - len(tokens)
-    path, tokens = path[:-1] + path[-1:] * rest, tokens + tokens[-1:] * rest
-    return Verdict(torch.stack(path, dim=1), torch.stack(tokens, dim=1), accepted)
+    nodes = torch.arange(choice.shape[1], device=choice.device)
+    chosen = (tree.tokens == choice.gather(1, tree.parents)) | (nodes == 0)  # (B, N)
+    depths = ancestors.sum(-1) - 1
+    accepted, end = depths.where((chosen[:, None] | ~ancestors).all(-1), -1).max(-1)  # (B,)
+    # A node of the path goes to its depth, all others to a place that is cut off.
+    place = depths.where(ancestors[torch.arange(len(end), device=end.device), end], depth + 1)
+    path = end[:, None].repeat(1, depth + 2).scatter(1, place, nodes.expand_as(place))[:, :-1]
+    return Verdict(path, choice.gather(1, path), accepted)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter, count_candidates
-from poss_lightning.decoding.trees import rerank
+from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
@@ -237,8 +237,9 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         tree = rerank(drafter.draft_tree(Fixed(depth, nodes)), nodes)
-        logits, logit_rows = text.new_zeros(1, 1), torch.zeros_like(tree.tokens)  # not needed by this sampler
-        verdict = judge(tree, logits, logit_rows, _next_tokens(text), root + 1, depth)
+        ancestors = ancestor_mask(tree.parents, depth)
+        choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
+        verdict = judge(tree, ancestors, choice, depth)
         # 2. Count the rounds that the text shows to their full depth.
         counted = active & (complete | (root + depth < lengths))
         accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # behind an answer's end is no bonus
@@ -253,15 +254,6 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
         drafter.slots.advance_host(steps.tolist())
         root = root + steps
     return rounds
-
-
-def _next_tokens(text: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A sampler for `judge` that takes the tokens of the text (B, C), whatever the logits."""
-
-    def sample(_: Tensor, position: Tensor) -> Tensor:
-        return text.gather(1, position.clamp(max=text.shape[1] - 1)[:, None])[:, 0]
-
-    return sample
 
 
 def _pad(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:

@@ -123,7 +123,7 @@ class PlainLoop:
 
     def __init__(self, target: Target, graphs: bool | None = None):
         self.target, self.cache = target, target.new_cache(0, 0)  # none, until texts are read
-        self.sampler = TokenSampler(GREEDY, [], 0, target.device)
+        self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
         self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
         self.alone = causal_ancestors(1, target.device)
         self.request_id = 0  # of the batch in hand
@@ -184,12 +184,12 @@ class PlainLoop:
     ) -> None:
         """Read the prompts; their first tokens are `self.tokens` (B,)."""
         cache, _, last = prefill(self.target, prompts, room, self.cache)
-        sampler = self.sampler.renewed(sampling, prompts, cache.slots.capacity, generator)
-        tokens = sampler(self.target.embed_head.logits(last), cache.slots.lengths)  # (B,)
-        if cache is not self.cache or sampler is not self.sampler:  # what was captured reads other tensors
+        if cache is not self.cache:  # what was captured reads other tensors
             self.graphs.clear()
-            self.cache, self.sampler, self.tokens = cache, sampler, torch.empty_like(tokens)
-        self.tokens.copy_(tokens)
+            self.cache, self.tokens = cache, torch.zeros_like(cache.slots.lengths)  # (B,)
+            self.sampler = TokenSampler(len(prompts), self.target.spec.vocab_size, self.target.device)
+        self.sampler.begin(sampling, prompts, generator)
+        self.tokens.copy_(self.sampler.next(self.target.embed_head.logits(last), cache.slots.lengths))
 
     def _step(self, clock: Clock) -> None:
         """Read `self.tokens`, and put the next ones in their place."""
@@ -199,10 +199,8 @@ class PlainLoop:
             with part("verify"):
                 last = target.tree_features(tokens[:, None], self.alone, self.cache)[:, 0]
                 slots.advance_device(1)
-                tokens.copy_(self.sampler(target.embed_head.logits(last), slots.lengths))
+                tokens.copy_(self.sampler.next(target.embed_head.logits(last), slots.lengths))
 
-        if self.sampler.needs_sync:
-            forward(clock.part)
-        else:
-            self.graphs.run(slots.extent_for(1), forward, [slots.lengths, tokens], clock)
+        key = (slots.extent_for(1), self.sampler.kind)
+        self.graphs.run(key, forward, [slots.lengths, tokens, self.sampler.seen], clock)
         slots.advance_host([1] * len(tokens))

@@ -1,6 +1,7 @@
 """Rounds as graphs, without a GPU: on a stand-in."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.graphs import baked
 from tests.support.tiny import tiny_draft, tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
-GREEDY, DRAWN, TIMID = Sampling(), Sampling(1.0, top_p=0.9), Sampling(0.5)
+GREEDY, DRAWN, TIMID = Sampling(), Sampling(1.0, top_p=0.9), Sampling(0.5, repetition_penalty=1.3)
 
 
 def speculative(target):
@@ -60,9 +61,14 @@ def test_a_graph_serves_many_rounds_the_next_text_and_a_longer_one(monkeypatch, 
     assert graphs.captures == 1
     tokens_of(decoder, sampling, PROMPTS[:1], limit=300, seed=4)
     tokens_of(decoder, sampling, [[7] * 90], limit=300)
+    if sampling.temperature:
+        tokens_of(decoder, replace(sampling, temperature=0.4), PROMPTS[:1], limit=300)
     assert graphs.captures == 1
-    tokens_of(decoder, sampling, [[7] * 300], limit=300)
+    for law in (GREEDY, DRAWN) * 2:  # in turn: one for each
+        tokens_of(decoder, law, PROMPTS[:1], limit=12)
     assert graphs.captures == 2
+    tokens_of(decoder, sampling, [[7] * 300], limit=300)
+    assert graphs.captures == 3
 
 
 def test_captures_beyond_the_most_are_dropped_and_made_again(monkeypatch):

@@ -16,7 +16,7 @@ from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
-from poss_lightning.sampling import Sampling
+from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.model import Target, causal_ancestors
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE, tensors_of
@@ -158,16 +158,13 @@ def test_few_captures_serve_a_long_text_and_the_next(device, monkeypatch, decode
     assert device.captures - before <= CAPTURES_AGAIN
 
 
-def test_processors_read_the_text_on_the_device(device):
-    """They need the host, so their rounds run without a graph."""
-
-    def forbid_the_last(tokens, scores):
-        return scores.scatter(1, tokens[:, -1:], -torch.inf)
-
-    sampling = Sampling(processors=(forbid_the_last,))
-    engine = with_graphs(engine_of(load(DEVICE)))
-    assert tokens_of(engine, sampling) == answers("eagle2", sampling)
-    assert not device.captures
+def test_the_noise_has_the_bits_of_the_hosts(device):
+    found = []
+    for where in ("cpu", DEVICE):
+        sampler = TokenSampler(2, 320, torch.device(where))
+        sampler.begin(DRAWN, PROMPTS[:2], torch.Generator().manual_seed(3))
+        found.append(sampler.noise(torch.tensor([[3, 70], [9, 2]], device=where)).cpu())
+    assert torch.equal(*found)
 
 
 def test_replayed_acceptance_is_the_hosts(pair):

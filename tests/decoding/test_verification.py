@@ -1,5 +1,6 @@
 """Judging: against a walk over lists, and, for draws, every branch enumerated: nothing here is a matter of chance."""
 
+import math
 import random
 from collections import defaultdict
 from itertools import product
@@ -7,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.trees import Tree
+from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import judge
 from poss_lightning.sampling import Sampling
 from tests.support import naive
@@ -17,38 +18,23 @@ VOCABULARY = 4
 
 
 @pytest.mark.parametrize("batch", range(5))
-def test_the_walk_batched_is_the_walk_over_lists(batch):
-    trees = [random_tree(8 * batch + row) for row in range(8)]
-    chance = random.Random(batch)
+def test_all_nodes_at_once_is_the_walk_over_lists(batch):
+    """Many a node has its parent's choice among its children, so that paths are long."""
+    trees, chance = [random_tree(8 * batch + row) for row in range(8)], random.Random(batch)
     choices = [[chance.randrange(6) for _ in tokens] for tokens, _ in trees]
+    for (tokens, parents), choice in zip(trees, choices, strict=True):
+        for node in range(1, 14):
+            if chance.random() < 0.5:
+                choice[parents[node]] = tokens[node]
     tree = Tree(torch.tensor([t for t, _ in trees]), torch.tensor([p for _, p in trees]), torch.zeros(8, 14))
-    logits = torch.nn.functional.one_hot(torch.tensor(choices), 6).float()
-    where, place = torch.arange(8 * 14).view(8, 14), torch.zeros(8, dtype=torch.long)
-    verdict = judge(tree, logits.flatten(0, 1), where, lambda own, place: own.max(-1).indices, place, 13)
+    verdict = judge(tree, ancestor_mask(tree.parents, 13), torch.tensor(choices), 13)
     for row, (tokens, parents) in enumerate(trees):
         path, emitted = naive.judge(tokens, parents, choices[row])
         count = int(verdict.accepted[row])
         assert count == len(path) - 1
         assert verdict.path[row].tolist() == path + [path[-1]] * (13 - count)
         assert verdict.tokens[row].tolist() == emitted + [emitted[-1]] * (13 - count)
-
-
-@pytest.mark.parametrize("looks", [True, False])
-def test_a_walk_ends_with_its_last_row(looks):
-    """Where the host may look: each choice may sort the vocabulary. Elsewhere it goes on, and nothing changes."""
-    tree = Tree(torch.tensor([[9, 1, 2], [9, 5, 6]]), torch.tensor([[0, 0, 1]] * 2), torch.zeros(2, 3))
-    target, asked = torch.tensor([1, 3, 3, 4, 4, 4]), []  # after each node; row 0 takes one token, row 1 none
-
-    def choose(own: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        asked.append(place.tolist())
-        return own[:, 0]
-
-    place = torch.zeros(2, dtype=torch.long)
-    verdict = judge(tree, target[:, None], torch.arange(6).view(2, 3), choose, place, 4, looks)
-    assert asked[:2] == [[0, 0], [1, 0]] and len(asked) == (2 if looks else 5)
-    assert verdict.accepted.tolist() == [1, 0]
-    assert verdict.path.tolist() == [[0, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
-    assert verdict.tokens.tolist() == [[1, 3, 3, 3, 3], [4, 4, 4, 4, 4]]
+    assert verdict.accepted.max() > 1
 
 
 def language(seed: int, depth: int, law: dict) -> dict[tuple[int, ...], torch.Tensor]:
@@ -71,24 +57,17 @@ def words(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
 def ours(tokens, parents, target, depth) -> dict[tuple, float]:
     """Probability of every (path, bonus), over all draws: a row of the batch for each way they can fall."""
     falls = torch.tensor(list(product(range(VOCABULARY), repeat=depth + 1)))  # (R, K+1) tokens drawn, place by place
-    probabilities = torch.stack([target[said] for said in words(tokens, parents)])  # (N, V)
-    rows = len(falls)
+    said = words(tokens, parents)
+    rows, depths = len(falls), torch.tensor([len(text) for text in said])
     tree = Tree(*(torch.tensor([own]).expand(rows, -1) for own in (tokens, parents)), torch.zeros(rows, len(tokens)))
-    asked = torch.ones(rows, depth + 1, dtype=torch.float64)
-
-    def choose(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        chosen = falls.gather(1, place[:, None])
-        asked.scatter_(1, place[:, None], logits.gather(1, chosen))
-        return chosen[:, 0]
-
-    where = torch.arange(len(tokens)).expand(rows, -1)
-    verdict = judge(tree, probabilities, where, choose, torch.zeros(rows, dtype=torch.long), depth, may_look=True)
+    verdict = judge(tree, ancestor_mask(tree.parents, depth), falls[:, depths], depth)
     law: dict[tuple, float] = defaultdict(float)
     for row in range(rows):
         count = int(verdict.accepted[row])
-        # draws past the bonus are not asked for: each way they can fall is one of many equal ones
-        weight = float(asked[row, : count + 1].prod()) / VOCABULARY ** (depth - count)
-        law[tuple(verdict.tokens[row, : count + 1].tolist())] += weight
+        emitted = tuple(verdict.tokens[row, : count + 1].tolist())
+        # draws past the bonus do not matter: each way they can fall is one of many equal ones
+        weight = math.prod(float(target[emitted[:i]][token]) for i, token in enumerate(emitted))
+        law[emitted] += weight / VOCABULARY ** (depth - count)
     return law
 
 

@@ -70,14 +70,15 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
 
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, config):
-    """Two rows of different length; the unroll knows nothing of trees, frontiers or ancestors."""
+    """Two rows of different length, with the noise of a draw; the unroll knows nothing of trees or frontiers."""
     draft, depth, counts = tiny_draft(target, allocation, **config), 4, [12, 9]
     tokens, _, features = inputs(target, 12, batch=2, draft=draft)
     drafter = Drafter(draft, target.embed_head, depth, tree_width=4)
     drafter.start(2, 64)
     drafter.append_context(tokens, features, torch.tensor(counts))
     drafter.slots.advance_host(counts)
-    tree = rerank(drafter.draft_tree(Fixed(depth, 40)), 40)
+    noise = torch.randn(2, depth + 1, 320, generator=torch.Generator().manual_seed(3))
+    tree = rerank(drafter.draft_tree(Fixed(depth, 40), noise), 40)
     seen = ancestor_mask(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):
@@ -86,7 +87,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
             known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
             passes = unroll(draft, target.embed_head.embed(text)[None], known[None], len(path))
             steps = [
-                draft.logits(output[0, count - 1 + k], target.embed_head).log_softmax(-1)[token]
+                (draft.logits(output[0, count - 1 + k], target.embed_head) + noise[row, k]).log_softmax(-1)[token]
                 for k, (output, token) in enumerate(zip(passes, path, strict=True))
             ]
             torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.gpu
 GREEDY, DRAWN = Sampling(), Sampling(1.0, top_k=40, top_p=0.9)
 LAWS = [pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn")]
 LONGER = [[7] * 90, [8] * 3, [9] * 5]
-WAYS = [  # kind of draft, tree, whether a batch shares its nodes, law; the stand-in takes seconds for each capture
-    ("eagle3", "fixed", True, DRAWN),
-    pytest.param("eagle2", "fixed", False, GREEDY, marks=pytest.mark.slow),
-    pytest.param("eagle2", "auto", True, GREEDY, marks=pytest.mark.slow),
-    pytest.param("eagle3", "auto", False, DRAWN, marks=pytest.mark.slow),
+WAYS = [  # kind of draft, tree, law; the stand-in takes seconds for each capture
+    ("eagle3", "fixed", DRAWN),
+    pytest.param("eagle2", "fixed", GREEDY, marks=pytest.mark.slow),
+    pytest.param("eagle2", "auto", GREEDY, marks=pytest.mark.slow),
+    pytest.param("eagle3", "auto", DRAWN, marks=pytest.mark.slow),
 ]
 
 
@@ -45,14 +45,14 @@ def texts(decoder, law, prompts, limit, seed=3):
     return drawn(decoder, law, seed, prompts, limit, frozenset())
 
 
-@pytest.mark.parametrize("kind, tree, share, law", WAYS)
-def test_drafting_is_lossless_with_graphs_and_without(target, limit, kind, tree, share, law):
+@pytest.mark.parametrize("kind, tree, law", WAYS)
+def test_drafting_is_lossless_with_graphs_and_without(target, limit, kind, tree, law):
     """In a batch, in others that find the graphs of the first, and alone."""
     draft, plain = tiny_draft(target, [1, 1], kind=kind), Autoregressive(target, graphs=False)
     cases = (PROMPTS, 3), (PROMPTS, 4), (LONGER, 3)
     batch, *others = ([prompts, seed, texts(plain, law, prompts, limit, seed)] for prompts, seed in cases)
-    eager = Speculative(target, draft, 2, 8, 4, tree, share, graphs=False)
-    replayed = captured(Speculative(target, draft, 2, 8, 4, tree, share))
+    eager = Speculative(target, draft, 2, 8, 4, tree, graphs=False)
+    replayed = captured(Speculative(target, draft, 2, 8, 4, tree))
     for engine in (eager, replayed):
         assert texts(engine, law, PROMPTS, limit, 3) == batch[-1]
         assert tree == "fixed" or engine.budgets[3].plan is not None

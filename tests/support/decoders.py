@@ -24,8 +24,8 @@ class Oracle(Drafter):
         self.__dict__.update(drafter.__dict__)
         self.future, self.wrong_every, self.turn = future, wrong_every, 0
 
-    def draft_tree(self, budget):
-        tree, self.turn = super().draft_tree(budget), self.turn + 1
+    def draft_tree(self, budget, noise=None):
+        tree, self.turn = super().draft_tree(budget, noise), self.turn + 1
         at = int(self.slots.lengths[0]) - len(PROMPTS[0])  # tokens emitted before the root
         tokens = tree.tokens.clone()
         for node in range(1, tokens.shape[1]):

@@ -212,6 +212,38 @@ def slot_weights(name, predictions, features, counts, head, **between):
     return weights
 
 
+def probabilities(
+    logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
+    """What a token is drawn from: tokens are kept in order, the most likely first."""
+    weights = [math.exp(logit / temperature) for logit in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    order = order[:top_k] if top_k else order
+    whole, kept, mass = sum(weights[i] for i in order), [], 0.0
+    for i in order:
+        if mass >= top_p or weights[i] < min_p * max(weights):
+            break
+        kept.append(i)
+        mass += weights[i] / whole
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
+
+
+def noise(seed: int, place: int, token: int) -> float:
+    """Gumbel's, of a token at a place of the text with this seed."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 16) * 0x21F0AAAD % 2**32
+        x = (x ^ x >> 15) * 0x735A2D97 % 2**32
+        return x ^ x >> 15
+
+    first = mix(seed % 2**32)
+    second = mix(seed // 2**32 ^ first)
+    keys = [mix((key + place) % 2**32) for key in (first, second)]
+    bits = mix((mix(token ^ keys[0]) + keys[1]) % 2**32)
+    return -math.log(-math.log(1 - (bits % 2**31 + 0.5) / 2**31))
+
+
 def ancestor_mask(parents: list[int]) -> list[list[bool]]:
     table = [[False] * len(parents) for _ in parents]
     for node in range(len(parents)):
