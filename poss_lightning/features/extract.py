@@ -221,6 +221,9 @@ def tokenize(
         report_left_out("{} conversations that the chat template does not take", refused, len(conversations), strict)
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
+    said = {conversation.digest for conversation in conversations}
+    if tell and len(said) < len(conversations):
+        logger.warning("%d conversations are there more than once", len(conversations) - len(said))
     if tell and short:
         logger.warning("left out %d texts whose answers have less than two of the first %d tokens", short, max_length)
     return sorted(texts, key=lambda text: len(text.tokens))

@@ -236,7 +236,6 @@ BAD += [
     ({"generation_config": GenerationConfig(do_sample=True, **one)}, ValueError, f"sets {next(iter(one))} to .*, which")
     for one in (
         {"num_beams": 4},
-        {"min_p": 0.1},
         {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 5},
         {"stop_strings": ["x"]},
