@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
+from poss_lightning.features.schedule import split
 from poss_lightning.features.store import FeatureStore
 from tests.support.stores import SIZES, make_conversations
 
@@ -269,3 +272,36 @@ def test_noise_is_for_training_and_new_in_every_epoch(whole):
 def test_numbers_that_cannot_be(whole, change, words):
     with pytest.raises(ValueError, match=words):
         make_data(whole, **change)
+
+
+# --- the same conversation twice ---
+
+
+def test_the_same_conversation_under_other_ids_is_on_one_side(tmp_path, target, caplog):
+    talks = make_conversations()
+    copies = [Conversation(f"again-{talk.id}", talk.messages) for talk in talks]
+    write_store(tmp_path / "store", target, [*talks, *copies], **SIZES)
+    assert f"{len(talks)} conversations are there more than once" in caplog.text
+    store = FeatureStore(tmp_path / "store")
+    assert len(store.ids) == 2 * len(set(store.origins))
+    train, held_out = (
+        {store.ids[i].removeprefix("again-") for i in side} for side in split(store.origins, 0.3, seed=0)
+    )
+    assert train and held_out and not train & held_out
+
+
+def test_a_store_without_digests_of_conversations_knows_them_by_their_tokens(whole, tmp_path):
+    """As the first stores are."""
+    shutil.copytree(whole, tmp_path / "old")
+    path = next((tmp_path / "old").glob("*.arrow"))
+    table = pa.ipc.open_stream(str(path)).read_all()
+    with pa.ipc.new_stream(str(path), table.drop_columns(["conversation"]).schema) as writer:
+        writer.write_table(table.drop_columns(["conversation"]))
+    manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    for entry in manifest["shards"]:
+        entry["bytes"] = (tmp_path / "old" / entry["name"]).stat().st_size
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(manifest))
+    old = FeatureStore(tmp_path / "old")
+    texts = [tuple(sample.tokens.tolist()) for sample in old]
+    assert old.ids == FeatureStore(whole).ids
+    assert old.origins == [old.ids[texts.index(text)] for text in texts]
