@@ -293,10 +293,10 @@ def test_the_same_conversation_under_other_ids_is_on_one_side(tmp_path, target, 
 def test_a_store_without_digests_of_conversations_knows_them_by_their_tokens(whole, tmp_path):
     """As the first stores are."""
     shutil.copytree(whole, tmp_path / "old")
-    path = next((tmp_path / "old").glob("*.arrow"))
-    table = pa.ipc.open_stream(str(path)).read_all()
-    with pa.ipc.new_stream(str(path), table.drop_columns(["conversation"]).schema) as writer:
-        writer.write_table(table.drop_columns(["conversation"]))
+    for path in (tmp_path / "old").glob("*.arrow"):
+        table = pa.ipc.open_stream(str(path)).read_all().drop_columns(["conversation"])
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
     manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
     for entry in manifest["shards"]:
         entry["bytes"] = (tmp_path / "old" / entry["name"]).stat().st_size
