@@ -88,7 +88,6 @@ BAD = [
     ((*FIT, "[2]", "--model.start_from", "{inputs}/draft-of-another"), "has another target: fingerprint"),
     ((*FIT, "[2]", "--data.validation", "0"), "validation is 0"),
     ((*FIT, "[2]", "--data.limit", "0"), "limit is 0"),
-    ((*FIT, "[2]", "--data.validation", "0.001"), "--data.validation 0.001 of 40 conversations leaves a side empty: "),
     # the draft
     ((*FIT, "[0, 2]"), "model.allocation is [0, 2]; 0 must lie between 1 and 64"),
     ((*FIT, "[]"), "allocation is []"),
@@ -183,8 +182,8 @@ BAD = [
     (("vocabulary", "{inputs}/no-weights", *VOCABULARY[2:], "out"), "is not a draft: it has no model.safetensors"),
     (("vocabulary", "{inputs}/draft-of-another", *VOCABULARY[2:], "out"), "another target: fingerprint"),
     (("plan", "--tokens", "1"), "tokens is 1; it must be at least 2"),
-    (("fit", "--model.allocation", "[2]"), "--data.store is None and --data.corpus None; give one of them"),
-    ((*FIT, "[2]", "--data.target", "x"), "--data.target is 'x', but the features in --data.store '"),
+    (("fit", "--model.allocation", "[2]"), "store is None and corpus None; give one of them"),
+    ((*FIT, "[2]", "--data.target", "x"), "target is 'x', but the features in store '"),
     (("extract",), "required: corpus, out"),
     ((*EXTRACT, "out", "--config", "nowhere.yaml"), "File does not exist"),
     ((*EXTRACT, "out", "--config", str(CONF / "tree" / "chain.yaml")), "'depth' is not accepted"),

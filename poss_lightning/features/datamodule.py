@@ -33,7 +33,7 @@ class FeatureData(lightning.LightningDataModule):
         packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
             length.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
-        validation: fraction of conversations held out.
+        validation: fraction of conversations held out; of few conversations at least one.
         seed: of the order and the noise.
         split_seed: of the split, so that trainings with other seeds hold out the same conversations.
         limit: use only that many conversations of the split's training side, drawn by the seed; None for all.
@@ -66,14 +66,14 @@ class FeatureData(lightning.LightningDataModule):
             for name, value in online.items():
                 if value != signature(FeatureData).parameters[name].default:
                     raise ValueError(
-                        f"--data.{name} is {value!r}, but the features in --data.store {store!r} are made already: "
-                        f"leave {name} out, or give --data.corpus in place of the store"
+                        f"{name} is {value!r}, but the features in store {store!r} are made already: leave {name} out, "
+                        "or give corpus in place of the store"
                     )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
             self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
         else:
-            raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
+            raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
         train, self.held_out = split(self.source.origins, validation, split_seed)
@@ -122,13 +122,11 @@ class FeatureData(lightning.LightningDataModule):
         self.schedule = None
 
     def _schedule(self, indices: list[int], training: bool) -> Schedule:
-        rank, world, accumulate = 0, 1, 1
+        rank, world, accumulate, reorders = 0, 1, 1, True
         if self.trainer:
             rank, world = self.trainer.global_rank, self.trainer.world_size
             accumulate = self.trainer.accumulate_grad_batches if training else 1
-            connector = self.trainer._accelerator_connector  # Lightning asks it, and would put a sampler over ours
-            if connector.is_distributed and connector.use_distributed_sampler:
-                raise ValueError("use_distributed_sampler is true; give Trainer(use_distributed_sampler=False)")
+            reorders = not self.trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]
             limit = self.trainer.limit_train_batches
             if accumulate > 1 and limit not in (None, 1.0) and (isinstance(limit, float) or limit % accumulate):
                 raise ValueError(
@@ -142,7 +140,7 @@ class FeatureData(lightning.LightningDataModule):
             batch_tokens=self.batch_tokens,
             seed=self.seed if training else self.split_seed,  # all trainings are validated on the same batches
             packed=self.packed,
-            training=training,
+            training=training and reorders,
             rank=rank,
             world=world,
             accumulate=accumulate,

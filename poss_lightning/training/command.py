@@ -130,7 +130,6 @@ class Training(LightningCLI):
         )
         trainer = (parser.groups or {})["trainer"]
         trainer.add_argument("--trainer.precision", type=str, default="auto", help=PRECISION)
-        parser.set_defaults({"trainer.use_distributed_sampler": False})  # FeatureData shares its batches out itself
         parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
     if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, which may have other numbers of steps
         learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
-        before = checkpoint.get("epoch_steps", steps)
+        before = checkpoint.get("epoch_steps") or steps
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
 
 
@@ -86,8 +87,9 @@ def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def epoch_steps(trainer: lightning.Trainer) -> int:
-    """Optimizer steps of an epoch."""
-    return -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
+    """Optimizer steps of an epoch; 0 before the data are there, as when `Tuner.lr_find` writes its checkpoint."""
+    batches = trainer.num_training_batches
+    return 0 if batches == inf else -(-int(batches) // trainer.accumulate_grad_batches)
 
 
 def has_outputs(folder: Path) -> bool:

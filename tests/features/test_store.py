@@ -205,7 +205,7 @@ def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
 def make_data(whole: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
     data = FeatureData(str(whole), **{"batch_tokens": 200, "validation": 0.3, **changes})
     data.trainer = SimpleNamespace(
-        _accelerator_connector=SimpleNamespace(is_distributed=False),
+        overfit_batches=0,
         limit_train_batches=1.0,
         training=training,
         current_epoch=epoch,
@@ -266,7 +266,6 @@ def test_noise_is_for_training_and_new_in_every_epoch(whole):
         ({"noise": -0.1}, r"noise is -0\.1"),
         ({"limit": 0}, "limit is 0"),
         ({"validation": 1.0}, r"validation is 1\.0"),
-        ({"validation": 1e-9}, "leaves a side empty"),
     ],
 )
 def test_numbers_that_cannot_be(whole, change, words):
@@ -295,8 +294,9 @@ def test_a_store_without_digests_of_conversations_knows_them_by_their_tokens(who
     shutil.copytree(whole, tmp_path / "old")
     for path in (tmp_path / "old").glob("*.arrow"):
         table = pa.ipc.open_stream(str(path)).read_all().drop_columns(["conversation"])
-        with pa.ipc.new_stream(str(path), table.schema) as writer:
+        with pa.ipc.new_stream(f"{path}.new", table.schema) as writer:
             writer.write_table(table)
+        Path(f"{path}.new").replace(path)
     manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
     for entry in manifest["shards"]:
         entry["bytes"] = (tmp_path / "old" / entry["name"]).stat().st_size
