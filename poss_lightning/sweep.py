@@ -154,7 +154,7 @@ class Cell:
         kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
         if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        if not self.has_records:  # a measure that left nothing may have had other options
+        if note["processes"] and not self.has_records:  # a measure that left nothing may have had other options
             (self.folder / "run.json").unlink(missing_ok=True)
             Work(self.folder / UNFINISHED).clear()
         facts = {"settings": self.settings(), "inputs": inputs, "processes": [*note["processes"], origin()]}

@@ -242,10 +242,6 @@ class Run:
 
     def _count_finished(self, records: Path) -> int:
         """How many records an earlier process has written with these settings."""
-        if not (note := self.folder / "run.json").exists():
-            raise ValueError(
-                f"{records} is there and {note} is not, which would say how it was made: choose another folder"
-            )
         check_settings(self.folder, self.facts["config"], self.facts["methods"])
         self.work.clear()  # that process may have been killed before it did
         return sum(1 for _ in records.open("rb"))

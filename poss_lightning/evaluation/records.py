@@ -24,7 +24,7 @@ from poss_lightning.files import read_json
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
-OURS = (UNFINISHED, "run.json", *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
+OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
 BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are no records, beside some or below
 # What makes the rounds of a method, in run.json, and what it is where that does not name it.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}

@@ -29,7 +29,7 @@ from poss_lightning.features.manifest import (
 )
 from poss_lightning.features.reading import Reader, TargetReader
 from poss_lightning.features.shards import TokenizedText, write_shard
-from poss_lightning.files import atomic, check_folder
+from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work, differences
@@ -92,8 +92,7 @@ def write_store(
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):
-            for leftover in folder.glob(".shard-*.tmp"):  # of a process that was killed, on another machine perhaps
-                leftover.unlink()
+            remove_leftovers(folder, ANYWHERE)  # of processes that were killed, on other machines perhaps
             Manifest(
                 target=target.spec,
                 dtype=target.dtype_name,

@@ -13,14 +13,13 @@ from markupsafe import Markup
 from poss_lightning import __version__, plots
 from poss_lightning.evaluation.records import as_object, by_cell, by_folder
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.files import public_name
+from poss_lightning.files import atomic, public_name
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.findings import Findings, name_sources
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import LOGS, Answers
 from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, verdict
-from poss_lightning.work import write_alone
 
 # HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
@@ -68,7 +67,7 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         },
         made=f"poss_lightning {__version__}",
     )
-    with write_alone(out) as path:
+    with atomic(out) as path:
         path.write_text(page.translate(CONTROLS), encoding="utf-8")
 
 

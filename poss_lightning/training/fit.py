@@ -17,7 +17,6 @@ A training's folder, which is that of its logger:
 import ctypes
 import gc
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -29,12 +28,12 @@ from typing import Any
 import yaml
 
 from poss_lightning.configs import locate_configs
-from poss_lightning.draft.config import DraftConfig
-from poss_lightning.files import atomic, find_config, sha256
+from poss_lightning.draft.specialists import CONFIG, WEIGHTS, DraftConfig
+from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training, only_training
 from poss_lightning.training.resume import FINISHED, has_outputs
 
-OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.*"
+OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.[0-9]*.*.[0-9]*"
 
 Layer = str | Mapping[str, Any]  # a YAML file, by path or by its name in conf/; or options as in one
 
@@ -122,7 +121,8 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
         )
     if not finished.exists():
         with only_training(folder):
-            _clear(folder, anew=not last.exists())
+            if note.exists():
+                _clear(folder, anew=not last.exists())
             with atomic(note) as path:
                 path.write_text(settings)
         place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
@@ -136,7 +136,7 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
         if not draft.is_dir():
             raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
         finished.touch()
-    shutil.rmtree(last.parent, ignore_errors=True)  # of one that was killed before it did, too
+    remove(last.parent, last.name, "epoch=*-step=*.ckpt")  # of one that was killed before it did, too
     return draft
 
 
@@ -144,10 +144,9 @@ def _clear(folder: Path, anew: bool) -> None:
     """Remove what a killed training left and this one would not write over; `anew`, all but its checkpoints."""
     (folder / "hparams.yaml").unlink(missing_ok=True)  # the logger writes it only where there is none, and this is torn
     if anew:
-        for events in folder.glob(EVENTS):  # else what was logged then counts as this training's
-            events.unlink()
+        remove(folder, EVENTS)  # else what was logged then counts as this training's
         for name in ("draft-best", "draft-last"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            remove(folder / name, CONFIG, WEIGHTS)
 
 
 def _fit_apart(arguments: list[str]) -> None:

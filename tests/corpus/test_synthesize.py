@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
     assert sorted(files) == ["killed.jsonl", "whole.jsonl"] and files["killed.jsonl"] == files["whole.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["settings.json", "000001.json", "killed.jsonl"])
+@pytest.mark.parametrize("name", ["settings.json", "000001.part.json", "killed.jsonl"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_around_any_file_is_survived(tmp_path, monkeypatch, name, when):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -180,7 +180,7 @@ def test_a_kill_around_any_file_is_survived(tmp_path, monkeypatch, name, when):
 @pytest.mark.parametrize("change", [{"seed": 1}, {"temperature": 0.9}, {"turns": 1}, {"target": "other"}])
 def test_other_settings_do_not_go_on_with_the_same_parts(tmp_path, monkeypatch, change):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        dies_at(patch, "000001.json", "after")
+        dies_at(patch, "000001.part.json", "after")
         write(tmp_path / "corpus.jsonl")
     before = contents(tmp_path / "corpus.jsonl.parts")
     with pytest.raises(ValueError, match=f"begun with other settings .*{next(iter(change))}"):

@@ -12,6 +12,7 @@ from poss_lightning.features.encoding import decode, encode
 from poss_lightning.features.extract import plan_shards, tokenize, write_store
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.files import MARK
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from tests.support.stores import ROLES, SIZES, WORDS, contents, dies_after, dies_at, make_conversations
@@ -92,7 +93,10 @@ def test_what_a_machine_that_died_left_is_removed(whole, target, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         write_store(tmp_path, target, make_conversations(), **SIZES)
     monkeypatch.undo()
-    (tmp_path / ".shard-00001.arrow.another-machine.tmp").write_bytes(b"half")
+    left = tmp_path / ".poss.another-machine.12345678.tmp"
+    left.mkdir()
+    (left / "shard-00001.arrow").write_bytes(b"half")
+    (left / MARK).touch()
     write_store(tmp_path, target, make_conversations(), **SIZES)
     assert contents(tmp_path) == contents(whole)
 
