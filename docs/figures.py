@@ -291,7 +291,7 @@ def screenshot() -> Path | None:
     file = FIGURES / "report.png"
     with TemporaryDirectory() as folder:
         page, image = Path(folder) / "report.html", Path(folder) / "report.png"
-        compare(str(ROOT / "experiments" / "demo" / "records"), reference="single", html=str(page))
+        compare(str(ROOT / "experiments" / "speed" / "demo"), reference="single", html=str(page))
         options = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1600")
         subprocess.run([browser, *options, f"--screenshot={image}", page.as_uri()], check=True, capture_output=True)
         Image.open(image).convert("RGB").quantize(64).save(file, optimize=True)

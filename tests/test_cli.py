@@ -111,7 +111,7 @@ BAD = [
     ((*GENERATE, "--tree", "fixed"), "tree is fixed, but without --draft there is no tree"),
     ((*GENERATE, "--config", str(CONF / "tree/chain.yaml")), "but without --draft there is no tree"),
     (
-        ("report", "{inputs}/records", "--runs", "{inputs}/draft"),
+        ("compare", "{inputs}/records", "--html", "out.html", "--runs", "{inputs}/draft"),
         "runs has {inputs}/draft, which holds no TensorBoard",
     ),
     ((*GENERATE, "--compare", "true"), "compare is true, but without --draft"),
@@ -359,14 +359,14 @@ def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs,
     ("command", "words"),
     [
         (("compare", "run"), "run is a training's folder, its draft run/draft-best; it is measured by: poss benchmark"),
-        (("report", "{inputs}/draft"), "is a draft; it is measured by: poss benchmark RECORDS --drafts.NAME {inputs}"),
+        (("compare", "{inputs}/draft"), "is a draft; it is measured by: poss benchmark RECORDS --drafts.NAME {inputs}"),
         (("compare", "{inputs}/store"), "is a feature store; a draft is measured on it by: poss replay {inputs}/store"),
         (
             ("compare", "sweep"),
             "sweep is an experiment of which no training is done; go on with it by: poss sweep sweep",
         ),
         (("compare", "sweep/sweep.yaml"), "sweep/sweep.yaml lies beside records: give its folder, sweep"),
-        (("report", "{inputs}/records/run.json"), "lies beside records: give its folder, {inputs}/records"),
+        (("compare", "{inputs}/records/run.json"), "lies beside records: give its folder, {inputs}/records"),
         (
             ("sweep", "sweep/sweep.yaml"),
             "sweep.yaml is a file; an experiment is the folder of its sweep.yaml: poss sweep s",
@@ -700,7 +700,8 @@ def printed(poss: Poss, *arguments: object) -> dict:
 def test_every_yaml_is_tried_below():
     others = ("data/padded.yaml", "suites/six.yaml", "demo.yaml", "lab.yaml", "published.yaml", "trainer/base.yaml")
     tried = [*TREES, *DRAFTS, *TRAINERS, *TARGETS, *(CONF / name for name in others)]
-    assert sorted(CONF.rglob("*.yaml")) == sorted(tried)
+    sweeps = [*(CONF / "reproduce").iterdir()]  # tried by tests/project/test_targets.py
+    assert sorted(CONF.rglob("*.yaml")) == sorted([*tried, *sweeps])
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda path: path.stem)

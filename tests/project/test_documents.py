@@ -49,6 +49,9 @@ def desk(tmp_path, monkeypatch) -> Callable[[str], Path]:
     (tmp_path / "experiments").mkdir()
     for folder in filter(Path.is_dir, (ROOT / "experiments").iterdir()):
         (tmp_path / "experiments" / folder.name).symlink_to(folder)
+    for file in (ROOT / "conf" / "reproduce").iterdir():  # docs/reproduce.md copies them there
+        (tmp_path / "experiments" / file.stem).mkdir()
+        shutil.copy(file, tmp_path / "experiments" / file.stem / "sweep.yaml")
     monkeypatch.chdir(tmp_path)
 
     def lay(text: str) -> Path:

@@ -82,7 +82,7 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj",
 
 def experiment(name: str) -> dict[str, Cell]:
     """The cells of a target's experiment by choice."""
-    own = Sweep.load(ROOT / f"experiments/{name}/sweep.yaml")
+    own = Sweep.load(ROOT / f"conf/reproduce/{name}.yaml")
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
 
 
@@ -227,8 +227,11 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
                 assert given["depth"] == (8 if "speed" in given["out"] else 6)
                 own = Path(given["out"]).parts[1]
                 assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{own}.yaml").read_text())["target"]
+        elif line[0] == "cp":
+            assert (ROOT / line[1]).is_file()
+            made |= {line[2], str(Path(line[2]).parent)}
         else:
-            assert line[0] == "make" or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
+            assert line[0] in ("make", "mkdir") or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
     asked = {f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "replay")}
     assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
