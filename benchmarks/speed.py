@@ -14,9 +14,9 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ABSENT, Tree, ancestor_mask
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.draft.vocabulary import render_answers, restrict_vocabulary
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.target.model import Target
+from poss_lightning.training.export import render_answers, restrict_vocabulary
 
 AUTO, FIXED, AUTO_SHARED, FIXED_SHARED = TREES = "auto", "fixed", "auto_shared", "fixed_shared"
 BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "autoregressive", "prompt_lookup"

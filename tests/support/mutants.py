@@ -400,8 +400,8 @@ MUTANTS = (
     Mutant(
         "interop: fc's bias, moved to attention, is not in the residual",
         "interop/tensors.py",
-        'biases["o_proj"] = bias',
-        'biases["o_proj"] = 0 * bias',
+        'exact["o_proj"] = bias.double()',
+        'exact["o_proj"] = 0 * bias.double()',
         "interop/test_layouts.py",
     ),
     Mutant(
