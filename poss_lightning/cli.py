@@ -37,7 +37,6 @@ TOOLS = {
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "allocate": ("poss_lightning.reports.allocate", "an allocation from the drift of a single layer"),
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals"),
-    "histogram": ("poss_lightning.reports.histogram", "rounds by accepted tokens, of records or an engine's metrics"),
     "report": ("poss_lightning.reports.report", "one HTML page of records and runs"),
     "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),
 }

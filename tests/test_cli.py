@@ -382,22 +382,18 @@ def test_what_is_of_another_kind_is_named_with_the_command_that_goes_on(poss, in
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(poss):
-    for command, near in (("predict", ""), ("--verbose", ""), ("fitt", "fit"), ("hystogram", "histogram")):
+    for command, near in (("predict", ""), ("--verbose", ""), ("fitt", "fit"), ("comparre", "compare")):
         result, hint = poss(command), f"did you mean {near}? " if near else ""
         assert result.code.startswith(f"poss: no command {command!r}; {hint}there are fit, ")
         assert "\n" not in result.code
 
 
-@pytest.mark.parametrize("command", ["compare", "report", "histogram"])
+@pytest.mark.parametrize("command", ["compare", "report"])
 @pytest.mark.parametrize("records", ["[]", "", " "])
 def test_no_records_at_all_are_not_all_below_here(poss, tmp_path, command, records):
     (tmp_path / "a").mkdir()
     write_records(tmp_path / "a", make_records(prompts=2), {})
-    says(
-        poss(command, records),
-        command,
-        "no record in it" if (command, records) == ("histogram", "[]") else "records is [",
-    )
+    says(poss(command, records), command, "records is [")
 
 
 @pytest.mark.parametrize(("content", "words"), [("[]", "is a list; it must be"), ("{oops", "is not JSON: Expecting")])

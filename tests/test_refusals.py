@@ -19,12 +19,11 @@ WRITERS = {  # what comes before the name of what is written, and after
     "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
-    "histogram": (("{inputs}/suite.jsonl", "--out"), ()),
     "report": (("{inputs}/suite.jsonl", "--out"), ()),
     "demo": (("--out",), TINY),
 }
 # What these write is a file, the others' a folder.
-ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "histogram": ".jsonl", "report": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "report": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
@@ -76,7 +75,6 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
-    "histogram": (),
     "report": (),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }

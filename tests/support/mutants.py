@@ -503,11 +503,11 @@ MUTANTS = (
         "reports/test_lengths.py",
     ),
     Mutant(
-        "report: turns and repeats of a prompt count as so many prompts",
-        "reports/histogram.py",
-        "key = number if suite is None or prompt is None else (str(suite), str(prompt))",
-        "key = number",
-        "reports/test_histogram.py",
+        "engines: a round of three tokens counts as two",
+        "evaluation/engines.py",
+        "rounds = [int(accepted) for accepted in rounds]",
+        "rounds = [min(int(accepted), 2) for accepted in rounds]",
+        "evaluation/test_engines.py",
     ),
     Mutant(
         "loss: a tiny overlap is made of 1 - (1 - it)",

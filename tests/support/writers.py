@@ -109,7 +109,6 @@ WRITERS = {
         )
     ),
     "replay": Writer(("replay", "store", "out", "--drafts.d={inputs}/draft", *TARGET[1:]), (STORE,)),
-    "histogram": Writer(("histogram", "{inputs}/records", "--out=out.jsonl", "--resamples=10")),
     "report": Writer(("report", "{inputs}/records", "--out=out.html", "--resamples=10")),
     "fit": Writer(FIT_LINE, (STORE,), go_on_fit),
     "fit-two": Writer((*FIT_LINE, "--trainer.devices=2", "--trainer.strategy=ddp"), (STORE,), go_on_fit, processes=2),
