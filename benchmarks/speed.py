@@ -14,9 +14,9 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.draft.vocabulary import render_answers, restrict_vocabulary
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.target.model import Target
+from poss_lightning.training.export import answers_of, restrict_vocabulary
 
 AUTO, FIXED = TREES = "auto", "fixed"
 BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "autoregressive", "prompt_lookup"
@@ -134,7 +134,7 @@ def vocabularies(
     corpus: str = str(CORPUS),
 ) -> dict[str, dict[str, float]]:
     """τ and tokens a second of fixed trees, by how many of the corpus' most frequent tokens the draft may propose."""
-    counts = count_tokens(render_answers(target.chat, read_conversations(corpus)), target.spec.vocab_size)
+    counts = count_tokens(answers_of(target, read_conversations(corpus)), target.spec.vocab_size)
     chosen = {size: None if size is None else most_frequent(counts, size, target.chat.stops) for size in sizes}
     methods: dict[str, Decoder] = {
         str(size or "all"): Speculative(target, restrict_vocabulary(draft, tokens)) for size, tokens in chosen.items()

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
+from poss_lightning.evaluation.engines import engine_lines
 from poss_lightning.files import read_json
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
@@ -288,7 +289,8 @@ def _unpacked(path: Path) -> list[Source]:
     for file in files:
         beside = file.parent / "run.json"
         run = read_json(beside) if beside.is_file() else None
-        records = [_record(place, values) for place, values in read_lines(file)]
+        lines = [] if file.name in NAMES else engine_lines(file)
+        records = [_record(place, values) for place, values in lines or read_lines(file)]
         if not records:
             raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
         sources.append(Source(file.parent, records, run))

@@ -8,7 +8,7 @@ from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.vocabulary import restrict_vocabulary
+from poss_lightning.training.export import restrict_vocabulary
 from tests.support.tiny import tiny_draft, tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3]]
