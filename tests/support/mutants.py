@@ -402,7 +402,7 @@ MUTANTS = (
         "reports/summary.py",
         "if one.tokens[:both] != other.tokens[:both] else",
         "if False else",
-        "reports/test_statistics.py",
+        "reports/test_summary.py",
     ),
     Mutant(
         "statistics: two prompts that happen to agree make a difference sure",
