@@ -300,7 +300,7 @@ class Run:
         """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
         prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
         for method in self.methods.values():
-            method.decode([prompt], min(max_new_tokens, 16))
+            method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = {name: method for name, method in self.methods.items() if isinstance(method, Speculative)}
         costs = {name: engine.costs._asdict() for name, engine in engines.items() if engine.costs is not None}
         if costs:
