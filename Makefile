@@ -117,15 +117,12 @@ look-report: setup  ## open a report in Chromium, phone and desktop, light and d
 
 lab: setup  ## what experiments/ reads: features of self-written text, and of answers to the project's prompts
 	mkdir -p runs/lab
-	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz experiments/data/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
+	git show 55e6010:experiments/data/two-turns.jsonl.gz > runs/lab/two-turns.jsonl.gz
+	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz runs/lab/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
 	$(BIN)/poss extract runs/lab/corpus.jsonl.gz runs/lab/train --batch_tokens 8192
 	$(BIN)/poss extract experiments/data/varied.jsonl.gz runs/lab/more --batch_tokens 8192
 	test -d runs/lab/all || $(BIN)/poss merge "[runs/lab/train,runs/lab/more]" runs/lab/all
 	$(BIN)/poss extract experiments/data/dev.jsonl.gz runs/lab/dev --batch_tokens 8192
-	$(BIN)/poss extract experiments/data/people.jsonl.gz runs/lab/people --batch_tokens 8192
-	$(BIN)/poss extract experiments/data/chats.jsonl.gz runs/lab/chats --batch_tokens 8192
-	test -d runs/lab/mixed || $(BIN)/poss merge "[runs/lab/more,runs/lab/people,runs/lab/chats]" runs/lab/mixed
-	cat runs/lab/corpus.jsonl.gz experiments/data/varied.jsonl.gz > runs/lab/everything.jsonl.gz
 
 notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks/quickstart.ipynb'
 	$(BIN)/python notebooks/execute.py $(ARGS)

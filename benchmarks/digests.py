@@ -57,7 +57,7 @@ def main() -> None:
         samples = FeatureStore(store)
         rows = [samples[i] for i in range(len(samples))]
         features = digest(part.numpy().tobytes() for row in rows for part in (row.tokens, row.greedy, row.features))
-        draft = fit_once(Path(out) / "fit", [], {"model": MODEL, "data": DATA | {"store": store}, "trainer": TRAINER})
+        draft = fit_once(Path(out) / "fit", {"model": MODEL, "data": DATA | {"store": store}, "trainer": TRAINER})
         weights = load_file(draft / WEIGHTS)
         common: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
         drafts = {"hass": "embedded-hass", "fitted": str(draft)}

@@ -40,7 +40,7 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     ]
     faults = [Fault("kill", number) for number in moments] + [Fault("torn", number) for number in written]
     faults += [Fault("full", number) for number in moments if seen.operations[number - 1].event in CREATES]
-    faults += [Fault("beside", number) for number in moments]
+    faults += [Fault(kind, number) for kind in ("beside", "foreign") for number in moments]
     if STORE in writer.copies and moments:
         linked = [number for number, operation in operations if operation.event == "os.link"]
         some = [number for number in moments if number <= max(linked, default=number)]  # then the bytes are shared

@@ -43,7 +43,7 @@ from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.reports.summary import summarise
+from poss_lightning.reports.summary import by_method, summarise
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.training.module import SpecialistTraining
@@ -293,11 +293,10 @@ def as_row(batch: Batch, head: EmbedHead, norm: Tensor, dtype: torch.dtype) -> R
 def measure(drafts: Path, answers: str, depth: int) -> dict[str, str]:
     """τ of both in our engine, with 95 % intervals over prompts."""
     replay(answers, str(drafts / "replay"), drafts={name: str(drafts / name) for name in BOTH}, depth=depth)
-    rows = summarise(read_records(drafts / "replay"), baseline=None, reference="theirs")
+    rows = summarise(by_method(read_records(drafts / "replay")), reference="theirs")
     ours, theirs = (next(row for row in rows if (row.suite, row.method) == ("all", name)) for name in BOTH)
-    found = {f"tau_{row.method}": row.tau_macro.with_interval(".3f") for row in (ours, theirs)}
-    gain = ours.tau_macro_gain
-    return found | ({"tau_ours_less_theirs": gain.with_interval("+.3f")} if gain else {})
+    found = {f"tau_{row.method}": row.values["tau_macro"].with_interval(".3f") for row in (ours, theirs)}
+    return found | {"tau_ours_less_theirs": ours.gains["tau_macro"].with_interval("+.3f")}
 
 
 def main() -> None:

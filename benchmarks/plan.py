@@ -148,7 +148,6 @@ def train(case: Case, device: Literal["cpu", "cuda"] = "cpu") -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader([batch(case)] * 2, batch_size=None, collate_fn=lambda planned: planned))
     del module, trainer

@@ -58,7 +58,7 @@ def _size(tree: Tree) -> tuple[int, float]:
 
 def first_turns(target: Target, questions: list[Question]) -> list[list[int]]:
     """What the target reads before it answers each question."""
-    return [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    return [target.chat.prompt(question.first, question.template) for question in questions]
 
 
 def in_turn(methods: dict[str, Decoder], batches: list[list[list[int]]], limit: int) -> list[dict[str, Run]]:

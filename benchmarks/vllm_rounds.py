@@ -40,7 +40,7 @@ def main() -> None:
     target = Target.load("embedded", "float32", "cpu")
     draft = Specialists.from_pretrained(given.draft)
     questions = read_suites(given.suites, given.limit)[: given.first]
-    prompts = [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
+    prompts = [target.chat.prompt(question.first, question.template) for question in questions]
     print(f"{len(prompts)} prompts, {given.new} tokens, {given.draft}, {given.depth} drafted a round, float32")
     with tempfile.TemporaryDirectory() as folder:
         served = Path(folder) / "served"

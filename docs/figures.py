@@ -3,7 +3,7 @@
     python docs/figures.py             # writes docs/figures/*.svg, and report.png where Chromium is installed
     python docs/figures.py --decode    # first decodes the example answer again: docs/figures/rounds.jsonl.gz
 
-Every number comes from the functions that `poss compare` and `poss report` use. The mask is what the unroll's attention
+Every number comes from the functions that `poss compare` uses. The mask is what the unroll's attention
 does, slot by slot; the tree and the text are rounds of one real answer.
 """
 
@@ -25,16 +25,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
+from poss_lightning import plots
 from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
-from poss_lightning.evaluation.records import find_depths, read_cells, read_records, read_runs
 from poss_lightning.evaluation.rounds import Round, read_rounds, recorder, to_line
 from poss_lightning.files import atomic
-from poss_lightning.reports.report import report
-from poss_lightning.reports.scalars import group_by_choice, mean_over_runs, read_scalars, series_by_depth
-from poss_lightning.reports.seeds import summarise_seeds
-from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.summary import ALL, summarise
+from poss_lightning.plots import INK, QUIET
+from poss_lightning.reports.compare import compare
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.page import last_by_depth
+from poss_lightning.reports.scalars import group_by_choice, read_scalars
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -43,51 +43,31 @@ ROUND = 6  # of its rounds, from 0, the one that is drawn
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 NODES = 16  # of the tree that are drawn
 NAMES = {"eagle": "EAGLE-2", "hass": "HASS", "poss1": "PosS-1", "poss2": "PosS-2", "poss3": "PosS-3"}
-COLOURS = {"eagle": "#7f7f7f", "hass": "#d95f02", "poss1": "#1b9e77", "poss2": "#1f5fbf", "poss3": "#8e44ad"}
-INK, QUIET, ACCEPTED, BONUS = "#222222", "#8a8a8a", "#1b7f3b", "#1f5fbf"
+COLOURS = dict(zip(NAMES.values(), ("#7f7f7f", "#d95f02", "#1b9e77", "#1f5fbf", "#8e44ad"), strict=True))
+ACCEPTED, BONUS = "#1b7f3b", "#1f5fbf"
 MONOSPACED = {"family": "DejaVu Sans Mono", "fontsize": 9}
-STYLE = {
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": QUIET,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "legend.frameon": False,
-    "svg.hashsalt": "poss_lightning",  # the same input gives the same file
-}
 
 
 def acceptance() -> Figure:
     """pos-acc by position: the shipped drafts over prompts, and the methods over trainings and prompts."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    folder = ROOT / "experiments" / "shipped" / "eval"
-    depths = find_depths(read_runs(folder))
-    rows = summarise(read_records(folder), baseline=None, depths=depths)
-    shipped = {row.method: row.pos_acc for row in rows if row.suite == ALL and row.method in NAMES}
-    _curves(left, shipped, "shipped drafts, one training each,\n120 questions, 60-node trees")
-    folder = ROOT / "experiments" / "methods"
-    summaries = summarise_seeds(read_cells(folder), depths=find_depths(read_runs(folder)))
-    methods: dict[str, list[Estimate]] = {}
-    for row in summaries:
-        if row.suite == ALL and row.measure.startswith("pos_acc") and row.choice in NAMES:
-            methods.setdefault(row.choice, []).append(row.mean)
-    _curves(right, {name: methods[name] for name in NAMES}, "80 steps from one trained layer,\n5 trainings each")
-    left.set_ylabel("pos-acc (95 % intervals)")
-    left.set_ylim(0.4, 1)
-    return figure
+    panels = {
+        "shipped drafts, one training each,\n120 questions, 60-node trees": "shipped/eval",
+        "80 steps from one trained layer,\n5 trainings each": "methods",
+    }
+    drawn = {}
+    for title, folder in panels.items():
+        rows = {row.method: row for row in find(ROOT / "experiments" / folder).overall}
+        drawn[title] = {NAMES[name]: dict(enumerate(rows[name].pos_acc, 1)) for name in NAMES if name in rows}
+    return plots.curves(drawn, "draft position k", "pos-acc (95 % intervals)", share=True, colours=COLOURS)
 
 
 def drift() -> Figure:
     """Relative L2 distance of the draft's feature to the target's, by depth, over the trainings of each choice."""
-    figure, axes = plt.subplots(figsize=(5.4, 3.4), layout="constrained")
     choices = group_by_choice(read_scalars(ROOT / "experiments" / "methods"))
-    curves = {name: _last_by_depth([series_by_depth(run, "val_drift_l2") for run in choices[name]]) for name in NAMES}
-    _curves(axes, curves, "80 steps from one trained layer, 5 trainings each")
-    axes.set(xlabel="depth of the pass", ylabel="drift: relative L2 (95 % intervals)")
-    return figure
+    drawn = {NAMES[name]: last_by_depth(choices[name], "val_drift_l2") for name in NAMES}
+    panels = {"80 steps from one trained layer, 5 trainings each": drawn}
+    label = "drift: relative L2 (95 % intervals)"
+    return plots.curves(panels, "depth of the pass", label, colours=COLOURS, size=(5.4, 3.4))
 
 
 def tree() -> Figure:
@@ -138,7 +118,7 @@ def answer() -> Figure:
             row, column = row + 1, 0
         word = piece.strip("\n")
         word = word.lstrip() if column == 0 else word
-        axes.text(column, row, word.replace("$", r"\$"), color=colour, weight="bold", **MONOSPACED)
+        axes.text(column, row, word, color=colour, weight="bold", **MONOSPACED)
         column += len(word)
     accepted = sum(len(one.guesses.path) - 1 for one in rounds)
     axes.text(0, row + 2, f"green: {accepted} tokens drafted and accepted", color=ACCEPTED, fontsize=9, weight="bold")
@@ -235,36 +215,11 @@ def data_path() -> Figure:
             family="DejaVu Sans Mono",
             color=INK,
         )
-    axes.text(9.68, 1.45, "poss compare,\nposs report", ha="center", fontsize=8, family="DejaVu Sans Mono", color=INK)
+    axes.text(9.68, 1.45, "poss compare", ha="center", fontsize=8, family="DejaVu Sans Mono", color=INK)
     axes.text(
         0.1, 1.75, "poss synthesize or poss answer\nwrite them with the target", fontsize=8, color="#555555", va="top"
     )
     return figure
-
-
-def _curves(axes: Axes, curves: dict[str, Sequence[Estimate]], title: str) -> None:
-    for place, (name, values) in enumerate(curves.items()):
-        offset = 0.07 * (place - (len(curves) - 1) / 2)  # intervals stand side by side
-        axes.errorbar(
-            [k + offset for k in range(1, len(values) + 1)],
-            [each.value for each in values],
-            [[each.value - each.low for each in values], [each.high - each.value for each in values]],
-            label=NAMES[name],
-            color=COLOURS[name],
-            marker="o",
-            markersize=3.5,
-            linewidth=1.4,
-            elinewidth=1,
-            capsize=2,
-        )
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel("draft position k")
-    axes.legend(fontsize=9)
-
-
-def _last_by_depth(runs: Sequence[dict[int, list[tuple[int, float]]]]) -> list[Estimate]:
-    """The mean over runs at the last step, by depth."""
-    return [list(mean_over_runs([run[depth] for run in runs]).values())[-1] for depth in runs[0]]
 
 
 def _rounds() -> list[Round]:
@@ -295,7 +250,7 @@ def _token(axes: Axes, place: tuple[float, float], token: str, below: str, colou
     word = token.strip() or repr(token)
     axes.text(
         *place,
-        word.replace("$", r"\$"),
+        word,
         ha="center",
         va="center",
         fontsize=10,
@@ -336,7 +291,7 @@ def screenshot() -> Path | None:
     file = FIGURES / "report.png"
     with TemporaryDirectory() as folder:
         page, image = Path(folder) / "report.html", Path(folder) / "report.png"
-        report(str(ROOT / "experiments" / "demo" / "records"), out=str(page), reference="single")
+        compare(str(ROOT / "experiments" / "speed" / "demo"), reference="single", html=str(page))
         options = ("--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,1600")
         subprocess.run([browser, *options, f"--screenshot={image}", page.as_uri()], check=True, capture_output=True)
         Image.open(image).convert("RGB").quantize(64).save(file, optimize=True)
@@ -353,7 +308,7 @@ def main() -> None:
     if options.decode:
         decode()
     draw = {each.__name__: each for each in (acceptance, drift, tree, answer, mask, data_path)}
-    with plt.rc_context(STYLE):
+    with plt.rc_context(plots.STYLE | {"font.family": "DejaVu Sans", "figure.facecolor": "white"}):
         for name in options.names or draw:
             file = FIGURES / f"{name}.svg"
             draw[name]().savefig(file, metadata={"Date": None})

@@ -5,7 +5,6 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 
 import logging
 import os
-import re
 import sys
 from argparse import ArgumentError
 from contextlib import nullcontext
@@ -13,7 +12,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from poss_lightning.terminal import announced, mute_deepspeed, printable
+from poss_lightning.files import without_secrets
+from poss_lightning.terminal import announced, is_told, mute_deepspeed, one_line, printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -23,8 +23,7 @@ TRAINER = {
 }
 VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
-    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package"),
-    "copy": ("poss_lightning.shipped", "a config of the package, as a file to edit"),
+    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
@@ -32,16 +31,13 @@ TOOLS = {
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a training checkpoint, as a folder, in any dtype"),
     "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),
-    "push": ("poss_lightning.push", "a draft and its model card to the Hugging Face hub"),
     "vocabulary": ("poss_lightning.draft.vocabulary", "cut a draft's head to the commonest tokens of a corpus"),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
     "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "allocate": ("poss_lightning.reports.allocate", "an allocation from the drift of a single layer"),
-    "compare": ("poss_lightning.reports.compare", "tables of records, with intervals"),
-    "histogram": ("poss_lightning.reports.histogram", "rounds by accepted tokens, of records or an engine's metrics"),
-    "report": ("poss_lightning.reports.report", "one HTML page of records and runs"),
+    "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
     "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),
 }
 
@@ -72,11 +68,13 @@ def _run_line() -> None:
     try:
         run(command, sys.argv[2:])
     except ArgumentError as error:
-        sys.exit(f"poss {command}: {_line(error)} (poss {command} --help tells its options)")
+        sys.exit(f"poss {command}: {without_secrets(one_line(error))} (poss {command} --help tells its options)")
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, NotImplementedError) as error:  # the last is of a target that is not supported
-        sys.exit(f"poss {command}: {_line(error)}")
+    except Exception as error:
+        if not is_told(error):
+            raise
+        sys.exit(f"poss {command}: {without_secrets(one_line(error))}")
     except KeyboardInterrupt:
         sys.exit(f"poss {command}: interrupted")
 
@@ -85,14 +83,10 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with its arguments, as the terminal gives them."""
     import jsonargparse
 
-    from poss_lightning.configs import config_files, explain, get_types, locate_configs, read_config
+    from poss_lightning.configs import config_files, explain, get_types, locate_configs, set_up_parser
 
-    jsonargparse.set_parsing_settings(
-        docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
-    )
+    set_up_parser()
     arguments = locate_configs(arguments)
-    for file in config_files(arguments):
-        read_config(file)  # a broken one is named
     with announced("loading the libraries") if sys.stderr.isatty() else nullcontext():
         module = import_module("poss_lightning.training.fit" if command in TRAINER else TOOLS[command][0])
     if command in TRAINER:
@@ -100,6 +94,8 @@ def run(command: str, arguments: list[str]) -> None:
     tool = getattr(module, command)
     types = get_types(tool)
     arguments = _complete_switches(arguments, types)
+    if command == "list" and arguments and not arguments[0].startswith("-"):
+        arguments = ["--name", *arguments]  # jsonargparse has no place for what may be left out
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
@@ -111,7 +107,7 @@ class Lines(logging.Handler):
     """Shows what the package tells as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(record.getMessage()), file=sys.stderr, flush=True)
+        print(without_secrets(printable(record.getMessage())), file=sys.stderr, flush=True)
 
 
 def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]:
@@ -122,14 +118,6 @@ def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]
         f"{argument}=true" if argument in switches and then.lower() not in VALUES else argument
         for argument, then in zip(arguments, following, strict=False)
     ]
-
-
-def _line(error: Exception) -> str:
-    # As jsonargparse words it that a class cannot be made, one of Lightning's loggers for example.
-    if needs := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*Requirement '([^']+)' not met", str(error)):
-        return f"{needs[1]} needs {needs[2]}, which is not installed: pip install '{needs[2]}'"
-    lines = (line.strip() for line in str(error).splitlines() if line.strip())
-    return printable("; ".join(lines).replace(":; ", ": "))
 
 
 def _help() -> str:

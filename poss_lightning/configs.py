@@ -1,4 +1,4 @@
-"""Options in YAML files and nested mappings: found, read, merged, checked; and which file an error is about."""
+"""Options in YAML files: found, read, checked; and which file an error is about."""
 
 import re
 import reprlib
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import jsonargparse
 import yaml
 
 from poss_lightning.files import find_config
@@ -24,8 +25,19 @@ def get_types(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: parameter.annotation for name, parameter in signature(function).parameters.items()}
 
 
+def set_up_parser() -> None:
+    """What all parsers of options have in common: `${trainer.max_steps}` is looked for in the whole of the options."""
+    jsonargparse.set_parsing_settings(
+        docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
+    )
+
+
 def locate_configs(arguments: list[str]) -> list[str]:
-    """The arguments with `--config` files of conf/ as paths: a user of the wheel has no conf/ beside him."""
+    """The arguments with `--config` files of conf/ as paths: a user of the wheel has no conf/ beside him.
+
+    Raises:
+        ValueError: as of `read_config`.
+    """
 
     def place(name: str) -> str:
         try:
@@ -33,16 +45,22 @@ def locate_configs(arguments: list[str]) -> list[str]:
         except OSError:  # the parser says so, of what the user typed
             return name
 
-    return [
+    located = [
         place(word) if before in FLAGS else re.sub("^--config=(.*)", lambda file: f"--config={place(file[1])}", word)
         for before, word in zip(["", *arguments], arguments, strict=False)
     ]
+    for file in config_files(located):
+        read_config(file)  # a broken one is named
+    return located
 
 
 def config_files(arguments: list[str]) -> list[str]:
-    """The files given as `--config FILE` and `--config=FILE`."""
+    """The files given as `--config FILE` and `--config=FILE`; options may stand in the place of a file."""
     pairs = zip(["", *arguments], arguments, strict=False)
-    return [file.removeprefix("--config=") for before, file in pairs if before in FLAGS or file.startswith("--config=")]
+    given = [
+        word.removeprefix("--config=") for before, word in pairs if before in FLAGS or word.startswith("--config=")
+    ]
+    return [file for file in given if not file.startswith("{")]
 
 
 def read_config(file: str) -> dict[str, Any]:
@@ -62,29 +80,10 @@ def read_config(file: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         what = "is empty" if options is None else f"is a {type(options).__name__}"
         raise ValueError(f"{file} {what}; it must have options, `name: value`")
+    for name in map(str, options):
+        if (group := name.partition(".")[0]) != name and group in options:  # the parser would drop one of them
+            raise ValueError(f"{file} has {name!r} beside {group!r}: write it below {group}")
     return options
-
-
-def merge_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested options, those of `above` in place of those of `below`; `name+` appends to a list `name` of `below`.
-
-    A dotted name, `trainer.max_steps`, is the option in that group.
-
-    Options of a class (`class_path`, `init_args`) are dropped where another class takes its place.
-    """
-    merged = dict(below)
-    for name, value in above.items():
-        if "." in name:  # trainer.max_steps: 7
-            name, _, rest = name.partition(".")
-            value = {rest: value}
-        under = merged.get(name)
-        if name.endswith("+") and name[:-1] in merged:
-            merged[name[:-1]] = [*(merged[name[:-1]] or []), *(value if isinstance(value, list) else [value])]
-        elif not isinstance(value, Mapping) or not isinstance(under, Mapping) or _another_class(under, value):
-            merged[name] = value
-        else:
-            merged[name] = merge_options(under, value)
-    return merged
 
 
 def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,9 +93,7 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
         ArgumentError: an option that it does not have, or a value that it does not take.
         ValueError: a number out of its range.
     """
-    from jsonargparse import ArgumentParser  # `poss --help` need not wait for it
-
-    parser = ArgumentParser(exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_function_arguments(function)
     try:
         parsed = parser.parse_object(dict(options)).as_dict()
@@ -119,6 +116,9 @@ def explain(
     """
     text = str(error)
     if unknown := re.search(r"unrecognized arguments: --([\w.]+)", text):
+        if placed := [name for name in re.findall(r"--([\w.]+)", text) if name in known]:
+            places, options = " and ".join(placed), " and ".join(f"--{name}" for name in placed)
+            return ArgumentError(None, f"{places} stand in their places, without {options}: see the usage")
         near = _nearest(unknown[1], known)
         return ArgumentError(None, f"{text}; did you mean --{' or --'.join(near)}?") if near else error
     if re.search(r"unrecognized arguments: .*[\]}]$", text):
@@ -215,8 +215,3 @@ def _has(options: object, option: str) -> bool:
     """Whether a dotted option is among those, nested or dotted."""
     head, _, rest = option.partition(".")
     return isinstance(options, dict) and (option in options or _has(options.get(head), rest))
-
-
-def _another_class(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
-    names = [str(options["class_path"]).rpartition(".")[2] for options in (below, above) if "class_path" in options]
-    return len(set(names)) > 1

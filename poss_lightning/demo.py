@@ -20,7 +20,6 @@ from poss_lightning.files import atomic, check_folder
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
 from poss_lightning.ranges import Amount, Count, Size, Tokens, check_numbers
 from poss_lightning.reports.compare import compare
-from poss_lightning.reports.report import report
 from poss_lightning.reports.summary import group
 from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.spec import TargetSpec
@@ -148,8 +147,7 @@ def demo(
     _say(5, "and some again in float32, where the answers must be the target's own to the last token")
     in_every_round = {"suites": ["questions"], "nodes": 20}  # whether it pays or not
     benchmark(exact, **common, **in_every_round, dtype="float32", device=device)
-    compare(records, reference="single")
-    report(records, runs=str(folder), out=str(folder / "report.html"), reference="single")
+    compare(records, reference="single", html=str(folder / "report.html"), runs=str(folder))
     print(_exactness(Path(exact)))
     print(f"\nThe page: {folder / 'report.html'}   ({time.perf_counter() - began:.0f} s)")
     print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
@@ -267,7 +265,7 @@ def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: s
             "check_val_every_n_epoch": None,
         },
     }
-    return str(fit_once(folder / name, ["demo.yaml", f"draft/{name}.yaml"], options))
+    return str(fit_once(folder / name, "demo.yaml", f"draft/{name}.yaml", options))
 
 
 def _exactness(folder: Path) -> str:

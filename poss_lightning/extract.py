@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import OURS, write_store
@@ -12,7 +12,7 @@ from poss_lightning.features.remote import local_copy
 from poss_lightning.files import check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
-from poss_lightning.ranks import device_of, share_of, this_rank
+from poss_lightning.ranks import device_of, this_rank
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -26,6 +26,8 @@ def extract(
     split: str = "train",
     limit: Count | None = None,
     max_length: Tokens = 2048,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    strict: bool = False,
     batch_tokens: BatchTokens = 4096,
     shard_mb: Mebibytes = 512,
     dtype: str = "auto",
@@ -43,12 +45,16 @@ def extract(
     torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
 
     Args:
-        corpus: `.jsonl`, `.jsonl.gz` or `.json` file of conversations, or a hub id of `datasets`.
+        corpus: file of conversations (JSON lines, a JSON array, parquet), a folder, or a hub id of `datasets`, with
+            options as in `ID?config=NAME&revision=COMMIT`.
         out: folder to write.
         target: "embedded", a local folder or a hub id.
-        split: of a hub data set.
+        split: of a folder or hub data set.
         limit: read that many conversations only.
         max_length: tokens a conversation is cut at; the target's context at most.
+        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
+        strict: a malformed record, or one that the chat template refuses, is an error; otherwise one is left out,
+            counted and named, up to a tenth of them.
         batch_tokens: tokens of a forward, padding included.
         shard_mb: size of a shard, in MiB of features.
         dtype: of the target and of the features when they are read back: auto (what this device multiplies fastest),
@@ -58,8 +64,7 @@ def extract(
         stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
         engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
             does not fit on one GPU. The features are the same up to rounding.
         tensor_parallel: GPUs that vLLM splits the target over.
@@ -73,15 +78,16 @@ def extract(
     check_folder(out, *OURS)
     if layers and len(set(layers)) < len(layers):
         raise ValueError(f"layers is {layers}; name each layer once")
-    rank = share_of(parallel)
+    rank = this_rank()
     _check_engine(engine, tensor_parallel, parallel)
-    conversations = read_conversations(corpus, split, limit)
+    conversations = read_conversations(corpus, split, limit, strict)
     if engine == "vllm":
         where = choose_device(device)
-        model = Target.load(target, choose_dtype(dtype, where), "cpu")
+        model = Target.load(target, choose_dtype(dtype, where), "cpu", chat_template_kwargs=chat_template_kwargs)
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
     else:
-        model, reader = Target.load(target, dtype, device_of(rank, device), parallel), TargetReader
+        where, reader = device_of(rank, device), TargetReader
+        model = Target.load(target, dtype, where, parallel, chat_template_kwargs=chat_template_kwargs)
     write_store(
         Path(out),
         model,
@@ -91,6 +97,7 @@ def extract(
         shard_bytes=shard_mb * 2**20,
         stored=stored,
         layers=tuple(layers or ()),
+        strict=strict,
         rank=rank,
         reader=reader,
     )

@@ -1,4 +1,8 @@
-"""Files: written so that none is ever half-written, a temporary name first; found, here or on the hub."""
+"""Files: written so that none is ever half-written, a temporary name first; found, here or on the hub.
+
+Nothing that this package did not write is ever removed. What is not finished stands in a folder of its own with the
+file `MARK`: `.poss.HOST.XXXXXXXX.tmp` beside what one process writes, and those of `work.py`. Only these are cleared.
+"""
 
 import errno
 import glob
@@ -6,81 +10,134 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
-from pathlib import Path
-from tempfile import TemporaryFile
+from pathlib import Path, PureWindowsPath
+from tempfile import TemporaryFile, mkdtemp
 from typing import Any
 
-HOST = socket.gethostname()
+from filelock import FileLock, Timeout
+
+ANYWHERE = ".poss."  # begins the name of a temporary folder, of whichever machine
+PREFIX = f"{ANYWHERE}{socket.gethostname()}."
+MARK = "work.lock"  # in every folder that is ours to clear
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on files
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well it becomes `path`, else it is removed.
-
-    Its name is always the same on a machine, so that what a killed process left is overwritten by the one that goes on.
-    """
+    """Yield a temporary file; when the block ends well it becomes `path`, on disk, else it is removed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_path(path)
-    try:
+    with _private(path.parent) as folder:
+        temporary = folder / path.name
+        temporary.touch()
+        mode = temporary.stat().st_mode & 0o777
         with _full_disk_named(path, temporary):
             yield temporary
-            temporary.chmod(0o644)  # some writers leave a file that only they may read
+            temporary.chmod(mode)  # the user's umask; some writers leave a file that only they may read
+            _sync(temporary)
             os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        _sync(path.parent)
 
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`; when the block ends well it becomes `path`, else it is removed.
-
-    Its name has the process in it, so that what a killed one left is told from what another is writing.
+    """Yield an empty temporary folder; when the block ends well it becomes `path`, on disk, else it is removed.
 
     Raises:
         FileExistsError: there is something at `path`.
-        ValueError: another process is writing it.
     """
     path = Path(path)
     check_new(path)
-    temporary = temporary_path(path, os.getpid())
-    for other in path.parent.glob(glob.escape(temporary_path(path).stem) + ".*.tmp"):
-        if _is_alive(other):
-            raise ValueError(f"{path}: another process writes there; wait for it, or choose another name")
-        shutil.rmtree(other, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _private(path.parent) as folder:
+        temporary = folder / path.name
+        temporary.mkdir()
         with _full_disk_named(path, temporary / "rest"):
             yield temporary
+            for each in [*temporary.rglob("*"), temporary]:
+                if each.is_file():
+                    each.chmod(temporary.stat().st_mode & 0o666)
+                _sync(each)
         check_new(path)  # of two that began at once the first to end has it
-        temporary.rename(path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.rename(path)
+        except OSError:
+            check_new(path)
+            raise
+        _sync(path.parent)
 
 
-def temporary_path(path: Path, process: int | None = None) -> Path:
-    """With the machine's name: not every file system that several machines share lets them lock each other out."""
-    return path.with_name(f".{path.name}.{HOST}{'' if process is None else f'.{process}'}.tmp")
+@contextmanager
+def _private(parent: Path) -> Iterator[Path]:
+    """Yield a new folder, with a lock in it that tells that this process lives; it is removed at the end."""
+    remove_leftovers(parent)
+    lock = None
+    while lock is None:
+        folder = Path(mkdtemp(prefix=PREFIX, suffix=".tmp", dir=parent))
+        try:
+            lock = FileLock(folder / MARK).acquire()
+        except OSError as error:
+            with suppress(OSError):
+                folder.rmdir()
+            if not isinstance(error, FileNotFoundError):  # else another process removed it before the lock was held
+                raise
+    with lock:
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):
+                _remove(folder)
 
 
-def _is_alive(temporary: Path) -> bool:
-    """Whether the process that a temporary folder is named after still runs, and is another."""
-    number = temporary.suffixes[-2].removeprefix(".")
-    if not number.isdecimal() or int(number) == os.getpid():
-        return False
+def remove(folder: Path, *names: str) -> None:
+    """Remove files of ours, by name or pattern, and then the folder unless it has files of others."""
+    for path in (path for name in names for path in folder.glob(name)):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def remove_leftovers(parent: Path, prefix: str = PREFIX) -> None:
+    """Remove the temporary folders of killed processes: those that have a lock which nobody holds.
+
+    Those of this machine: not every file system that several machines share lets them lock each other out.
+    """
+    for folder in parent.glob(f"{glob.escape(prefix)}*.tmp"):
+        with suppress(Timeout, OSError):
+            if (folder / MARK).is_file():
+                with FileLock(folder / MARK, blocking=False):
+                    _remove(folder)
+            else:
+                folder.rmdir()  # of a process that was killed before it had the lock, or after
+
+
+def _remove(folder: Path) -> None:
+    """Remove a temporary folder, its mark last."""
+    for each in folder.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        elif each.name != MARK:
+            each.unlink()
+    (folder / MARK).unlink()
+    folder.rmdir()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk, whatever then happens to the power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.kill(int(number), 0)
-    except PermissionError:  # another user's
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():  # not every file system can do so for a folder
+            raise
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -107,6 +164,7 @@ def _full_disk_named(path: Path, temporary: Path) -> Iterator[None]:
 def check_new(path: str | Path) -> None:
     """Raise FileExistsError where there is something at `path`; other errors as of `check_name`."""
     if check_name(path):
+        remove_leftovers(Path(path).parent)
         raise FileExistsError(f"{path} is there already: choose another name or remove it")
 
 
@@ -132,7 +190,7 @@ def check_folder(path: str | Path, *ours: str) -> None:
 
     Args:
         path: of the folder.
-        ours: names, one of which is in every folder that the same command has begun.
+        ours: names, one of which is in every folder that the same command has begun: a file, or a folder of `Work`.
 
     Raises:
         FileExistsError: a file is there, or a folder with files of others.
@@ -142,9 +200,15 @@ def check_folder(path: str | Path, *ours: str) -> None:
         return
     if not Path(path).is_dir():
         raise FileExistsError(f"{path} is a file: name a folder")
+    remove_leftovers(Path(path))
     # In this order: another process may finish it meanwhile.
-    if any(Path(path).iterdir()) and not any((Path(path) / name).exists() for name in ours):
+    if any(Path(path).iterdir()) and not any(_is_ours(Path(path) / name) for name in ours):
         raise FileExistsError(f"{path} is not empty, and nothing to go on with: choose another folder")
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a file, or a folder that has the mark, or soon will have it."""
+    return path.is_file() or (path.is_dir() and (not any(path.iterdir()) or (path / MARK).is_file()))
 
 
 def check_name(path: str | Path) -> bool:
@@ -161,6 +225,7 @@ def check_name(path: str | Path) -> bool:
         return True
     except FileNotFoundError:
         nearest = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    remove_leftovers(nearest)
     try:
         TemporaryFile(dir=nearest).close()  # permissions do not tell: root has all of them, in /proc too
     except OSError as error:
@@ -259,3 +324,35 @@ def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> P
         raise FileNotFoundError(
             f"{what} {source!r} is neither a local folder nor a hub id that can be reached ({reason}){otherwise}"
         ) from error
+
+
+# --- how files of others, and addresses, are written down ---
+
+URL = re.compile(r"([a-zA-Z][\w+.-]*://)([^\s'\"<>]*)")
+
+
+def without_secrets(text: str) -> str:
+    """The text with no user, password or query in its addresses: `s3://KEY:SECRET@bucket/a` becomes `s3://bucket/a`."""
+
+    def strip(match: re.Match[str]) -> str:
+        protocol, rest = match.groups()
+        host = rest.partition("/")[0]
+        if protocol != "hf://" and ("@" in host or re.search(r":(?!\d*$)", host)):  # a secret may itself have a slash
+            rest = rest.rpartition("@")[2]
+        return protocol + re.split("[?#]", rest, maxsplit=1)[0]
+
+    return URL.sub(strip, text)
+
+
+def public_name(address: str | Path) -> str:
+    """An address or path as strangers may read it: without secrets, and of a path outside this folder its last name."""
+    text = without_secrets(str(address))
+    if "://" in text and not text.startswith(("file://", "local://")):
+        return text
+    text = text.partition("://")[2] or text
+    if re.match(r"[a-zA-Z]:|.*\\", text):
+        return PureWindowsPath(text).name or "folder"
+    inside = os.path.relpath(text) if os.path.isabs(text) else os.path.normpath(text)
+    if inside.startswith(("..", "~")):
+        return Path(inside).name if Path(inside).name.strip(".~") else "folder"
+    return inside

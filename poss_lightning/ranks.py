@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from poss_lightning.machine import choose_device
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=7)  # for which a rank waits for what another one does, before it calls that one dead
 
 
 class Rank(NamedTuple):
@@ -55,28 +53,6 @@ def device_of(rank: Rank, device: str) -> str:
 def own_gpu(local: int) -> str:
     """The GPU of a machine's process of this number; SLURM may show a task its own only."""
     return f"cuda:{local % max(1, torch.cuda.device_count())}"
-
-
-def share_of(parallel: str) -> Rank:
-    """Which share of the work is this process's: ranks that divide a target (`tensors`) take one together."""
-    return Rank() if parallel == "tensors" else this_rank()
-
-
-def join(device: str) -> int:
-    """Let the processes that torchrun started send each other tensors and objects; how many they are.
-
-    Raises:
-        ValueError: torchrun started none, or one.
-    """
-    if (world := this_rank().world) == 1 or "MASTER_ADDR" not in os.environ:
-        raise ValueError(
-            "parallel is tensors, which several processes share: torchrun --nproc_per_node 2 --no-python poss …"
-        )
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
-    return world
 
 
 def gather_objects(mine: T) -> list[T]:

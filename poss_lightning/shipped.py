@@ -1,4 +1,4 @@
-"""What comes with the package: `poss list` shows it, `poss copy` gives a config to edit."""
+"""What comes with the package: `poss list` shows it, and prints a config to edit."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -6,16 +6,24 @@ from difflib import get_close_matches
 from poss_lightning.draft.specialists import CONFIG, SHIPPED, DraftConfig, shipped
 from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.suites import HUB, own_suites, read_suites
-from poss_lightning.files import check_file, check_new, conf, conf_names
-from poss_lightning.work import write_alone
+from poss_lightning.files import conf, conf_names
 
 Row = tuple[str, str]  # a name, and what it is
 
 
-def list() -> None:
-    """List configs, drafts and suites of questions by the names that other commands take, with a line about each."""
+def list(name: str | None = None) -> None:
+    """List configs, drafts and suites of questions by the names that other commands take, with a line about each.
+
+    Args:
+        name: of a config, e.g. draft/poss2.yaml: print it instead, to edit it: poss list draft/poss2.yaml > my.yaml
+
+    Raises:
+        FileNotFoundError: no config of that name.
+    """
+    if name is not None:
+        return print(read_config(name), end="")
     sections = {
-        "configs, for --config NAME; poss copy NAME OUT gives one to edit": configs(),
+        "configs, for --config NAME; poss list NAME > my.yaml gives one to edit": configs(),
         "drafts of the embedded target, for --draft NAME and --drafts.ANY NAME": drafts(),
         'suites of questions, for --suites "[NAME]"; those of the hub need a network': suites(),
     }
@@ -26,26 +34,13 @@ def list() -> None:
         print("\n".join(f"  {name:<{width}}  {line}" for name, line in rows))
 
 
-def copy(name: str, out: str) -> None:
-    """Copy a config of the package to a file, to edit it.
-
-    Args:
-        name: as `poss list` shows it, e.g. draft/poss2.yaml.
-        out: file to write, ending in .yaml.
-
-    Raises:
-        FileNotFoundError: no config of that name.
-        FileExistsError: there is something at `out`.
-    """
-    check_file(out, ".yaml", ".yml")
+def read_config(name: str) -> str:
+    """The text of a config of the package. Raises FileNotFoundError for another name."""
     known = conf_names()
     if (short := name.removeprefix("conf/")) not in known:
         near = "".join(f"did you mean {each}? " for each in get_close_matches(short, known, 1))
         raise FileNotFoundError(f"name is {name!r}, which is no config of the package; {near}poss list shows them")
-    with write_alone(out) as path:
-        check_new(out)
-        path.write_bytes(conf(short).read_bytes())
-    print(f"{out}: edit it, and give it as --config {out}")
+    return conf(short).read_text()
 
 
 def configs() -> Iterator[Row]:

@@ -13,6 +13,8 @@ import shlex
 import time
 import traceback
 from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from difflib import get_close_matches
@@ -24,16 +26,15 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import NonNegativeInt
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from poss_lightning.configs import check_options, explain, get_types, merge_options, read_config
+from poss_lightning.configs import check_options, explain, get_types, read_config
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
-from poss_lightning.evaluation.cells import CELLS, FOLDERS, NOTE, PackedCell, pack, packed_cells
+from poss_lightning.evaluation.cells import FOLDERS, NOTE, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records, read_records, read_runs
 from poss_lightning.evaluation.suites import load_suites, local_files
@@ -41,14 +42,15 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, read_json, sha256
 from poss_lightning.machine import choose_device, choose_precision
-from poss_lightning.reports.compare import print_tables
+from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
-from poss_lightning.training.fit import BASE, FINISHED, FitOptions, dry_run, fit_once, has_outputs
-from poss_lightning.training.fit import OPTIONS as FIT
+from poss_lightning.training.command import BASE
+from poss_lightning.training.fit import OPTIONS, build, compose, fit_once
+from poss_lightning.training.resume import FINISHED, has_outputs
 from poss_lightning.work import Work, flat
 
-SETTINGS = "sweep.yaml"
+SETTINGS, SEED = "sweep.yaml", "${seed}"
 MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
 MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
 
@@ -60,8 +62,7 @@ class Cell:
     choice: str
     seed: int
     folder: Path
-    configs: list[str]
-    fit: dict  # options on top of the configs
+    layers: list[str | dict]  # what `poss fit` gets: configs, then options, in their order
     measure: str  # "replay" or "benchmark"
     options: dict  # of that command
     packed: PackedCell | None = None  # where it is done
@@ -75,26 +76,32 @@ class Cell:
         return f"{self.choice}, seed {self.seed}"
 
     @cached_property
-    def _composed(self) -> FitOptions:
-        return FitOptions.compose(self.configs, self.fit)
+    def training(self) -> dict[str, Any]:
+        """All options of its training."""
+        return compose(*self.layers)
 
     def settings(self) -> dict:
-        """What was asked for."""
-        configs = {name: sha256(find_config(name)) for name in self.configs}
-        return {"configs": configs, "fit": self.fit, self.measure: self.options}
+        """What was asked for: digests of configs, and options with the values that the training has."""
+        configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
+        fit: dict[str, Any] = {}
+        for group, name in (names for layer in self.layers if isinstance(layer, dict) for names in _names(layer)):
+            if name is None:
+                fit[group] = self.training[group]
+            else:
+                fit.setdefault(group, {})[name] = self.training[group][name]
+        return {"configs": configs, "fit": json.loads(json.dumps(fit)), self.measure: self.options}
 
     def inputs(self) -> dict[str, str]:
         """Digests of the local files that it is made of: stores, text, the draft it starts from, every fit's config."""
         return self._trained_on() | self._measured_on()
 
     def _trained_on(self) -> dict[str, str]:
-        composed = self._composed
-        store, start = composed.data.get("store"), composed.model.get("start_from")
-        files = {BASE: conf(BASE)} | ({store: Path(store) / MANIFEST} if store else {})
-        files |= {corpus: Path(corpus)} if (corpus := composed.data.get("corpus")) else {}
+        data, start, trainer = self.training["data"], self.training["model"]["start_from"], self.training["trainer"]
+        files = {BASE: conf(BASE)} | ({data["store"]: Path(data["store"]) / MANIFEST} if data["store"] else {})
+        files |= {data["corpus"]: Path(data["corpus"])} if data["corpus"] else {}
         digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
-        if (precision := composed.trainer["precision"]) == "auto":  # machines choose differently
-            precision = choose_precision(str(composed.trainer.get("accelerator", "auto")))
+        if (precision := trainer["precision"]) == "auto":  # machines choose differently
+            precision = choose_precision(str(trainer["accelerator"]))
         return digests | {"trainer.precision": precision}
 
     def _measured_on(self) -> dict[str, str]:
@@ -107,8 +114,7 @@ class Cell:
         """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""
         folder = local_folder(draft)
         training = folder.parent
-        ours = (training / FIT).is_file() and (training / FIT).read_text().startswith("# after ")
-        if ours and not (training / FINISHED).exists():
+        if (training / OPTIONS).is_file() and not (training / FINISHED).exists():
             raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
         return folder
 
@@ -129,9 +135,10 @@ class Cell:
 
     def changed(self) -> list[str]:
         """Names of settings that it was made with otherwise; those of its measure count once it has records."""
-        earlier, asked = self._note()["settings"], self.settings()
+        earlier = self._note()["settings"]
         if not earlier or not self.has_outputs:
             return []
+        asked = self.settings()
         if not self.has_records:
             earlier, asked = ({part: settings[part] for part in ("configs", "fit")} for settings in (earlier, asked))
         earlier, asked = flat(earlier), flat(asked)
@@ -147,7 +154,7 @@ class Cell:
         kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
         if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        if not self.has_records:  # a measure that left nothing may have had other options
+        if note["processes"] and not self.has_records:  # a measure that left nothing may have had other options
             (self.folder / "run.json").unlink(missing_ok=True)
             Work(self.folder / UNFINISHED).clear()
         facts = {"settings": self.settings(), "inputs": inputs, "processes": [*note["processes"], origin()]}
@@ -156,7 +163,7 @@ class Cell:
 
     def run(self) -> None:
         """Train and measure."""
-        draft = fit_once(self.folder, self.configs, self.fit)
+        draft = fit_once(self.folder, *self.layers)
         MEASURES[self.measure](**self.measure_options(draft))
 
     def pack(self, experiment: Path) -> None:
@@ -188,7 +195,7 @@ class Cell:
         Raises:
             ArgumentError, OSError, ValueError: as the commands would.
         """
-        draft = None if (self.folder / FINISHED).exists() else self._dry_run(coming)
+        draft = None if (self.folder / FINISHED).exists() else self._build(coming)
         options = self.measure_options(self.folder / "draft-last")
         choose_device(options["device"])
         if draft:
@@ -205,13 +212,14 @@ class Cell:
         if draft:
             store.select(draft.layers)
 
-    def _dry_run(self, coming: set[Path]) -> DraftConfig | None:
-        start, fit = self._composed.model.get("start_from"), self.fit
+    def _build(self, coming: set[Path]) -> DraftConfig | None:
+        """The draft that it would train; without a start that is not trained yet."""
+        start = self.training["model"]["start_from"]
         if start and local_folder(start).parent.resolve() in coming:
-            fit = {**fit, "model": {**fit.get("model", {}), "start_from": None}}
-        elif start:
+            return build(*self.layers, {"model": {"start_from": None}})
+        if start:
             self._start(start)
-        return dry_run(self.configs, fit)
+        return build(*self.layers)
 
 
 @dataclass(frozen=True)
@@ -310,15 +318,30 @@ class Sweep:
 
     def _cell(self, folder: Path, choice: str, seed: int, packed: PackedCell | None) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
-        common, special = self.fit or {}, self.choices[choice] or {}
-        fit = merge_options(merge_options({}, common), special)  # both with names that have dots
-        configs = [*common.get("config", []), *special.get("config", [])]
-        options = OmegaConf.create(fit | {"seed": seed, "fit": fit, "measure": getattr(self, measure)})
-        plain: Any = OmegaConf.to_container(options, resolve=True)
-        fit = {name: value for name, value in plain["fit"].items() if name != "config"}
-        fit = {"seed_everything": seed, **fit, "data": {"seed": seed, **fit.get("data", {})}}
+        common, special = (_with_seed(options or {}, seed) for options in (self.fit, self.choices[choice]))
+        configs = [*common.pop("config", []), *special.pop("config", [])]
+        layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
         place = folder / choice / f"seed-{seed}"
-        return Cell(choice, seed, place, configs, fit, measure, plain["measure"], packed)
+        return Cell(choice, seed, place, layers, measure, _with_seed(getattr(self, measure), seed), packed)
+
+
+def _with_seed(options: Any, seed: int) -> Any:
+    """Options with the seed in the place of `${seed}`."""
+    if isinstance(options, dict):
+        return {name: _with_seed(value, seed) for name, value in options.items()}
+    if isinstance(options, list):
+        return [_with_seed(value, seed) for value in options]
+    if options == SEED:
+        return seed
+    return options.replace(SEED, str(seed)) if isinstance(options, str) else options
+
+
+def _names(options: dict) -> Iterator[tuple[str, str | None]]:
+    """The options that a layer sets, by group and name: `trainer.max_steps`, and `trainer: {max_steps: ...}`."""
+    for name, value in options.items():
+        group, _, rest = name.partition(".")
+        names = [rest] if rest else [*value] if isinstance(value, dict) else [None]
+        yield from ((group, each and each.rstrip("+").partition(".")[0]) for each in names)
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:
@@ -370,7 +393,11 @@ def sweep(folder: str, shard: str = "1/1") -> None:
 
 def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
     """Raise ValueError for a training made with other settings, or one of this share that can only fail; name it."""
-    if changed := {cell.folder: names for cell in cells if (names := cell.changed())}:
+    changed: dict[Path, list[str]] = {}
+    for cell in cells:
+        with _named(folder, cell):
+            changed |= {cell.folder: names} if (names := cell.changed()) else {}
+    if changed:
         first, names = next(iter(changed.items()))
         raise ValueError(
             f"{first} was made with other settings ({', '.join(names)}), one of {len(changed)} such of {len(cells)}: "
@@ -379,10 +406,17 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
         )
     coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
     for cell in tqdm([cell for cell in share if not cell.is_done], desc="check", delay=5, leave=False):
-        try:
+        with _named(folder, cell):
             cell.check(coming)
-        except MENDABLE as error:
-            raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
+
+
+@contextmanager
+def _named(folder: Path, cell: Cell) -> Iterator[None]:
+    """Let an error of a cell say whose it is."""
+    try:
+        yield
+    except MENDABLE as error:
+        raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
 
 
 @cache
@@ -402,22 +436,9 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
 
 
 def _sum_up(done: list[Cell], reference: str | None) -> None:
-    for name, digests in _inputs(done).items():
-        if len(digests) > 1:
-            print(f"NOT LIKE WITH LIKE: these trainings had {len(digests)} different {name} (see inputs in {CELLS})")
     if reference not in {cell.choice for cell in done}:
         reference = None
-    findings = find([cell.folder for cell in done], reference=reference)
-    print_tables(findings.tables, note=findings.note)
-
-
-def _inputs(done: list[Cell]) -> dict[str, set[str]]:
-    """The digests of every input, over all that were made of it."""
-    by_input: dict[str, set[str]] = {}
-    for cell in done:
-        for name, digest in cell.packed.facts["inputs"].items() if cell.packed else ():
-            by_input.setdefault(name, set()).add(digest)
-    return by_input
+    print_findings(find([cell.folder for cell in done], reference=reference), all=True)
 
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:

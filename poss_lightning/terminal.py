@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 import time
+from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partialmethod
@@ -11,7 +13,33 @@ from threading import Event, Thread
 VERBOSE = "POSS_VERBOSE"  # where it is 1, libraries show their own bars and warnings, too
 FIRST, NEXT = 3.0, 10.0  # seconds until something that goes on is announced, and announced again
 
+# Errors whose text is enough for a user; libraries' own kinds by name, as nothing else need import them.
+KINDS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError, ArgumentError)
+OF_LIBRARIES = {
+    "OutOfMemoryError",
+    "AcceleratorError",
+    "SafetensorError",
+    "TemplateError",
+    "HTTPError",
+    "ArrowException",
+}
+OF_LIBRARIES |= {"MisconfigurationException"}
+
 logger = logging.getLogger(__name__)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether one line says what a user can do about an error; the others are faults of ours, with a traceback."""
+    return isinstance(error, KINDS) or any(kind.__name__ in OF_LIBRARIES for kind in type(error).__mro__)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    # As jsonargparse words it that a class cannot be made, one of Lightning's loggers for example.
+    if needs := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*Requirement '([^']+)' not met", str(error)):
+        return f"{needs[1]} needs {needs[2]}, which is not installed: pip install '{needs[2]}'"
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return printable("; ".join(lines).replace(":; ", ": ")) or type(error).__name__
 
 
 def printable(text: str) -> str:

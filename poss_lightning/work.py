@@ -1,14 +1,14 @@
 """Long work in parts: a killed process leaves it so that the same command goes on, and several may share it.
 
 FOLDER/              beside what is being made; gone when it is finished
+  work.lock          held while the settings, or the result, are written; the mark that the folder is ours to clear
   settings.json      what the result depends on; other settings are refused
-  PART.json          receipt of a finished part: its content, or what tells it from a torn one
-  PART.lock          held while a process works on the part; the system frees the lock of a dead one
-  work.lock          held while the settings, or the result, are written
+  PART.part.json     receipt of a finished part: its content, or what tells it from a torn one
+  PART.part.lock     held while a process works on the part; the system frees the lock of a dead one
 """
 
 import json
-import shutil
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from poss_lightning.files import atomic
+from poss_lightning.files import MARK, atomic, remove, remove_leftovers
 
-SETTINGS, LOCK = "settings.json", "work.lock"
+SETTINGS, RECEIPT, LOCK = "settings.json", ".part.json", ".part.lock"
 
 
 class Work:
@@ -32,12 +32,19 @@ class Work:
     def __init__(self, folder: str | Path, out: str | Path | None = None):
         self.folder = Path(folder)
         self.out = self.folder.parent if out is None else out
-        self._lock = FileLock(self.folder / LOCK)  # one object: `claim` and `clear` may stand inside `exclusive`
+        self._lock = FileLock(self.folder / MARK)  # one object: `claim` and `clear` may stand inside `exclusive`
+        remove_leftovers(self.folder.parent)
 
     @property
     def is_claimed(self) -> bool:
         """Whether somebody has begun it."""
         return (self.folder / SETTINGS).exists()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that it was begun with; empty where nobody has."""
+        path = self.folder / SETTINGS
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Write down what the result depends on, or hold it against what stands there.
@@ -48,7 +55,7 @@ class Work:
         with self.exclusive():
             path = self.folder / SETTINGS
             if path.exists():
-                if changed := differences(json.loads(path.read_text()), settings):
+                if changed := differences(self.settings, settings):
                     raise ValueError(
                         f"{self.folder} was begun with other settings ({'; '.join(changed)}): go on with those, choose "
                         "another name, or remove it"
@@ -60,20 +67,20 @@ class Work:
     def receipt(self, part: str) -> Any | None:
         """What `write_receipt` wrote of a finished part; None for one that is not finished."""
         try:
-            return json.loads((self.folder / f"{part}.json").read_text(encoding="utf-8"))
+            return json.loads((self.folder / f"{part}{RECEIPT}").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
 
     def write_receipt(self, part: str, receipt: Any) -> None:
         """Call a part finished."""
-        with atomic(self.folder / f"{part}.json") as path:
+        with atomic(self.folder / f"{part}{RECEIPT}") as path:
             path.write_text(json.dumps(receipt, ensure_ascii=False), encoding="utf-8")
 
     @contextmanager
     def part(self, part: str) -> Iterator[bool]:
         """True while the part is this process's to make; False where another one is at it."""
         try:
-            lock = self._acquire(f"{part}.lock", blocking=False)
+            lock = self._acquire(FileLock(self.folder / f"{part}{LOCK}"), blocking=False)
         except Timeout:
             yield False
             return
@@ -85,48 +92,44 @@ class Work:
         """Only one process at a time is in here.
 
         Raises:
-            ValueError: another one is, and this one should not wait.
+            ValueError: another one is, and this one should not wait; or the folder has files of others.
         """
+        if self._is_foreign():
+            raise ValueError(f"{self.folder} has files of others, and {self.out} needs that name: rename one of them")
         try:
-            lock = self._acquire(LOCK, blocking=wait)
+            lock = self._acquire(self._lock, blocking=wait)
         except Timeout:
             raise ValueError(f"{self.out}: another process writes there; wait for it, or choose another name") from None
         with lock:
             yield
 
     def clear(self) -> None:
-        """Remove it, as the result is there, or what a process left that was killed while it did."""
-        finished = self.folder.with_name(f".{self.folder.name}.finished")
-        if self.folder.exists():
-            with self.exclusive():
-                shutil.rmtree(finished, ignore_errors=True)
-                self.folder.rename(finished)  # at once: half a folder might be taken for the beginning of other work
-        shutil.rmtree(finished, ignore_errors=True)
+        """Remove it, as the result is there, or what a process left that was killed while it did; no file of others.
 
-    def _acquire(self, name: str, blocking: bool) -> AcquireReturnProxy:
+        Receipts go first, and the mark last: what is half cleared is still refused to other settings.
+        """
+        if (self.folder / MARK).is_file():
+            with self.exclusive():
+                remove_leftovers(self.folder)
+                remove(self.folder, f"*{RECEIPT}", f"*{LOCK}", SETTINGS, MARK)
+        remove(self.folder)
+
+    def _is_foreign(self) -> bool:
+        """Whether there are files, and none of ours."""
+        try:
+            names = os.listdir(self.folder)  # at once: another process may be clearing it
+        except FileNotFoundError:
+            return False
+        return bool(names) and MARK not in names and not any(self.folder.rglob(f"*{LOCK}"))
+
+    def _acquire(self, lock: FileLock, blocking: bool) -> AcquireReturnProxy:
         while True:
             try:
-                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                lock = self._lock if name == LOCK else FileLock(self.folder / name)
+                Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
                 return lock.acquire(blocking=blocking)
-            except FileNotFoundError:  # another process has just finished, and the folder is gone
-                continue
-
-
-@contextmanager
-def write_alone(out: str | Path) -> Iterator[Path]:
-    """A temporary file that becomes `out`, as long as no other process writes the same.
-
-    Raises:
-        ValueError: one does.
-    """
-    work = Work(f"{out}.unfinished", out)
-    with work.exclusive(wait=False):
-        try:
-            with atomic(out) as path:
-                yield path
-        finally:
-            work.clear()
+            except (FileNotFoundError, FileExistsError):  # another process has just finished, and the folder is gone
+                if self.folder.is_file():
+                    raise
 
 
 def differences(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

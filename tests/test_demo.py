@@ -38,7 +38,7 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(("device", "devices"), [("cpu", None), ("cuda", None), ("cuda:0", [0]), ("cuda:1", [1])])
 def test_it_trains_on_the_device_that_it_decodes_on(device, devices, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr("poss_lightning.demo.fit_once", lambda folder, configs, options: given.append(options))
+    monkeypatch.setattr("poss_lightning.demo.fit_once", lambda folder, *layers: given.append(layers[-1]))
     _fit(tmp_path, "hass", store="", size=8, steps=1, start="", dtype="float32", device=device)
     trainer = given[0]["trainer"]
     assert (trainer["accelerator"], trainer.get("devices")) == (device.split(":")[0], devices)

@@ -11,10 +11,12 @@ from tests.support.writers import MADE, WRITERS, Observed, Place, write_inputs
 
 CASES = {
     "merge": ["kill:4", "kill:10", "beside:3", "remove:1", "rewrite:2"],
-    "replay": ["kill:9", "truncate:3", "rewrite:3", "full:6"],
-    "synthesize": ["kill:9", "torn:8", "kill:30", "beside:12"],
-    "copy": ["kill:9", "beside:3"],
-    "convert-bin": ["kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
+    "extract": ["foreign:30"],
+    "benchmark": ["foreign:25"],
+    "fit": ["foreign:40"],
+    "replay": ["foreign:12", "foreign:25", "kill:9", "truncate:3", "rewrite:3", "full:6"],
+    "synthesize": ["foreign:5", "foreign:30", "kill:9", "torn:8", "kill:30", "beside:12"],
+    "convert-bin": ["foreign:5", "kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
 }
 
 
@@ -57,5 +59,5 @@ def test_what_every_command_reads_is_there(tmp_path):
 
 def test_every_command_that_writes_is_among_them():
     """All of `poss` but those that only read, print or upload, and the demo, which is made of the others."""
-    reading = {"list", "plan", "generate", "allocate", "compare", "validate", "test", "push", "demo"}
+    reading = {"list", "plan", "generate", "allocate", "compare", "validate", "test", "demo"}
     assert {writer.command for writer in WRITERS.values()} == {*cli.TOOLS, *cli.TRAINER} - reading

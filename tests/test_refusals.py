@@ -11,7 +11,6 @@ from tests.support.command import run_in, says, unchanged
 
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # what comes before the name of what is written, and after
-    "copy": (("draft/poss2.yaml",), ()),
     "synthesize": ((), TINY),
     "answer": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
@@ -21,17 +20,18 @@ WRITERS = {  # what comes before the name of what is written, and after
     "vocabulary": (("{inputs}/draft", "{inputs}/corpus.jsonl"), ("--size", "40", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
-    "histogram": (("{inputs}/suite.jsonl", "--out"), ()),
-    "report": (("{inputs}/suite.jsonl", "--out"), ()),
+    "compare": (("{inputs}/suite.jsonl", "--html"), ()),
     "demo": (("--out",), TINY),
 }
 # What these write is a file, the others' a folder.
-ENDINGS = {"copy": ".yaml", "synthesize": ".jsonl", "answer": ".jsonl", "histogram": ".jsonl", "report": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "compare": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
     tools = {name: getattr(import_module(module), name) for name, (module, _) in cli.TOOLS.items()}
-    assert {name for name, tool in tools.items() if "out" in inspect.signature(tool).parameters} == set(WRITERS)
+    assert {name for name, tool in tools.items() if {"out", "html"} & {*inspect.signature(tool).parameters}} == set(
+        WRITERS
+    )
 
 
 @pytest.fixture
@@ -70,7 +70,6 @@ def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, f
 
 
 REFUSED = {  # what each command that writes finds out last, when it has loaded all
-    "copy": (),
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
     "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
@@ -80,12 +79,10 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "vocabulary": ("--size", "321", "--target", "{inputs}/target"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
-    "histogram": (),
-    "report": (),
+    "compare": (),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }
 BROKEN = {
-    "copy": ("draft/poss9.yaml",),
     "merge": ("[{inputs}/store,{inputs}/store]",),
     "export": ("{inputs}/contradicting",),
 }

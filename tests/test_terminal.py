@@ -5,11 +5,15 @@ import logging
 from threading import Event
 
 import pytest
+import torch
+from jinja2 import UndefinedError
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from safetensors import SafetensorError
 from tqdm import tqdm
 from tqdm.auto import tqdm as auto
 
 from poss_lightning import terminal
-from poss_lightning.terminal import announced, mute_deepspeed, without_bars
+from poss_lightning.terminal import announced, is_told, mute_deepspeed, one_line, without_bars
 
 
 class Twice(logging.Handler):
@@ -76,3 +80,23 @@ def test_deepspeed_says_on_no_machine_that_it_has_no_gpu(monkeypatch):
     logger.warning("Setting accelerator to CPU. If you have GPU")
     logger.warning("the loss overflowed")
     assert handler.said == ["Setting accelerator to CPU. If you have GPU", "the loss overflowed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ImportError("Loading needs x.\nInstall it: `pip install x`"), "Loading needs x.; Install it: `pip install x`"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
+        (SafetensorError("header too large"), "header too large"),
+        (UndefinedError("'date' is undefined"), "'date' is undefined"),
+        (MemoryError(), "MemoryError"),
+        (MisconfigurationException("no GPU"), "no GPU"),
+    ],
+    ids=repr,
+)
+def test_what_a_user_can_mend_is_one_line(error, line):
+    assert is_told(error) and one_line(error) == line
+
+
+def test_a_fault_of_ours_is_not():
+    assert not any(map(is_told, (KeyError("x"), TypeError("x"), AttributeError("x"), RuntimeError("x"))))

@@ -1,74 +1,92 @@
-"""Read and check conversations: JSON lines, JSON arrays and `datasets`, in the chat and the ShareGPT form."""
+"""Conversations as people have them, made regular: chats, ShareGPT's, questions with answers; tools and thoughts."""
 
-import gzip
+import hashlib
 import json
 import logging
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, stem
 from poss_lightning.ranges import Count, check_numbers
+from poss_lightning.target.template import THOUGHTS, Message, thinking
 
 logger = logging.getLogger(__name__)
 
-_FILES = (".jsonl", ".jsonl.gz", ".json")
-_FORMS = (("messages", "role", "content"), ("conversations", "from", "value"))  # field, and the fields of its turns
-_QUESTIONS = ("turns", "prompt", "question")  # fields of records that have no answers
+_CHATS = ("messages", "conversations", "conversation")
+_ASKED = ("instruction", "prompt", "question", "query", "input")  # of records of one question
+_ANSWERED = ("output", "response", "completion", "answer")
+_CALL = "tool call"
 _ROLES = {
-    "system": "system",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
 }
-_IDS = ("id", "conversation_id", "question_id")
-_SHOWN = 3  # faults spelled out in one error
+_WEIGHTS = ("weight", "loss", "train", "training", "trainable")  # 0 or false: people keep the answer out of the loss
+_SIDES = ("user", "assistant")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_IDS = ("id", "conversation_id", "question_id", "prompt_id")
+_SHOWN = 3  # reasons spelled out
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that an assistant takes part in; no two neighbours have the same role."""
+    """A chat that an assistant takes part in.
+
+    Attributes:
+        id: of no other conversation of the corpus.
+        messages: as of `read_message`.
+        template: what the chat template is given beside the messages: `tools`, and the record's `chat_template_kwargs`.
+    """
 
     id: str
-    messages: list[dict[str, str]]  # {"role": system|user|assistant, "content": str}
+    messages: list[Message]
+    template: dict[str, Any] = field(default_factory=dict)
 
-
-class CorpusError(ValueError):
-    """A corpus that cannot be read as conversations; the message says which and why."""
-
-
-class Malformed(ValueError):
-    """What is wrong with one record."""
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all that is said: the same for a conversation under another id."""
+        return hashlib.sha256(
+            json.dumps([self.messages, self.template], sort_keys=True, default=str).encode()
+        ).hexdigest()[:16]
 
 
 @check_numbers
-def read_conversations(source: str, split: str = "train", limit: Count | None = None) -> list[Conversation]:
-    """Read conversations of the chat form (`messages`: role, content) or ShareGPT's (`conversations`: from, value).
+def read_conversations(
+    source: str, split: str = "train", limit: Count | None = None, strict: bool = False
+) -> list[Conversation]:
+    """Read conversations, in whatever form their records have.
 
-    Conversations are made regular. Empty turns are dropped, and neighbours of one role are joined by a blank line.
-    Answers before the first user message are dropped, and so are messages after the last answer. A conversation without
-    an answer is skipped and counted in a log line. An id that occurs again gets `#2`, `#3`, ...; a conversation without
-    an id gets `<file stem>:<line number>`.
+    - `messages` or `conversations`: a list of turns, with role and content or from and value, or the JSON text of one;
+    - one question and its answer: instruction (and input), prompt or question, with output, response or completion.
+
+    Conversations are made regular by leaving out, never by inventing. What stands before the first message of a user is
+    dropped, but for system messages. A conversation ends before its first empty turn, and with an answer. Messages of a
+    user in a row are joined by a blank line. A conversation without an answer is skipped and counted in a log line. An
+    id that occurs again gets `#2`, `#3`, ...; a conversation without an id gets `<file stem>:<line number>`.
 
     Args:
-        source: a `.jsonl`, `.jsonl.gz` or `.json` (one array) file, else a folder or hub id for `datasets`.
+        source: file, folder or hub id, as of `records`.
         split: of a folder or hub id; files have none.
         limit: stop after this many conversations; later lines are not checked.
+        strict: a malformed record is an error; otherwise one is left out, counted and named, up to a tenth of them.
 
     Raises:
         ValueError: limit is out of its range.
-        CorpusError: no such source, malformed records (all in one error), or no conversation at all.
+        CorpusError: no such source, too many malformed records (all in one error), or no conversation at all.
     """
     conversations: dict[str, Conversation] = {}
-    unit = "line" if source.endswith((".jsonl", ".jsonl.gz")) else "record"
     faults, skipped = [], 0
-    for number, raw in tqdm(_records(source, split), desc=f"read {source}", unit=unit, delay=5, leave=False):
+    for number, raw in tqdm(records(source, split), desc=f"read {source}", unit="record", delay=5, leave=False):
         try:
-            conversation = _conversation(raw, f"{_stem(source)}:{number}")
+            conversation = _conversation(raw, f"{stem(source)}:{number}")
         except Malformed as error:
-            faults.append(f"{unit} {number}: {error}")
+            faults.append(f"{'line' if isinstance(raw, bytes) else 'record'} {number}: {error}")
             continue
         if conversation is None:
             skipped += 1
@@ -77,25 +95,32 @@ def read_conversations(source: str, split: str = "train", limit: Count | None = 
         conversations[conversation.id] = conversation
         if len(conversations) == limit:
             break
-    _report(source, len(conversations), skipped, faults)
-    return list(conversations.values())
-
-
-def _report(source: str, count: int, skipped: int, faults: list[str]) -> None:
-    """Raise CorpusError where the corpus is malformed or empty; log how many conversations were skipped."""
-    if faults:
-        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise CorpusError("\n  ".join([f"{source}: {len(faults)} malformed", *faults[:_SHOWN], *more]))
-    if not count:
+    report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
+    if not conversations:
         hint = "; `poss answer` lets a target answer them" if skipped else ""
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
-        logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, count)
+        kept = len(conversations)
+        logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, kept)
+    return list(conversations.values())
 
 
-def _stem(source: str) -> str:
-    name = Path(source).name
-    return next((name.removesuffix(ending) for ending in _FILES if name.endswith(ending)), name)
+def report_left_out(what: str, reasons: list[str], total: int, strict: bool) -> None:
+    """Log how many of `total` conversations are left out, with the first reasons.
+
+    Args:
+        what: of the message, with {} for their number.
+
+    Raises:
+        CorpusError: some are, and `strict`; or more than one is, and more than a tenth.
+    """
+    if not reasons:
+        return
+    more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
+    message = "\n  ".join([what.format(f"{len(reasons)} of {total}"), *reasons[:_SHOWN], *more])
+    if strict or len(reasons) == total or len(reasons) > max(1, total / 10):
+        raise CorpusError(message)
+    logger.warning("left out, %s", message)
 
 
 def _with_unique_id(conversation: Conversation, others: dict[str, Conversation]) -> Conversation:
@@ -106,120 +131,208 @@ def _with_unique_id(conversation: Conversation, others: dict[str, Conversation])
     return replace(conversation, id=name)
 
 
-def _records(source: str, split: str) -> Iterator[tuple[int, object]]:
-    """Number, from 1, and content of every record: bytes still to be parsed, or the parsed object."""
-    if not source.strip():
-        raise CorpusError(f"corpus is {source!r}; it must be a file, a folder or a hub id")
-    path = Path(source)
-    if path.is_file() and path.name.endswith(_FILES):
-        return _array(path) if path.suffix == ".json" else json_lines(path)
-    if path.is_file() or path.name.endswith(_FILES):
-        fault = f"is not one of {', '.join(_FILES)}" if path.is_file() else "is missing: there is no such file"
-        raise CorpusError(f"{source} {fault}")
-    return _rows(source, split)
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes of every line of a file, unpacked where it is compressed; blank lines are skipped.
-
-    Raises:
-        CorpusError: it cannot be read to its end.
-    """
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except (OSError, EOFError, zlib.error) as error:
-        raise CorpusError(f"{path} cannot be read to its end: {error}") from error
-
-
-def _array(path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        records = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CorpusError(f"{path} is not JSON: {error}") from error
-    if not isinstance(records, list):
-        raise CorpusError(f"{path} is not a JSON array of conversations; one conversation a line is called .jsonl")
-    return enumerate(records, 1)
-
-
-def _rows(source: str, split: str) -> Iterator[tuple[int, object]]:
-    import datasets  # takes a second, and files do without it
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, RuntimeError, LookupError, TypeError, DatasetsError) as error:
-        fault = "a folder datasets cannot load" if Path(source).is_dir() else "no path here and no reachable hub id"
-        raise CorpusError(f"{source} is {fault} (split {split!r}): {error.__cause__ or error}") from error
-    return enumerate(rows, 1)
-
-
 def _conversation(raw: object, name: str) -> Conversation | None:
     """One record as a regular conversation; None where it has no answer."""
     record = parse(raw) if isinstance(raw, bytes) else raw
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
     messages = make_regular(messages_of(record))
-    if not any(message["role"] == "assistant" for message in messages):
+    if not messages:
         return None
-    names = [record[field] for field in _IDS if record.get(field) not in (None, "")]
-    return Conversation(str(names[0]) if names else name, messages)
+    names = [record[key] for key in _IDS if record.get(key) not in (None, "") and record[key] == record[key]]
+    return Conversation(str(names[0]) if names else name, messages, template_of(record))
 
 
-def parse(line: bytes) -> object:
-    """The value of a line of JSON.
-
-    Raises:
-        Malformed: it is not JSON.
-    """
-    try:
-        return json.loads(line)
-    except ValueError as error:  # bytes that are not UTF-8 too
-        raise Malformed(f"not JSON ({error})") from error
+# --- records ---
 
 
-def messages_of(record: dict) -> list[dict[str, str]]:
-    """The messages of a record of either form, as role and content, with the roles of chat templates.
+def messages_of(record: dict[str, Any]) -> list[Message]:
+    """The messages of a record of any form; a `system` of the record goes first.
 
     Raises:
-        Malformed: it has neither form.
+        Malformed: it has none of the forms, or something that a text cannot hold.
     """
-    for field, role, content in _FORMS:
-        if record.get(field) is not None:
-            if not isinstance(record[field], list):
-                raise Malformed(f"{field!r} must be a list, it is a {type(record[field]).__name__}")
-            return [_message(turn, f"{field}[{i}]", role, content) for i, turn in enumerate(record[field])]
-    asked = next((field for field in _QUESTIONS if field in record), None)
-    hint = f"; it has {asked!r}, and `poss answer` lets a target answer questions" if asked else ""
-    raise Malformed(f"neither 'messages' nor 'conversations'{hint}")
+    if media := next((key for key in _MEDIA if record.get(key)), None):
+        raise Malformed(f"it has {media!r}, and only text is read")
+    turns, key = _turns(record)
+    messages = [read_message(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
+    system = system_of(record)
+    if system and messages and messages[0]["role"] == "system":
+        if messages[0] != system[0]:
+            raise Malformed("its 'system' and its first message are different system messages")
+        return messages
+    return [*system, *messages]
 
 
-def _message(turn: object, where: str, role: str, content: str) -> dict[str, str]:
+def system_of(record: dict[str, Any]) -> list[Message]:
+    """The system message that a record has beside its turns, or none."""
+    texts = [record[key] for key in ("system", "system_prompt") if record.get(key)]
+    return [read_message({"role": "system", "content": text}, "system") for text in texts[:1]]
+
+
+def template_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What a record gives the chat template beside its messages.
+
+    Raises:
+        Malformed: its tools are no list of functions, or its chat_template_kwargs no object.
+    """
+    given = _unpacked(record.get("chat_template_kwargs") or {})
+    if not isinstance(given, dict):
+        raise Malformed(f"'chat_template_kwargs' must be an object, it is a {type(given).__name__}")
+    if not (tools := _unpacked(record.get("tools") or record.get("functions"))):
+        return given
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Malformed("'tools' must be a list of functions")
+    return given | {"tools": [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]}
+
+
+def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
+    """The turns of a record, and the field that they stand in."""
+    for key in _CHATS:
+        if turns := _unpacked(record.get(key)):
+            if not isinstance(turns, list):
+                raise Malformed(f"{key!r} must be a list, it is a {type(turns).__name__}")
+            return turns, key
+    asked, question = question_of(record)
+    answered = next((key for key in _ANSWERED if record.get(key)), None)
+    if asked and answered:
+        past = [(role, text) for pair in record.get("history") or () for role, text in zip(_SIDES, pair, strict=True)]
+        turns = [{"role": role, "content": text} for role, text in past]
+        answer = _as_turns(_unpacked(record[answered]), "assistant")
+        return [*turns, *_as_turns(question, "user"), *answer], f"{asked} and {answered}"
+    if any(isinstance(record.get(key), list) for key in _CHATS):
+        return [], "messages"  # empty
+    has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
+    hint = ", and `poss answer` lets a target answer questions" if asked or "turns" in record else ""
+    raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: {has}{hint}")
+
+
+def question_of(record: dict[str, Any]) -> tuple[str, Any]:
+    """The field of a record's one question, and the question: a text, or turns; "" and None where it has none."""
+    asked = next((key for key in _ASKED if record.get(key)), "")
+    question = _unpacked(record.get(asked))
+    if asked == "instruction" and record.get("input"):
+        question = f"{question}\n\n{record['input']}"
+    return asked, question
+
+
+def _as_turns(text: Any, role: str) -> list[Any]:
+    """The turns that a list is, or one of `role`."""
+    is_chat = isinstance(text, list) and all(isinstance(turn, dict) and "type" not in turn for turn in text)
+    return text if is_chat else [{"role": role, "content": text}]
+
+
+def _unpacked(value: Any) -> Any:
+    """The list or object that a JSON text is; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+# --- messages ---
+
+
+def read_message(turn: object, where: str) -> Message:
+    """A turn as chat templates take it.
+
+    Returns:
+        role (system, user, assistant or tool) and content, a text; where the turn has them, an assistant's
+        `tool_calls`; its thoughts, under each of the names that templates have for them; `name` and `tool_call_id` of a
+        tool; the `tokens` and `finish_reason` of an answer that a target wrote; `weight` 0 of one that is kept out of
+        the loss.
+
+    Raises:
+        Malformed: it is no turn of a chat, or more than text.
+    """
     if not isinstance(turn, dict):
         raise Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
-    for field in (role, content):
-        if turn.get(field) is None:
-            raise Malformed(f"{where} has no {field!r}")
-        if not isinstance(turn[field], str):
-            raise Malformed(f"{where}: {field!r} must be a string, it is a {type(turn[field]).__name__}")
-    if turn[role] not in _ROLES:
-        raise Malformed(f"{where}: unknown role {turn[role]!r}, known are {', '.join(_ROLES)}")
+    said = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
+    if said is None:
+        raise Malformed(f"{where} has no 'role'")
+    role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
+    if role is None:
+        raise Malformed(f"{where}: unknown role {said!r}, known are {', '.join(_ROLES)}")
+    if not {"content", "value", "tool_calls", "function_call"} & turn.keys():
+        raise Malformed(f"{where} has no 'content'")
+    content = _text(next((turn[key] for key in ("content", "value") if turn.get(key) is not None), ""), where)
+    if role == _CALL:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)} | _weight(turn)
+    message: Message = {"role": role, "content": content}
+    message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    if role != "assistant":
+        return message
+    if calls := turn.get("tool_calls") or turn.get("function_call"):
+        message["tool_calls"] = _calls(calls, where)
+    if thoughts := next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None):
+        message |= thinking(_text(thoughts, where))
+    if tokens := turn.get("tokens"):
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise Malformed(f"{where}: 'tokens' must be a list of token ids")
+        message["tokens"] = tokens
+    if turn.get("finish_reason"):
+        message["finish_reason"] = turn["finish_reason"]
+    return message | _weight(turn)
+
+
+def _weight(turn: dict[str, Any]) -> Message:
+    return {"weight": 0} if any(turn.get(key) is not None and not turn[key] for key in _WEIGHTS) else {}
+
+
+def _text(content: Any, where: str) -> str:
+    """A text, or the texts of its parts, one after another."""
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
+        if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
+            raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
+        content = "".join(_text(part.get("text", ""), where) for part in parts)
+    if not isinstance(content, str):
+        raise Malformed(f"{where}: 'content' must be a text, it is a {type(content).__name__}")
     try:
-        turn[content].encode()
+        content.encode()
     except UnicodeEncodeError as error:
-        raise Malformed(f"{where}: {content!r} holds half a surrogate pair, which is no text") from error
-    return {"role": _ROLES[turn[role]], "content": turn[content]}
+        raise Malformed(f"{where}: 'content' holds half a surrogate pair, which is no text") from error
+    return content
 
 
-def make_regular(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The messages without empty turns, answers before a user's message, and an end without an answer.
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls in the form of chat templates, arguments as objects."""
+    calls = _unpacked(calls)
+    made = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Malformed(f"{where}: a tool call must have a function with a name, it is {str(call)[:40]!r}")
+        arguments = _unpacked(function.get("arguments", function.get("parameters", {})))
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        made.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return made
 
-    Neighbours of one role are joined.
-    """
-    filled = [message for message in messages if message["content"].strip()]
-    first = next((i for i, message in enumerate(filled) if message["role"] == "user"), len(filled))
-    kept = [message for i, message in enumerate(filled) if i > first or message["role"] != "assistant"]
+
+def make_regular(messages: list[Message]) -> list[Message]:
+    """The messages from the first of a user, system messages before it, to an answer, and none that are empty."""
+    filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
+    first = _first(filled, lambda message: message["role"] == "user")
+    kept = [message for i, message in enumerate(filled) if i >= first or message["role"] == "system"]
+    kept = kept[: _first(kept, _is_empty)]
     while kept and kept[-1]["role"] != "assistant":
         kept.pop()
-    turns = groupby(kept, key=lambda message: message["role"])
-    return [{"role": role, "content": "\n\n".join(message["content"] for message in turn)} for role, turn in turns]
+    runs = groupby(enumerate(kept), lambda pair: -1 if pair[1]["role"] == "user" else pair[0])
+    return [_joined([message for _, message in run]) for _, run in runs]
+
+
+def _is_empty(message: Message) -> bool:
+    """Whether a user or an assistant says nothing; a tool may."""
+    says = message["content"].strip() or message.get("tool_calls") or message.get("tokens")
+    return message["role"] in _SIDES and not says
+
+
+def _joined(run: list[Message]) -> Message:
+    return run[0] if len(run) == 1 else run[0] | {"content": "\n\n".join(message["content"] for message in run)}
+
+
+def _first(messages: list[Message], holds: Callable[[Message], bool]) -> int:
+    """The place of the first message that it holds for; behind the last where it holds for none."""
+    return next((i for i, message in enumerate(messages) if holds(message)), len(messages))

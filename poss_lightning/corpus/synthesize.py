@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
+from poss_lightning.target.template import Message
 
 _PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 
@@ -33,6 +35,7 @@ def synthesize(
     answer_temperature: Temperature = 0.0,
     user_tokens: Tokens = 96,
     answer_tokens: Tokens = 256,
+    chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: Rows = 128,
     openings: str | None = None,
     seed: Seed = 0,
@@ -56,27 +59,31 @@ def synthesize(
             learns little from repetitions.
         user_tokens: most tokens of a user's message; a longer one is cut.
         answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
+        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         batch_size: conversations that are written side by side.
         openings: file of texts, one a line; each first message begins with one of them, chosen by the seed. Messages
             that a target begins itself are less varied than those of users.
         seed: the same seed, target and machine give the same file.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     options = dict(locals())
     if not temperature:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), _read_openings(openings)
-    model = Target.load(target, dtype, device, parallel)
+    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
+    variables = model.chat.template.variables
+    model.chat.template.freeze(corpus.work.settings.get("chat_template_kwargs", {}))
     writer = _Writer(model, turns, user=(user, user_tokens), answer=(answer, answer_tokens), openings=first_words)
     unlike = ("out", "conversations", "device", "parallel")  # in which the same corpus may be written
     settings = {name: value for name, value in options.items() if name not in unlike}
     settings |= {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
+    settings |= {"chat_template_kwargs": variables}
+    given = {"chat_template_kwargs": variables} if variables else {}
     with corpus.claim(settings):
-        records = islice(_records(corpus, writer, batch_size, seed), conversations)
+        records = (record | given for record in islice(_records(corpus, writer, batch_size, seed), conversations))
         corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
 
@@ -136,7 +143,6 @@ class _Writer:
         self.target, self.turns, self.openings = target, turns, openings
         self.loop = PlainLoop(target)
         self.roles = (("user", *user), ("assistant", *answer))
-        self.special = set(target.tokenizer.all_special_ids)
 
     @torch.inference_mode()
     def write(self, size: int, seed: int) -> list[Messages]:
@@ -156,12 +162,11 @@ class _Writer:
                 prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
                 tokens = self._generate(prompts, limit, sampling, generator)
                 full += [messages for messages, row in zip(conversations, tokens, strict=True) if not row]
-                conversations = [
-                    [*messages, {"role": role, "content": content}]
-                    for messages, opening, row in zip(conversations, beginnings, tokens, strict=True)
-                    if row and (text := self._text(row)) is not None and (content := (opening + text).strip())
-                ]
-                beginnings = [""] * len(conversations)
+                continued = []
+                for messages, opening, row in zip(conversations, beginnings, tokens, strict=True):
+                    if row and (message := self._message(role, opening, row)):
+                        continued.append([*messages, message])
+                conversations, beginnings = continued, [""] * len(continued)
                 if not conversations:
                     break
         answered = (messages[: len(messages) // 2 * 2] for messages in full)
@@ -189,7 +194,12 @@ class _Writer:
             return self.target.chat.prompt(messages)
         return self.target.chat.user_prompt(messages, opening)
 
-    def _text(self, tokens: list[int]) -> str | None:
-        """The text of tokens up to their stop token; None where it has special tokens."""
-        body = tokens[:-1] if tokens[-1] in self.target.chat.stops else tokens
-        return None if self.special & set(body) else self.target.chat.text(body)
+    def _message(self, role: str, opening: str, tokens: list[int]) -> Message | None:
+        """What `role` wrote behind an opening; None where it is empty, or has special tokens inside."""
+        chat = self.target.chat
+        if not chat.is_plain(tokens):
+            return None
+        message = chat.message(tokens)
+        if role == "user":
+            message = {"role": role, "content": (opening + message["content"]).strip()}
+        return message if message["content"].strip() else None

@@ -10,7 +10,7 @@ from typing import Any
 from poss_lightning.files import atomic, check_file, check_new
 from poss_lightning.work import Work
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 class CorpusWriter:

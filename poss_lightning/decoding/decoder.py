@@ -104,8 +104,8 @@ def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> li
     if not prompts:
         raise ValueError("there are no prompts: give at least one")
     spec = target.spec
-    if unknown := {token for prompt in prompts for token in prompt if not 0 <= token < spec.vocab_size}:
-        raise ValueError(f"token {min(unknown)} of a prompt is none of {spec.name}'s {spec.vocab_size}")
+    for prompt in prompts:
+        target.check_tokens(prompt, "a prompt")
     longest = max(map(len, prompts))
     if longest >= spec.context:
         raise ValueError(f"a prompt has {longest} tokens; {spec.name} reads {spec.context}, the answer included")

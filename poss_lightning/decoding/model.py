@@ -8,11 +8,13 @@ It is no assistant model for transformers' own assisted generation: that one ask
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from poss_lightning.corpus.readers import read_message
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
@@ -39,7 +41,7 @@ class Streamer(Protocol):
 
 def load(
     target: "str | PreTrainedModel" = "embedded",
-    draft: str | Specialists | None = None,
+    draft: str | Path | Specialists | None = None,
     tokenizer=None,
     dtype: str = "auto",
     device: str = "auto",
@@ -47,6 +49,7 @@ def load(
     depth: int | None = None,
     nodes: int = 60,
     tree_width: int = 10,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
     """A target, sped up by a draft.
 
@@ -62,21 +65,24 @@ def load(
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
+        chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
 
     Raises:
         FileNotFoundError: a target or draft that is not there.
-        ValueError: a target that is not supported, or not the draft's.
+        ValueError: a target that is not supported, or not the draft's; or what is there is no draft.
     """
+    if isinstance(draft, str | Path):
+        draft = Specialists.from_pretrained(draft)  # first, as a target takes its time
     if isinstance(target, str):
-        loaded = Target.load(target, dtype, device)
+        loaded = Target.load(target, dtype, device, chat_template_kwargs=chat_template_kwargs)
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
-        loaded = Target(target, tokenizer, target.config.name_or_path or type(target).__name__)
+        name = target.config.name_or_path or type(target).__name__
+        loaded = Target(target, tokenizer, name, chat_template_kwargs)
     if draft is None:
         return Model(Autoregressive(loaded))
-    specialists = Specialists.from_pretrained(draft) if isinstance(draft, str) else draft
-    return Model(Speculative(loaded, specialists, depth, nodes, tree_width, tree))
+    return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree))
 
 
 class Model:
@@ -205,13 +211,20 @@ class Model:
         new = torch.tensor([text + [pad] * (longest - len(text)) for text in texts], device=input_ids.device)
         return torch.cat([input_ids, new], dim=1)  # (B, T + new)
 
-    def chat(self, question: str | list[dict[str, str]], max_new_tokens: int | None = None, **arguments: Any) -> str:
+    def chat(self, question: str | list[dict[str, Any]], max_new_tokens: int | None = None, **arguments: Any) -> str:
         """The answer to a question, or to the last of `messages`; `arguments` as in `generate`.
 
         It has at most 256 tokens, unless `max_new_tokens`, `max_length` or one of a generation config says otherwise.
+        Content in parts, `[{"type": "text", "text": "Hi"}]`, is their text joined.
+
+        Raises:
+            ValueError: a message without a role or a text, or one that the chat template refuses; it is named.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        prompt = self.target.chat.prompt(messages)
+        for number, message in enumerate(messages):
+            if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
+                raise ValueError(f"message {number} has no content; give a text")
+        prompt = self.target.chat.prompt([read_message(turn, f"message {i}") for i, turn in enumerate(messages)])
         every = torch.ones(1, len(prompt), dtype=torch.long)
         config = arguments.get("generation_config")
         of_config = set() if config is None else config.to_diff_dict().keys() & {"max_new_tokens", "max_length"}
@@ -230,11 +243,15 @@ class Model:
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
 
 
-_DRAWING = ("temperature", "top_k", "top_p", "min_p")
 # What a generation config may say; another field is refused, as what it asks for would not be done.
 _CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p")
 _CONFIGURED += ("eos_token_id", "pad_token_id", "repetition_penalty", "num_return_sequences")
-_MEANINGLESS = ("transformers_version", "bos_token_id", "_from_model_config", "use_cache")  # here
+_DRAWING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ONES = ("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty", "guidance_scale")  # 1 asks nothing
+# How fields begin that change no token here: of caches, compilation, assistants and beams.
+_MEANINGLESS = ("transformers_version", "bos_token", "decoder_start", "_from", "use_cache", "cache_", "max_cache_len")
+_MEANINGLESS += ("compile_", "disable_compile", "low_memory", "prefill_chunk", "assistant_", "num_assistant")
+_MEANINGLESS += ("prompt_lookup", "max_matching_ngram", "length_penalty", "early_stopping", "renormalize_logits")
 
 
 def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str, Any]:
@@ -242,11 +259,16 @@ def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str,
 
     As transformers has it, the config's temperature and the like hold only where tokens are drawn, whoever says so.
     """
-    fields = {name: value for name, value in config.to_diff_dict().items() if name not in _MEANINGLESS}
-    if unknown := [name for name in fields if name not in _CONFIGURED]:
-        raise ValueError(f"generation_config sets {unknown[0]}; this reads {', '.join(_CONFIGURED)}")
+    fields = config.to_diff_dict()
     if not (fields | given).get("do_sample"):
         fields = {name: value for name, value in fields.items() if name not in _DRAWING}
+    for name in [name for name in fields if name not in _CONFIGURED]:
+        value = fields.pop(name)
+        if value and not (value == 1 and name in _ONES) and not name.startswith(_MEANINGLESS):
+            raise ValueError(
+                f"generation_config sets {name} to {value!r}, which is not done here: leave it out; this reads "
+                f"{', '.join(_CONFIGURED)}"
+            )
     return fields | given
 
 

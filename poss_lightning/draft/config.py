@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.files import read_json
 from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_numbers, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
+SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of kind eagle3
 GONE = {"layers_per_specialist": 1, "order": None}  # fields that files may still have, with all that they may say
 
 
@@ -30,8 +32,11 @@ class DraftConfig:
         kind: "eagle2" or "eagle3"; see the traits below.
         fc_norm: each inner layer that it reads is normed before they are fused (EAGLE-3.1).
         norm_output: the next position reads the normed output, as the head does (EAGLE-3.1).
+        norm_before_residual: the residual continues from the normed h, as vLLM's speculators trains it (kind eagle3).
+        norm_before_fc: all inner layers are normed together before they are fused (kind eagle3); never with `fc_norm`.
         window: slots that a query sees, itself and those on its left; None for all (a sliding window).
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
+        rope_scaling: of the rotary angles, Llama 3.1's; None for none. A mapping of its fields will do.
 
     Raises:
         ValueError: a field that cannot be; the message names it.
@@ -49,8 +54,13 @@ class DraftConfig:
     norm_output: bool = False
     window: Tokens | None = None
     rope_theta: Annotated[float, Range(1, 1e18)] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
+        if isinstance(self.rope_scaling, dict):  # of a file
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         object.__setattr__(self, "allocation", tuple(self.allocation))
         positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
         if not self.allocation or not positive or sum(self.allocation) > POSITIONS.most:
@@ -64,9 +74,13 @@ class DraftConfig:
             raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
         if self.kind not in ("eagle2", "eagle3"):
             raise ValueError(f"kind is {self.kind!r}; it must be eagle2 or eagle3")
-        for name in ("fc_norm", "norm_output"):
+        for name in SWITCHES:
             if getattr(self, name) and not self.reads_inner_layers:
                 raise ValueError(f"{name} is true, which only a draft of kind eagle3 can be; this one is {self.kind}")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "fc_norm and norm_before_fc are both true; the inner layers are normed one by one or together"
+            )
         self.check_depth(self.depth)
         if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
             count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
@@ -106,6 +120,11 @@ class DraftConfig:
         """
         count = self.target.layers
         return (2, count // 2, count - 3) if self.reads_inner_layers and count else ()
+
+    @property
+    def input_norms(self) -> int:
+        """How many norms the draft's input passes, each over its part."""
+        return len(self.layers) if self.fc_norm else int(self.norm_before_fc)
 
     # --- who serves what ---
 

@@ -6,13 +6,18 @@ The layer is cut in two around attention, because training (unroll) and decoding
         +--> keys_values --^      ^---- keys and values of earlier slots
 
 In EAGLE-2 z is one vector, and there is no norm before attention. In EAGLE-3 (arXiv 2503.01840) z is [e; h], an
-embedding and a feature: attention reads both, each normed, and the residual continues from h.
+embedding and a feature: attention reads both, each normed, and the residual continues from h, or from the normed h with
+`norm_before_residual`.
 """
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from poss_lightning.ranges import refuse_types
 
 
 class Rope(NamedTuple):
@@ -22,10 +27,42 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
-def rope_at(positions: Tensor, head_dim: int, theta: float) -> Rope:
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's rotary angles (`rope_type: llama3`), under its names: slow waves turn `factor` times more slowly.
+
+    Waves that turn `high_freq_factor` times or more in the original context stay as they are, those that turn
+    `low_freq_factor` times or less are slowed, and between them the two are mixed.
+
+    Raises:
+        ValueError: a number that cannot be; the message names it.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        refuse_types(self, "rope_scaling's ")
+        ascending = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+        if not (ascending and 1 <= self.factor < math.inf and self.original_max_position_embeddings >= 1):
+            raise ValueError(
+                f"rope_scaling is {self}; it must have a factor and an original length of at least 1, and "
+                "0 < low_freq_factor < high_freq_factor"
+            )
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+def rope_at(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rope:
     """Rotary angles of positions (B or 1, T)."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, None, :, None].float() * theta**-exponents  # (B, 1, T, d/2)
+    frequencies = theta**-exponents
+    angles = positions[:, None, :, None].float() * (scaling(frequencies) if scaling else frequencies)  # (B, 1, T, d/2)
     angles = torch.cat([angles, angles], dim=-1)
     return Rope(angles.cos(), angles.sin())
 
@@ -48,6 +85,7 @@ class Specialist(nn.Module):
     """A decoder layer that serves one run of draft positions, in the EAGLE-2 layout: Z is D."""
 
     parts = 1  # of z, each D wide
+    norm_before_residual = False  # whether the residual continues from the normed h, where there is one
 
     def __init__(self, *, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
         super().__init__()
@@ -90,6 +128,7 @@ class Specialist(nn.Module):
         beyond = torch.zeros_like(ours["down_proj.weight"][:, inner:])
         theirs["down_proj.weight"] = torch.cat([theirs["down_proj.weight"], beyond], dim=1)
         self.load_state_dict(theirs)
+        self.norm_before_residual = other.norm_before_residual
 
     # --- what the layouts differ in ---
 
@@ -115,8 +154,9 @@ class NormedSpecialist(Specialist):
 
     parts = 2
 
-    def __init__(self, *, width: int, norm_eps: float, **sizes: int):
+    def __init__(self, *, width: int, norm_eps: float, norm_before_residual: bool = False, **sizes: int):
         super().__init__(width=width, norm_eps=norm_eps, **sizes)
+        self.norm_before_residual = norm_before_residual
         self.input_norm = Norm(width, eps=norm_eps)
         self.hidden_norm = Norm(width, eps=norm_eps)
 
@@ -124,7 +164,8 @@ class NormedSpecialist(Specialist):
         return self.shared_input(z) * self._norm_weights().to(z.dtype)
 
     def residual(self, z: Tensor) -> Tensor:
-        return z.chunk(2, dim=-1)[1]
+        hidden = z.chunk(2, dim=-1)[1]
+        return self.hidden_norm(hidden) if self.norm_before_residual else hidden
 
     def shared_input(self, z: Tensor) -> Tensor:
         halves = z.unflatten(-1, (2, -1))  # (B, T, 2, D)

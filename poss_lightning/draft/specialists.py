@@ -4,31 +4,41 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
 
                     eagle2                                eagle3
     draft input     the feature f                         outputs g of three inner layers, side by side
-    fuse            F = f                                 h = fc(scale * g), 3D -> D; each third normed with fc_norm
+    fuse            F = f                                 h = fc(scale * g), 3D -> D; each third normed with fc_norm,
+                                                          and all together with norm_before_fc
     join, z         fc(scale * [e; F]), 2D -> D           [e; h], or [e; F̂] where the draft made F̂ itself
     next position   F̂                                     F̂, or norm(F̂) with norm_output
     logits of F̂     the target's head, scaled or capped   the draft's own lm_head(norm(F̂))
 """
 
+import base64
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import HfApi
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.card import model_card, public_target
+from poss_lightning.draft.config import DraftConfig, check_draft
 from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
 from poss_lightning.target.spec import EmbedHead, Product
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+TRAINED_ON = "trained_on"  # in the header of the weights
+# what a draft that starts from another one takes over with its weights
+INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
 
 
@@ -49,13 +59,18 @@ class Specialists(nn.Module):
         config: the sizes and the allocation.
         vocabulary: (V,) token ids the draft may propose, ascending; None for all.
 
+    Attributes:
+        trained_on: digests of the texts that it was trained on, see `features/trained.py`; empty where they
+            are not known.
+
     Raises:
         ValueError: a vocabulary that contradicts the config, or is not ascending token ids.
     """
 
+    trained_on: frozenset[int] = frozenset()
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
-    fc_norm: nn.ModuleList  # a norm for each layer that is read, where the config says so
+    fc_norm: nn.ModuleList  # a norm for each layer that is read, or one for all, where the config says so
     norm: Norm  # this and the next only where the config says `own_head`
     lm_head: nn.Linear
 
@@ -75,11 +90,13 @@ class Specialists(nn.Module):
             "head_dim": spec.head_dim,
             "norm_eps": spec.norm_eps,
         }
-        self.layers = Layers(layer(**sizes) for _ in config.allocation)
+        switch = {"norm_before_residual": True} if config.norm_before_residual else {}
+        self.layers = Layers(layer(**sizes, **switch) for _ in config.allocation)
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
-        if config.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(width, eps=spec.norm_eps) for _ in config.layers)
+        if norms := config.input_norms:
+            part = self.fc.in_features // norms
+            self.fc_norm = nn.ModuleList(Norm(part, eps=spec.norm_eps) for _ in range(norms))
         if config.own_head:
             self.norm = Norm(width, eps=spec.norm_eps)
             self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
@@ -101,7 +118,7 @@ class Specialists(nn.Module):
         """The draft's input of the target as features that `join` takes: (B, T, R) -> (B, T, D)."""
         if not self.config.reads_inner_layers:
             return draft_input
-        if self.config.fc_norm:
+        if self.config.input_norms:
             parts = draft_input.chunk(len(self.fc_norm), dim=-1)
             draft_input = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(draft_input * self.scale.to(draft_input.dtype))
@@ -118,7 +135,7 @@ class Specialists(nn.Module):
     def rope_at(self, positions: Tensor) -> Rope:
         """Rotary angles of slots at positions (B or 1, T)."""
         spec = self.config.target
-        return rope_at(positions, spec.head_dim, self.config.rope_theta or spec.rope_theta)
+        return rope_at(positions, spec.head_dim, self.config.rope_theta or spec.rope_theta, self.config.rope_scaling)
 
     def head_input(self, predicted: Tensor) -> Tensor:
         """What the head reads of predicted features: (..., D) -> (..., D)."""
@@ -144,7 +161,7 @@ class Specialists(nn.Module):
             embedded: (D,) root mean squares of embeddings.
             draft_input: (R,) root mean squares of the draft's input.
         """
-        if self.config.fc_norm:  # what it leaves behind, were all vectors of a layer equally long
+        if self.config.input_norms:  # what it leaves behind, were all vectors of a layer equally long
             parts = draft_input.unflatten(-1, (len(self.fc_norm), -1))
             draft_input = (parts / parts.square().mean(-1, keepdim=True).sqrt()).flatten()
         least = 1e-3 * draft_input.median()  # a dimension that is dead in these samples is not blown up
@@ -184,10 +201,13 @@ class Specialists(nn.Module):
             raise ValueError("the draft to start from has norm_output, and this one has not: make norm_output true")
         try:
             self.fc.load_state_dict(other.fc.state_dict())
-            if other.config.fc_norm:
+            if other.config.norm_before_fc:  # and no option of a training makes one
+                self.fc_norm = copy.deepcopy(other.fc_norm)
+            elif other.config.fc_norm:
                 self.fc_norm.load_state_dict(other.fc_norm.state_dict())
             self.scale.copy_(other.scale)
-            self.config = replace(self.config, rope_theta=other.config.rope_theta)
+            self.trained_on = other.trained_on
+            self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
             for index, layer in enumerate(self.layers):
                 first = self.config.specialists.index(index) + 1  # its first position
                 layer.start_from(other.layers[other.config.specialist_at(first)])
@@ -209,10 +229,39 @@ class Specialists(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors; a file is replaced only when the new one is whole."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        header = {TRAINED_ON: encode_digests(self.trained_on)} if self.trained_on else None
         with atomic(Path(folder) / WEIGHTS) as path:
-            save_file(state, path)
+            save_file(state, path, header)
         with atomic(Path(folder) / CONFIG) as path:
             path.write_text(self.config.to_json())
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool = False, license: str | None = None, measured: str = ""
+    ) -> str:
+        """Upload the draft to the Hugging Face hub with its model card; every command then takes its id as a draft.
+
+        Log in first, with `hf auth login`. A repository that is there already gets a new commit.
+
+        Args:
+            repo_id: where to, OWNER/NAME.
+            private: make a new repository private.
+            license, measured: of the card, see `draft.card.model_card`.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            HFValidationError, HfHubHTTPError: no such id, or the hub refuses.
+        """
+        api, uploaded = HfApi(), copy.copy(self)
+        target = replace(self.config.target, name=public_target(self.config.target.name))
+        uploaded.config = replace(self.config, target=target)
+        with TemporaryDirectory() as folder:
+            uploaded.save_pretrained(folder)
+            model_card(self, repo_id, license, measured).save(Path(folder) / "README.md")
+            url = api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload draft")
+        return str(url)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Specialists":
@@ -220,8 +269,10 @@ class Specialists(nn.Module):
 
         Raises:
             FileNotFoundError: none of them, or a file is missing.
-            ValueError: the config or the weights contradict it; the message names file and tensor.
+            ValueError: what is there is something else, as the message says; or the config or the weights contradict
+                it, and the message names file and tensor.
         """
+        check_draft(source)
         folder = find_draft(source)
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
@@ -229,15 +280,28 @@ class Specialists(nn.Module):
         config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
         try:
             state = load_file(folder / WEIGHTS)
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                header = file.metadata() or {}
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is torn, or no safetensors file: {error}") from error
         try:
             draft = cls(config, state.get("vocabulary"))
+            draft.trained_on = decode_digests(header.get(TRAINED_ON, ""))
             state.setdefault("scale", draft.scale)  # drafts of before there was one
             draft.load_state_dict(state)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
         return draft
+
+
+def encode_digests(digests: frozenset[int]) -> str:
+    """Four bytes a number, in base 64."""
+    return base64.b64encode(np.array(sorted(digests), "<u4").tobytes()).decode()
+
+
+def decode_digests(text: str) -> frozenset[int]:
+    """What `encode_digests` wrote. Raises ValueError for anything else."""
+    return frozenset(np.frombuffer(base64.b64decode(text, validate=True), "<u4").tolist())
 
 
 def shipped() -> list[str]:

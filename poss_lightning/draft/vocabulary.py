@@ -12,7 +12,8 @@ from dataclasses import replace
 from torch import Tensor
 from tqdm import tqdm
 
-from poss_lightning.corpus.readers import Conversation, CorpusError, read_conversations
+from poss_lightning.corpus.readers import Conversation, read_conversations
+from poss_lightning.corpus.records import CorpusError
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import atomic_folder, check_new
@@ -88,7 +89,7 @@ def render_answers(chat: Chat, conversations: list[Conversation]) -> Iterator[li
     """Token ids of every answer, its stop token included."""
     for conversation in tqdm(conversations, desc="count", unit="conversation", leave=False):
         try:
-            rendered = chat.render(conversation.messages)
+            texts = chat.texts(conversation.messages, conversation.template)
         except ValueError as error:
             raise CorpusError(f"conversation {conversation.id}: {error}") from error
-        yield from (rendered.tokens[start:stop] for start, stop in rendered.spans)
+        yield from (text.tokens[start:stop] for text in texts for start, stop in text.spans)

@@ -1,15 +1,18 @@
 """`poss answer`: the target's own greedy answers to prompts of yours, as a corpus.
 
 A draft should learn from, and be replayed on, its target's own answers; others' answers to the same prompts differ.
+An answer is kept as the tokens that were written: its text alone would be tokenised, and its turn closed, anew.
 """
 
 import hashlib
 import json
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from poss_lightning.corpus.readers import report_left_out
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.ranges import Count, Rows, Tokens, check_numbers
@@ -26,6 +29,8 @@ def answer(
     target: str = "embedded",
     limit: Count | None = None,
     max_new_tokens: Tokens = 256,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    strict: bool = False,
     batch_size: Rows = 32,
     dtype: str = "auto",
     device: str = "auto",
@@ -41,23 +46,28 @@ def answer(
         target: "embedded", a local folder or a hub id.
         limit: answer only the first questions of each suite, this many.
         max_new_tokens: most tokens of an answer; a longer one is cut.
+        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
+        strict: a malformed question, or one that the chat template refuses, is an error; otherwise one is left out,
+            counted and named, up to a tenth of them.
         batch_size: conversations that are answered side by side.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
-    corpus, asked = CorpusWriter(out), read_suites(suites, limit)
-    model = Target.load(target, dtype, device, parallel)
-    lengths = [len(model.chat.prompt([{"role": "user", "content": question.turns[0]}])) for question in asked]
+    corpus, read = CorpusWriter(out), read_suites(suites, limit, strict)
+    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
+    model.chat.template.freeze(corpus.work.settings.get("chat_template_kwargs", {}))
+    asked, lengths = _first_prompts(model, read, strict)
     _check_room(model, min(lengths), max_new_tokens)
     # Side by side, each pays for the longest. Longest first: what does not fit the memory shows at once.
     order = sorted(range(len(asked)), key=lambda place: lengths[place], reverse=True)
     questions = [asked[place] for place in order]
     names = [f"{question.suite}/{question.id}" for question in questions]
-    turns = hashlib.sha256(json.dumps([question.turns for question in questions]).encode()).hexdigest()[:16]
+    said = [[question.opening, question.turns, question.template] for question in questions]
+    turns = hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()[:16]
     settings = {"target": target, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "questions": names}
     settings |= {"turns": turns, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
+    settings |= {"chat_template_kwargs": model.chat.template.variables}
     with corpus.claim(settings):
         conversations, loop = [], PlainLoop(model)
         with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
@@ -65,15 +75,39 @@ def answer(
                 batch = questions[start : start + batch_size]
                 conversations += corpus.batch(number, partial(_answer_questions, loop, batch, max_new_tokens))
                 bar.update(len(batch))
-        answered = sorted(zip(order, names, conversations, strict=True))
-        kept = [(name, messages) for _, name, messages in answered if messages]
+        answered = sorted(zip(order, questions, conversations, strict=True), key=lambda one: one[0])
+        kept = [(question, messages) for _, question, messages in answered if messages]
         if not kept:
             corpus.work.clear()
             raise ValueError(f"every answer to the {len(names)} questions is empty")
-        corpus.finish({"id": name, "messages": messages} for name, messages in kept)
+        corpus.finish(_record(question, messages, model) for question, messages in kept)
         if left_out := len(names) - len(kept):
             why = "the answer is empty, or the context has no room for it"
             print(f"{out}: {left_out} of {len(names)} questions are left out: {why}")
+
+
+def _first_prompts(target: Target, questions: list[Question], strict: bool) -> tuple[list[Question], list[int]]:
+    """The questions that the chat template takes, and the lengths of their first prompts."""
+    asked, lengths, refused = [], [], []
+    for question in questions:
+        try:
+            prompt = target.chat.prompt(question.first, question.template)
+            target.check_tokens(prompt, "its prompt")
+            lengths.append(len(prompt))
+            asked.append(question)
+        except ValueError as error:
+            refused.append(f"question {question.id} of {question.suite}: {error}")
+    report_left_out("{} questions that the chat template does not take", refused, len(questions), strict)
+    return asked, lengths
+
+
+def _record(question: Question, messages: Messages, target: Target) -> dict[str, Any]:
+    """A line of the corpus, with what the chat template was given."""
+    given = {name: value for name, value in question.template.items() if name != "tools"}
+    variables = target.chat.template.variables | given
+    record = {"id": f"{question.suite}/{question.id}", "messages": messages}
+    record |= {"tools": question.template["tools"]} if "tools" in question.template else {}
+    return record | ({"chat_template_kwargs": variables} if variables else {})
 
 
 def _check_room(target: Target, least: int, max_new_tokens: int) -> None:
@@ -88,23 +122,32 @@ def _check_room(target: Target, least: int, max_new_tokens: int) -> None:
 
 @torch.inference_mode()
 def _answer_questions(loop: PlainLoop, questions: list[Question], max_new_tokens: int) -> list[Messages]:
-    """A conversation a question; it ends before an answer that is empty or does not fit the context."""
-    target = loop.target
+    """A conversation a question.
+
+    It ends before an answer that is empty or does not fit the context, and with one that has special tokens inside: how
+    the target would read these as a part of the chat, nobody knows.
+    """
+    chat, context = loop.target.chat, loop.target.spec.context
     conversations: list[Messages] = [[] for _ in questions]
     unfinished = list(range(len(questions)))
     for turn in range(max(len(question.turns) for question in questions)):
         asked = {
-            row: [*conversations[row], {"role": "user", "content": questions[row].turns[turn]}]
+            row: [
+                *(conversations[row] or questions[row].opening),
+                {"role": "user", "content": questions[row].turns[turn]},
+            ]
             for row in unfinished
             if turn < len(questions[row].turns)
         }
-        prompts = {row: target.chat.prompt(messages) for row, messages in asked.items()}
-        fitting = [row for row, prompt in prompts.items() if len(prompt) + max_new_tokens < target.spec.context]
+        prompts = {row: chat.prompt(messages, questions[row].template) for row, messages in asked.items()}
+        fitting = [row for row, prompt in prompts.items() if len(prompt) + max_new_tokens < context]
         if not fitting:
             break
-        tokens = loop.generate([prompts[row] for row in fitting], max_new_tokens, target.chat.stops)
-        texts = dict(zip(fitting, map(target.chat.text, tokens), strict=True))
-        unfinished = [row for row, text in texts.items() if text.strip()]
-        for row in unfinished:
-            conversations[row] = [*asked[row], {"role": "assistant", "content": texts[row]}]
+        written = loop.generate([prompts[row] for row in fitting], max_new_tokens, chat.stops)
+        unfinished = []
+        for row, tokens in zip(fitting, written, strict=True):
+            answer = chat.message(tokens)
+            if answer["content"].strip():
+                conversations[row] = [*asked[row], answer]
+                unfinished += [row] if chat.is_plain(tokens) else []
     return conversations

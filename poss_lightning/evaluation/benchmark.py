@@ -70,6 +70,7 @@ def benchmark(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    chat_template_kwargs: dict[str, Any] | None = None,
     baselines: list[str] | None = None,
     repeats: Count = 1,
     show: CountOrNone = 1,
@@ -104,6 +105,7 @@ def benchmark(
         top_k: sample among the k likeliest tokens; 0 for all.
         top_p: sample among the likeliest tokens that hold this probability.
         seed: of sampling.
+        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         baselines: some of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
             the first two by default. `autoregressive` gives the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
@@ -112,8 +114,7 @@ def benchmark(
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     suites = [suites] if isinstance(suites, str) else suites
     baselines = ["autoregressive", "generate"] if baselines is None else baselines
@@ -127,7 +128,9 @@ def benchmark(
     loaded_suites = load_suites(suites, limit)
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
-    model = Target.load(target, dtype, device, parallel)
+    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
+    model.chat.template.freeze(_earlier_config(Path(out)).get("chat_template_kwargs") or {})
+    config["chat_template_kwargs"] = model.chat.template.variables or None
     sampling.check_vocabulary(model.spec.vocab_size)
     graphs = Graphs(model.device, model.has_graphs if graphs is None else graphs).enabled
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
@@ -154,6 +157,12 @@ def benchmark(
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
     count = run.decode(questions, max_new_tokens, repeats, show)
     print(f"{out}: {count} records of {len(methods)} methods")
+
+
+def _earlier_config(folder: Path) -> dict[str, Any]:
+    """Of a run that was begun in the folder."""
+    note = folder / "run.json"
+    return read_json(note).get("config", {}) if note.is_file() else {}
 
 
 def check(config: dict) -> Sampling:
@@ -233,10 +242,6 @@ class Run:
 
     def _count_finished(self, records: Path) -> int:
         """How many records an earlier process has written with these settings."""
-        if not (note := self.folder / "run.json").exists():
-            raise ValueError(
-                f"{records} is there and {note} is not, which would say how it was made: choose another folder"
-            )
         check_settings(self.folder, self.facts["config"], self.facts["methods"])
         self.work.clear()  # that process may have been killed before it did
         return sum(1 for _ in records.open("rb"))
@@ -245,11 +250,11 @@ class Run:
         self, question: Question, max_new_tokens: int, repeats: int, *, place: int, shown: bool
     ) -> tuple[list[Record], list[rounds.Round]]:
         """All turns of the question with all methods; rounds are those of the first repeat, if they are to be shown."""
-        records, messages, trees = [], [], []
+        records, messages, trees = [], list(question.opening), []
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
-            prompt = self.target.chat.prompt(messages)
+            prompt = self.target.chat.prompt(messages, question.template)
             if turn and len(prompt) >= (context := self.target.spec.context):  # a first turn's is refused before
                 where = f"question {question.id} of {question.suite}"
                 logger.warning("%s ends before turn %d: %d of %d tokens", where, turn, len(prompt), context)
@@ -298,7 +303,7 @@ class Run:
 
     def _warm_up(self, question: Question, max_new_tokens: int) -> None:
         """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
-        prompt = self.target.chat.prompt([{"role": "user", "content": question.turns[0]}])
+        prompt = self.target.chat.prompt(question.first, question.template)
         for method in self.methods.values():
             method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = {name: method for name, method in self.methods.items() if isinstance(method, Speculative)}
@@ -359,7 +364,9 @@ def _facts(method: Decoder) -> dict:
 def _check_prompt(target: Target, question: Question) -> None:
     """Raise ValueError where the context has no room for the first turn; the message names the question."""
     try:
-        new_token_limits(target, [target.chat.prompt([{"role": "user", "content": question.turns[0]}])], limit=1)
+        prompt = target.chat.prompt(question.first, question.template)
+        target.check_tokens(prompt, "its prompt")
+        new_token_limits(target, [prompt], limit=1)
     except ValueError as error:
         raise ValueError(f"question {question.id} of {question.suite}, turn 0: {error}") from error
 

@@ -5,7 +5,8 @@ ignores; when it is done, what the tables need goes into the two files.
 
 EXPERIMENT/
   sweep.yaml             what is asked for
-  cells.jsonl            a line a cell: choice, seed, settings, digests of inputs, processes, run, last scalars
+  cells.jsonl            a line a cell: choice, seed, settings, digests of inputs, processes, run, the last scalars that
+                         anything reads
   records.parquet        a row an answer: choice and seed of the cell, then the fields of a `Record`
   cells/CHOICE/seed-N/   drafts, checkpoints, TensorBoard files
 
@@ -13,6 +14,7 @@ The path EXPERIMENT/cells/CHOICE/seed-N names a cell whether its folder is there
 """
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,8 @@ from poss_lightning.files import atomic
 CELLS, ROWS, FOLDERS = "cells.jsonl", "records.parquet", "cells"
 NOTE = "cell.json"  # in the folder of a cell that is trained or measured
 KEY = ("choice", "training_seed")
+KEPT = re.compile(r"val/(loss|tau_tree)|val_(pos_acc_(tree|unroll)|drift_\w+)/depth_\d+|throughput/slots_per_second")
+TEXTS = ["choice", "suite", "method", "question", "category"]  # columns of few different values
 SCHEMA = pa.schema(
     {
         "choice": pa.dictionary(pa.int32(), pa.string()),
@@ -110,7 +114,7 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     Only one process may do so at a time. The records are written first, so a cell that has a line has its rows.
 
     Args:
-        facts: what `PackedCell.facts` holds.
+        facts: what `PackedCell.facts` holds; of its scalars those that `KEPT` names, to 5 digits.
         rows: fields of its records.
     """
     table = [row for row in _read_rows(experiment / ROWS) if (row["choice"], row["training_seed"]) != (choice, seed)]
@@ -120,11 +124,15 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     table += [{"choice": choice, "training_seed": seed, **row} for row in rows]
     table.sort(key=lambda row: places[_answer(row)])
     columns = [{**row, "id": json.dumps(row["id"]), "seconds": [*row["seconds"].items()]} for row in table]
+    dense = {"use_dictionary": TEXTS, "data_page_size": 2**26}  # lists pack to half of what dictionaries of them take
     with atomic(experiment / ROWS) as path:
-        pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, compression="zstd", compression_level=19)
+        pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, compression="zstd", compression_level=19, **dense)
     lines = {(cell.choice, cell.seed): cell.facts for cell in _read_lines(experiment)}
     lines[choice, seed] = {"choice": choice, "seed": seed, **facts}
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
+    if "scalars" in facts:
+        kept = {tag: point for tag, point in facts["scalars"].items() if KEPT.fullmatch(tag)}
+        lines[choice, seed]["scalars"] = {tag: (step, float(f"{value:.5g}")) for tag, (step, value) in kept.items()}
+    text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines.values())
     with atomic(experiment / CELLS) as path:
         path.write_text(text, encoding="utf-8")
 

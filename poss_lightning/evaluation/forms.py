@@ -1,59 +1,73 @@
-"""The user's turns of a question, whichever form the records of its suite have."""
+"""What a question asks: the user's turns, and what stands before them, whichever form the records of its suite have."""
 
 from itertools import groupby
+from typing import Any, NamedTuple
 
 from poss_lightning.corpus import readers
+from poss_lightning.corpus.records import Malformed
+from poss_lightning.target.template import Message
 
-_NAMES = ("question_id", "id", "conversation_id")
-_CHATS = ("messages", "conversations")
+_NAMES = ("question_id", "id", "conversation_id", "prompt_id")
+_CHATS = ("messages", "conversations", "conversation")
 _FIELDS = ("turns", *_CHATS, "prompt")
 LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-_ANSWER = {"role": "assistant", "content": "…"}
+_ANSWER: Message = {"role": "assistant", "content": "…"}
 _SHOWN = 60  # letters of a wrong value shown in an error
 
 
-def turns(record: dict, field: str | None = None) -> list[str]:
-    """The user's turns of a record.
+class Asked(NamedTuple):
+    """What a record asks."""
+
+    opening: list[Message]  # system messages
+    turns: list[str]  # of the user
+    template: dict[str, Any]  # as of a `Conversation`
+
+
+def asked(record: dict, field: str | None = None) -> Asked:
+    """What a record asks.
 
     Args:
         record: the first of these fields that it has is read: `turns` (texts), `messages` (role, content), ShareGPT's
-            `conversations` (from, value), `prompt` (a text, texts, or messages).
+            `conversations` (from, value), `prompt` (a text, texts, or messages), `instruction` (and `input`),
+            `question`.
         field: read this one instead; its value may be any that `prompt` may have.
 
     The answers of a conversation are left out, since the model gives its own. Everything between two answers is one
-    turn: its messages, also those of a system, are joined by a blank line. Where there are no answers at all, as in
-    SPEED-Bench's files, each message of the user is a turn.
+    turn: its messages are joined by a blank line. Where there are no answers at all, as in SPEED-Bench's files, each
+    message of the user is a turn. A conversation ends where the answer was a call of a tool: nobody runs it here.
 
     Raises:
         Malformed: there is no such field, or it has no question; or SPEED-Bench left the text out.
     """
     fields = (field,) if field else _FIELDS
-    name = next((name for name in fields if record.get(name) is not None), None)
-    if name is None:
-        known = "`turns`, `messages`, `conversations` or `prompt` (?field=NAME names another)"
-        raise readers.Malformed(
+    name = next(
+        (name for name in fields if record.get(name) is not None and (record[name] or name not in _CHATS)), None
+    )
+    key, value = (name, record[name]) if name else ("", None) if field else readers.question_of(record)
+    if not key:
+        known = "`turns`, `messages`, `conversations`, `prompt` or `question` (?field=NAME names another)"
+        raise Malformed(
             f"has no {f'`{field}`' if field else known}; it has {', '.join(map(str, record)) or 'no field'}"
         )
-    value = record[name]
-    if name in _CHATS:
-        texts = _user_turns({name: value}, name)
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        texts = _user_turns({"messages": value}, name)
+    opening = readers.system_of(record)
+    if key in _CHATS or (isinstance(value, list) and value and isinstance(value[0], dict)):
+        given = {name: record[name] for name in ("system", "system_prompt") if name in record}
+        opening, texts = _user_turns(readers.messages_of({"messages": value, **given}), key)
     else:
         texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         shown = repr(value)[:_SHOWN]
-        raise readers.Malformed(f"`{name}` is {shown}; it must be a text, or a list of one or more texts")
+        raise Malformed(f"`{key}` is {shown}; it must be a text, or a list of one or more texts")
     for turn, text in enumerate(texts, start=1):
         if not _is_text(text):
-            place = f"turn {turn} of `{name}`" if isinstance(value, list) else f"`{name}`"
-            raise readers.Malformed(f"{place} is {repr(text)[:_SHOWN]}; it must be a text that is not blank")
+            place = f"turn {turn} of `{key}`" if isinstance(value, list) else f"`{key}`"
+            raise Malformed(f"{place} is {repr(text)[:_SHOWN]}; it must be a text that is not blank")
     if any(LEFT_OUT in text for text in texts):
-        raise readers.Malformed(
-            f"`{name}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
+        raise Malformed(
+            f"`{key}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
             "speed-bench of NVIDIA-NeMo/Skills) fetches all texts: name a file that it has written"
         )
-    return texts
+    return Asked(opening, texts, readers.template_of(record))
 
 
 def name(record: dict, number: int) -> int | str:
@@ -67,22 +81,23 @@ def name(record: dict, number: int) -> int | str:
         return number
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, int | str) or (isinstance(value, int) and value < 0):
-        raise readers.Malformed(f"{field} is {value!r}; it must be a number of at least 0 or a name")
+        raise Malformed(f"{field} is {value!r}; it must be a number of at least 0 or a name")
     return value
 
 
-def _user_turns(conversation: dict, field: str) -> list[str]:
-    """The messages between answers, as turns."""
-    messages = readers.messages_of(conversation)
+def _user_turns(messages: list[Message], field: str) -> tuple[list[Message], list[str]]:
+    """The system messages before the user speaks, and the messages between answers as turns."""
     if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
         asked = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
         messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in asked), one)]
-    messages = readers.make_regular([*messages, _ANSWER])
-    runs = groupby(messages, key=lambda message: message["role"] == "assistant")
+    called = next((place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool"), None)
+    messages = readers.make_regular([*messages[:called], _ANSWER])
+    first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
     if not turns:
-        raise readers.Malformed(f"`{field}` has no message of a user")
-    return turns
+        raise Malformed(f"`{field}` has no message of a user")
+    return messages[:first], turns
 
 
 def _is_text(value: object) -> bool:

@@ -57,6 +57,7 @@ def generate(
     dtype: str = "auto",
     device: str = "auto",
     parallel: Parallel = "none",
+    chat_template_kwargs: dict[str, Any] | None = None,
     compare: bool | None = None,
     chat: bool = False,
     show: Literal["tree"] | None = None,
@@ -80,8 +81,8 @@ def generate(
         seed: of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process; tensors
-            divides it among the processes of torchrun, of which the first does everything else.
+        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
+        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         compare: decode the answer once more without the draft, for the speed-up; by default if there is a draft, but
             not in a chat.
         chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the
@@ -100,7 +101,7 @@ def generate(
     if draft:
         check_draft(draft)
     loaded = Specialists.from_pretrained(draft) if draft else None
-    model = Target.load(target, dtype, device, parallel)
+    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     sampling.check_vocabulary(model.spec.vocab_size)
     if prompt == "-" and not chat:  # read here: of several processes one alone comes so far
         with _text_expected("stdin"):

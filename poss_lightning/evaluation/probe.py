@@ -111,7 +111,7 @@ class Probe(lightning.Callback):
 
     def _prompts(self) -> list[list[int]]:
         chat = self.target.chat
-        return [chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in self.questions]
+        return [chat.prompt(question.first, question.template) for question in self.questions]
 
 
 def answered_samples(batch: Batch) -> list[Sample]:

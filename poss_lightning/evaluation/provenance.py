@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.records import as_object
+from poss_lightning.evaluation.records import NAMES, as_object
 from poss_lightning.files import read_json
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
@@ -29,6 +29,8 @@ OPTIONAL = {
     "window": None,
     "fc_norm": False,
     "norm_output": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
 }
 
 
@@ -67,6 +69,8 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
     """
     file = folder / "run.json"
     if not file.exists():
+        if there := [name for name in NAMES if (folder / name).exists()]:
+            raise ValueError(f"{folder / there[0]} is there and {file} is not, which would say how it was made")
         return
     run = read_json(file)
     there = as_object(run.get("config"))  # an older version may not have known all options

@@ -13,9 +13,10 @@ import re
 import reprlib
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
@@ -23,7 +24,7 @@ from poss_lightning.files import read_json
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
-OURS = (UNFINISHED, "run.json", *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
+OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
 BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are no records, beside some or below
 # What makes the rounds of a method, in run.json, and what it is where that does not name it.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}
@@ -109,11 +110,13 @@ class Source(NamedTuple):
         folder: where they were made.
         records: in the order in which they were made.
         run: their run.json; None where there is none.
+        inputs: digests of what a cell of a sweep was made of, by name.
     """
 
     folder: Path
     records: list[Record]
     run: dict[str, Any] | None
+    inputs: Mapping[str, str] = MappingProxyType({})
 
 
 Paths = Iterable[str | Path] | str | Path
@@ -267,7 +270,12 @@ def _packed(path: Path) -> list[Source]:
     cells = packed_cells(path)
     rows = packed_rows(cells) if cells else {}
     return [
-        Source(cell.folder, [_record(str(cell.folder), row) for row in rows[cell.folder]], cell.facts.get("run"))
+        Source(
+            cell.folder,
+            [_record(str(cell.folder), row) for row in rows[cell.folder]],
+            cell.facts.get("run"),
+            as_object(cell.facts.get("inputs")),
+        )
         for cell in cells
     ]
 

@@ -30,6 +30,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.features.store import FeatureStore, Sample
+from poss_lightning.features.trained import warn_of_training
 from poss_lightning.files import atomic, check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
@@ -115,6 +116,8 @@ def replay(
             samples = [chosen[i] for i in range(len(chosen))]
             if number == 0 and (mismatch := greedy_mismatch(samples)):
                 logger.warning("%s: %s", store, mismatch)
+            if seen := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
+                logger.warning("%s: %s", store, seen)
             total = sum(1 for sample in samples for _ in find_answers(sample))
             with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
                 trees = {"depth": methods[name]["depth"], "nodes": nodes, "tree_width": tree_width}

@@ -2,14 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from poss_lightning.corpus import readers
+from poss_lightning.corpus.readers import report_left_out
+from poss_lightning.corpus.records import Malformed, file_records, options_of, parse
 from poss_lightning.evaluation import forms
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
+from poss_lightning.target.template import Message
 
 OWN = Path(__file__).parent / "prompts"
 HUB = "hub:"
@@ -23,6 +26,13 @@ class Question:
     id: int | str
     category: str
     turns: list[str]
+    opening: list[Message] = field(default_factory=list)  # system messages before the first turn
+    template: dict[str, Any] = field(default_factory=dict)  # what the chat template is given, as tools
+
+    @property
+    def first(self) -> list[Message]:
+        """The messages up to the first answer."""
+        return [*self.opening, {"role": "user", "content": self.turns[0]}]
 
 
 @dataclass(frozen=True)
@@ -39,20 +49,22 @@ def own_suites() -> list[str]:
     return sorted(path.stem for path in OWN.glob("*.jsonl"))
 
 
-def read_suites(sources: list[str] | str | None = None, limit: int | None = None) -> list[Question]:
+def read_suites(
+    sources: list[str] | str | None = None, limit: int | None = None, strict: bool = True
+) -> list[Question]:
     """Questions of several suites, in order; see `load_suites`."""
-    return [question for suite in load_suites(sources, limit) for question in suite.questions]
+    return [question for suite in load_suites(sources, limit, strict) for question in suite.questions]
 
 
 @check_numbers
-def load_suites(sources: list[str] | str | None = None, limit: Count | None = None) -> list[Suite]:
+def load_suites(sources: list[str] | str | None = None, limit: Count | None = None, strict: bool = True) -> list[Suite]:
     """Suites in order, each named by its file or data set without the path.
 
     Args:
         sources: one of these, or a list of them; None for all of the project's own suites.
             `chat`, ...: a suite of the project's own.
-            `FILE`, `FOLDER`: JSON lines (`.jsonl`, `.jsonl.gz`), or a folder of `.jsonl` files; the forms of a record
-            are those of `forms.turns`. `FILE?field=NAME` reads another field.
+            `FILE`, `FOLDER`: a file of records as of a corpus, or a folder of `.jsonl` files; the forms of a record
+            are those of `forms.asked`. `FILE?field=NAME` reads another field.
             `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
             questions of its split; `hub:speed_bench`, or `hub:speed_bench_1k`, `2k`, `8k`, `16k`, `32k` by length of
             input: all of SPEED-Bench's. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
@@ -60,6 +72,7 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
             `config`, `split`, `revision`, joined by `&`.
         limit: the first so many questions of each suite; by default all of a file and of SPEED-Bench, and 80 of other
             data sets of the hub.
+        strict: a malformed record is an error; otherwise one is left out, counted and named, up to a tenth of them.
 
     Raises:
         FileNotFoundError: a source is none of them.
@@ -70,7 +83,7 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     sources = [sources] if isinstance(sources, str) else sources
     if sources is not None and not sources:
         raise ValueError("suites is []; name at least one, or leave it out for the project's own")
-    suites = [suite for source in sources or own_suites() for suite in _load(source, limit)]
+    suites = [suite for source in sources or own_suites() for suite in _load(source, limit, strict)]
     for name in Counter(suite.name for suite in suites):
         sources = [suite.source for suite in suites if suite.name == name]
         if len(sources) > 1:
@@ -78,14 +91,15 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     return suites
 
 
-def _load(source: str, limit: int | None) -> Iterator[Suite]:
+def _load(source: str, limit: int | None, strict: bool) -> Iterator[Suite]:
     if source.startswith(HUB):
-        yield _from_hub(source, limit)
+        yield _from_hub(source, limit, strict)
         return
-    place, options = (source, {}) if Path(source).exists() else _options(source, "field")
+    place, options = (source, {}) if Path(source).exists() else options_of(source, "field")
     for path in _files(place):
-        rows = ((f"{path}:{number}", number, line) for number, line in readers.json_lines(path))
-        yield _suite(Path(path.name.removesuffix(".gz")).stem, str(path), rows, limit, options.get("field"))
+        rows = ((f"{path}:{number}", number, record) for number, record in file_records(path))
+        name = Path(path.name.removesuffix(".gz")).stem
+        yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 
 def _category(record: dict) -> str:
@@ -93,15 +107,15 @@ def _category(record: dict) -> str:
     return category if isinstance(category, str) else ""
 
 
-def _from_hub(source: str, limit: int | None) -> Suite:
+def _from_hub(source: str, limit: int | None, strict: bool) -> Suite:
     name = source.removeprefix(HUB).partition("?")[0]
     field = None
     if name in KNOWN:
-        _, options = _options(source, "repo", "config", "split", "revision")
+        _, options = options_of(source, "repo", "config", "split", "revision")
         suite = replace(KNOWN[name], revision=None) if "repo" in options else KNOWN[name]  # the pin is of the original
         suite = replace(suite, **options)
     elif "/" in name:
-        _, options = _options(source, "field", "config", "split", "revision")
+        _, options = options_of(source, "field", "config", "split", "revision")
         field = options.pop("field", None)
         suite = replace(HubSuite(name), **options)
     else:
@@ -111,21 +125,10 @@ def _from_hub(source: str, limit: int | None) -> Suite:
     try:
         origin, records = stream(source, suite)
         rows = ((f"{source} row {number}", number, record) for number, record in records)
-        return _suite(Path(name).name, origin, rows, limit or suite.questions, field)
+        return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
     except ConnectionError as error:
         offline = ", ".join(own_suites())
         raise ConnectionError(f"{error}; the project's own suites need no network: {offline}") from error
-
-
-def _options(source: str, *known: str) -> tuple[str, dict[str, str]]:
-    """Split `place?name=value&name=value` into the place and its options."""
-    place, mark, query = source.partition("?")
-    pairs = (option.partition("=") for option in (query.split("&") if mark else ()))
-    options = {name: value for name, _, value in pairs}
-    for name, value in options.items():
-        if name not in known or not value:
-            raise ValueError(f"suite {source!r}: {name!r} is no option; there are {', '.join(known)}, each NAME=VALUE")
-    return place, options
 
 
 def local_files(suite: str) -> list[Path]:
@@ -147,10 +150,23 @@ def _files(source: str) -> list[Path]:
 
 
 def _suite(
-    name: str, source: str, rows: Iterator[tuple[str, int, bytes | dict]], limit: int | None, field: str | None
+    name: str,
+    source: str,
+    rows: Iterator[tuple[str, int, object]],
+    limit: int | None,
+    field: str | None,
+    strict: bool,
 ) -> Suite:
     """Make a suite of rows: the place of each for messages, its number, and its content."""
-    questions = [_question(name, *row, field) for row in islice(rows, limit)]
+    questions, faults = [], []
+    for place, number, raw in islice(rows, limit):
+        try:
+            questions.append(_question(name, number, raw, field))
+        except Malformed as error:
+            if strict:
+                raise ValueError(f"{place}: {error}") from error
+            faults.append(f"{place}: {error}")
+    report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
     if not questions:
         raise ValueError(f"{source} has no questions")
     for id, times in Counter(question.id for question in questions).items():
@@ -159,12 +175,10 @@ def _suite(
     return Suite(name, source, questions)
 
 
-def _question(suite: str, place: str, number: int, raw: bytes | dict, field: str | None) -> Question:
-    try:
-        record = readers.parse(raw) if isinstance(raw, bytes) else raw
-        if not isinstance(record, dict):
-            raise readers.Malformed(f"a record must be an object, it is a {type(record).__name__}")
-        turns = forms.turns(record, field)
-        return Question(suite, forms.name(record, number), _category(record), turns)
-    except readers.Malformed as error:
-        raise ValueError(f"{place}: {error}") from error
+def _question(suite: str, number: int, raw: object, field: str | None) -> Question:
+    record = parse(raw) if isinstance(raw, bytes) else raw
+    record = {"turns": [record]} if isinstance(record, str) else record
+    if not isinstance(record, dict):
+        raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
+    asked = forms.asked(record, field)
+    return Question(suite, forms.name(record, number), _category(record), asked.turns, asked.opening, asked.template)

@@ -1,6 +1,7 @@
 """The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
 
 from inspect import signature
+from typing import Any
 
 import lightning
 import torch
@@ -26,12 +27,13 @@ class FeatureData(lightning.LightningDataModule):
         dtype: of online features, of the target and the features: auto (what the device multiplies fastest), bfloat16,
             float16 or float32.
         parallel: of online features: none, where the target fits one device; layers spreads it over the other GPUs of
-            this process; tensors divides it among the processes of torchrun that train.
+            this process.
+        chat_template_kwargs: of online features: variables of the target's chat template.
         batch_tokens: tokens of a batch of one process, padding included.
         packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
             length.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
-        validation: fraction of conversations held out.
+        validation: fraction of conversations held out; of few conversations at least one.
         seed: of the order and the noise.
         split_seed: of the split, so that trainings with other seeds hold out the same conversations.
         limit: use only that many conversations of the split's training side, drawn by the seed; None for all.
@@ -47,6 +49,7 @@ class FeatureData(lightning.LightningDataModule):
         max_length: Tokens = 2048,
         dtype: str = "auto",
         parallel: Parallel = "none",
+        chat_template_kwargs: dict[str, Any] | None = None,
         batch_tokens: BatchTokens = 4096,
         packed: bool = True,
         noise: Weight = 0.2,
@@ -59,20 +62,21 @@ class FeatureData(lightning.LightningDataModule):
         super().__init__()
         if store is not None and corpus is None:
             online = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
+            online |= {"chat_template_kwargs": chat_template_kwargs}
             for name, value in online.items():
                 if value != signature(FeatureData).parameters[name].default:
                     raise ValueError(
-                        f"--data.{name} is {value!r}, but the features in --data.store {store!r} are made already: "
-                        f"leave {name} out, or give --data.corpus in place of the store"
+                        f"{name} is {value!r}, but the features in store {store!r} are made already: leave {name} out, "
+                        "or give corpus in place of the store"
                     )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel)
+            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
         else:
-            raise ValueError(f"--data.store is {store!r} and --data.corpus {corpus!r}; give one of them")
+            raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
-        train, self.held_out = split(self.source.ids, validation, split_seed)
+        train, self.held_out = split(self.source.origins, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
         self.schedule: Schedule | None = None  # of training
 
@@ -118,13 +122,11 @@ class FeatureData(lightning.LightningDataModule):
         self.schedule = None
 
     def _schedule(self, indices: list[int], training: bool) -> Schedule:
-        rank, world, accumulate = 0, 1, 1
+        rank, world, accumulate, reorders = 0, 1, 1, True
         if self.trainer:
             rank, world = self.trainer.global_rank, self.trainer.world_size
             accumulate = self.trainer.accumulate_grad_batches if training else 1
-            connector = self.trainer._accelerator_connector  # Lightning asks it, and would put a sampler over ours
-            if connector.is_distributed and connector.use_distributed_sampler:
-                raise ValueError("use_distributed_sampler is true; give Trainer(use_distributed_sampler=False)")
+            reorders = not self.trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]
             limit = self.trainer.limit_train_batches
             if accumulate > 1 and limit not in (None, 1.0) and (isinstance(limit, float) or limit % accumulate):
                 raise ValueError(
@@ -138,7 +140,7 @@ class FeatureData(lightning.LightningDataModule):
             batch_tokens=self.batch_tokens,
             seed=self.seed if training else self.split_seed,  # all trainings are validated on the same batches
             packed=self.packed,
-            training=training,
+            training=training and reorders,
             rank=rank,
             world=world,
             accumulate=accumulate,

@@ -15,7 +15,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from poss_lightning.corpus.readers import Conversation, CorpusError
+from poss_lightning.corpus.readers import Conversation, report_left_out
+from poss_lightning.corpus.records import CorpusError
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
     EMBED_HEAD,
@@ -28,15 +29,15 @@ from poss_lightning.features.manifest import (
 )
 from poss_lightning.features.reading import Reader, TargetReader
 from poss_lightning.features.shards import TokenizedText, write_shard
-from poss_lightning.files import atomic, check_folder
+from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
-from poss_lightning.target.chat import Rendered
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
 OURS = (UNFINISHED, MANIFEST)  # one of them is in every store, begun or finished
+KWARGS = "chat_template_kwargs"
 LATE = 2.0  # seconds by which a shared file system may show another machine's receipt
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def write_store(
     shard_bytes: int = 2**29,
     stored: str = "exact",
     layers: tuple[int, ...] = (),
+    strict: bool = False,
     rank: Rank = Rank(),  # noqa: B008, it is a tuple
     reader: Callable[[Target, tuple[int, ...]], Reader] = TargetReader,
 ) -> None:
@@ -68,10 +70,12 @@ def write_store(
     vector = vector_bytes(target.spec.hidden_size, target.dtype, stored)
     target.check_layers(layers)
     max_length = min(max_length, target.spec.context)
-    texts = tokenize(target, conversations, max_length, tell=rank.rank == 0)
+    work = Work(folder / UNFINISHED)
+    begun = Manifest.load(folder).chat_template_kwargs if is_finished(folder) else work.settings.get(KWARGS, {})
+    target.chat.template.freeze(begun)
+    texts = tokenize(target, conversations, max_length, tell=rank.rank == 0, strict=strict)
     shards = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
     key = store_key(target, stored=stored, layers=layers, max_length=max_length, corpus=_digest(texts))
-    work = Work(folder / UNFINISHED)
     if is_finished(folder):
         _check_same(folder, key)
         return work.clear()  # the process that finished it may have been killed before it did
@@ -88,8 +92,7 @@ def write_store(
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):
-            for leftover in folder.glob(".shard-*.tmp"):  # of a process that was killed, on another machine perhaps
-                leftover.unlink()
+            remove_leftovers(folder, ANYWHERE)  # of processes that were killed, on other machines perhaps
             Manifest(
                 target=target.spec,
                 dtype=target.dtype_name,
@@ -101,6 +104,7 @@ def write_store(
                 shards=tuple(entries),
                 stored=stored,
                 layers=layers,
+                chat_template_kwargs=target.chat.template.variables,
             ).write(folder)
     work.clear()
 
@@ -117,6 +121,7 @@ def store_key(target: Target, *, stored: str, layers: tuple[int, ...], max_lengt
     return {
         "target": target.spec.fingerprint,
         "template": target.spec.template,
+        KWARGS: target.chat.template.variables,
         "dtype": target.dtype_name,
         "stored": stored,
         "layers": list(layers),
@@ -129,7 +134,7 @@ def _check_same(folder: Path, key: dict) -> None:
     """Raise StoreError where the finished store in `folder` is another one."""
     manifest = check(folder)
     stored = {"target": manifest.target.fingerprint, "template": manifest.target.template}
-    stored |= {name: getattr(manifest, name) for name in ("dtype", "stored", "layers", "max_length", "corpus")}
+    stored |= {name: getattr(manifest, name) for name in ("dtype", "stored", "layers", "max_length", "corpus", KWARGS)}
     if changed := differences(stored, key):
         raise StoreError(
             f"{folder} holds a store of another kind ({'; '.join(changed)}): choose another folder or remove it"
@@ -185,40 +190,42 @@ def _write_embed_head(folder: Path, target: Target) -> FileEntry:
 
 
 def tokenize(
-    target: Target, conversations: list[Conversation], max_length: int, tell: bool = True
+    target: Target, conversations: list[Conversation], max_length: int, tell: bool = True, strict: bool = False
 ) -> list[TokenizedText]:
-    """Render conversations, cut them and order them by length; those without two tokens of an answer are left out.
+    """Render conversations, cut them and order them by length; texts without two tokens of an answer are left out.
+
+    A conversation is one text, or several where the chat template rewrites earlier answers once the chat goes on.
 
     Args:
         tell: warn of how many are left out, and why.
+        strict: a conversation that the template refuses is an error; see `report_left_out`.
     """
-    texts, answers, rewritten, cut = [], 0, 0, 0  # answers: all, rendered otherwise, cut off
+    texts, refused, short = [], [], 0
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
-        rendered = _render(target, conversation)
-        spans = [(start, min(stop, max_length)) for start, stop in rendered.spans if start < max_length]
-        written = sum(message["role"] == "assistant" for message in conversation.messages)
-        kept = sum(stop - start >= 2 for start, stop in spans)
-        answers, rewritten = answers + written, rewritten + written - len(rendered.spans)
-        cut += len(rendered.spans) - kept
-        if kept:
-            texts.append(TokenizedText(conversation.id, rendered.tokens[:max_length], spans))
+        try:
+            rendered = target.chat.texts(conversation.messages, conversation.template)
+            for text in rendered:
+                target.check_tokens(text.tokens, "its text")
+        except ValueError as error:
+            refused.append(f"conversation {conversation.id}: {error}")
+            continue
+        for number, text in enumerate(rendered, 1):
+            spans = [(start, min(stop, max_length)) for start, stop in text.spans if start < max_length]
+            kept = any(stop - start >= 2 for start, stop in spans)
+            short += not kept
+            if kept:
+                name = conversation.id if len(rendered) == 1 else f"{conversation.id}/{number}"
+                texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest))
+    if refused and (tell or strict):
+        report_left_out("{} conversations that the chat template does not take", refused, len(conversations), strict)
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
-    if tell and (rewritten or cut):
-        logger.warning(
-            "left out %d of %d answers: %d that the chat template writes otherwise once the chat goes on, %d with less "
-            "than two tokens of the first %d; and so %d of %d conversations",
-            *(rewritten + cut, answers, rewritten, cut),
-            *(max_length, len(conversations) - len(texts), len(conversations)),
-        )
+    said = {conversation.digest for conversation in conversations}
+    if tell and len(said) < len(conversations):
+        logger.warning("%d conversations are there more than once", len(conversations) - len(said))
+    if tell and short:
+        logger.warning("left out %d texts whose answers have less than two of the first %d tokens", short, max_length)
     return sorted(texts, key=lambda text: len(text.tokens))
-
-
-def _render(target: Target, conversation: Conversation) -> Rendered:
-    try:
-        return target.chat.render(conversation.messages)
-    except ValueError as error:
-        raise CorpusError(f"conversation {conversation.id}: {error}") from error
 
 
 def plan_shards(texts: list[TokenizedText], batch_tokens: int, shard_tokens: int) -> list[Shard]:

@@ -1,8 +1,9 @@
 """What a feature store holds, file by file; written last, so that a folder with a manifest is a finished store."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -49,6 +50,7 @@ class Manifest:
     embed_head: FileEntry  # called "ends" in the file
     shards: tuple[FileEntry, ...]
     stored: str = "exact"  # one of encoding.STORED; the first stores lack this field and the next, and stay readable
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     layers: tuple[int, ...] = ()  # whose outputs are kept too, as `Target.text_layers` counts them
 
     @property

@@ -10,10 +10,11 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import tokenize
 from poss_lightning.features.schedule import bucket_rows
 from poss_lightning.features.shards import TokenizedText
-from poss_lightning.features.store import STATISTICS, Sample, most_common_tokens
+from poss_lightning.features.store import STATISTICS, Sample, first_of_each, most_common_tokens
 from poss_lightning.features.stream import Batch
+from poss_lightning.features.trained import text_digest
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.ranks import gather_objects, local_rank, own_gpu, this_rank
+from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -26,29 +27,36 @@ class OnlineFeatures:
     """What a `FeatureStore` offers, but samples come without features; `fill` makes them.
 
     Args:
-        model: the target; it stays in the process, and follows the batches to their device, if it lies on one. Where
-            processes divide it among them, all read the batches of each in turn.
+        model: the target; it stays in the process, and follows the batches to their device, if it lies on one.
         texts: conversations, tokenized and cut.
     """
 
     def __init__(self, model: Target, texts: list[TokenizedText]):
         self.model, self.texts = model, texts
         self.ids = [text.id for text in texts]
+        self.origins = first_of_each([text.conversation for text in texts], self.ids)
         self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
         self.layers: tuple[int, ...] = ()  # that a draft reads
 
     @classmethod
     def load(
-        cls, corpus: str, target: str, max_length: int, dtype: str, parallel: Parallel = "none"
+        cls,
+        corpus: str,
+        target: str,
+        max_length: int,
+        dtype: str,
+        parallel: Parallel = "none",
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> "OnlineFeatures":
         """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
         conversations = read_conversations(corpus)
         dtype = choose_dtype(dtype, choose_device())
         if parallel == "none":
-            model = Target.load(target, dtype, "cpu")  # it follows the batches
+            model = Target.load(target, dtype, "cpu", chat_template_kwargs=chat_template_kwargs)  # follows the batches
         else:
-            model = Target.load(target, dtype, "auto", parallel, together=True, spared=local_rank())
+            options: dict[str, Any] = {"spared": local_rank(), "chat_template_kwargs": chat_template_kwargs}
+            model = Target.load(target, dtype, "auto", parallel, **options)
         texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
         return cls(model, texts)
 
@@ -56,6 +64,10 @@ class OnlineFeatures:
         text = self.texts[index]
         tokens = torch.tensor(text.tokens)
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
+
+    def digest(self, index: int) -> int:
+        """As of a `FeatureStore`."""
+        return text_digest(np.array(self.texts[index].tokens), np.array(self.texts[index].spans))
 
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
         """The same, for a draft that reads these layers."""
@@ -103,9 +115,9 @@ class OnlineFeatures:
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
         groups = bucket_rows(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum()))
-        made = self._forward_in_turn([[texts[i] for (i,) in group] for group in groups])
-        for group, both in zip(groups, made, strict=True):
-            for (i,), row, draft_input in zip(group, *both, strict=True):
+        for group in groups:
+            made = self._forward(pad_right([texts[i] for (i,) in group], self.model.device))
+            for (i,), row, draft_input in zip(group, *made, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
@@ -117,16 +129,6 @@ class OnlineFeatures:
     def _move_target(self, device: torch.device | str) -> None:
         if not self.model.spans_devices and self.model.device != torch.device(device):
             self.model.move(device)
-
-    def _forward_in_turn(self, groups: list[list[list[int]]]) -> list[tuple[Tensor, Tensor]]:
-        """`_forward` of each group of texts; processes that share the target take part in those of the others."""
-        everywhere, own, made = [groups], 0, []
-        if self.model.is_divided:
-            everywhere, own = gather_objects(groups), this_rank().rank
-        for rank, theirs in enumerate(everywhere):
-            outputs = [self._forward(pad_right(texts, self.model.device)) for texts in theirs]
-            made = outputs if rank == own else made
-        return made
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features, and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""

@@ -5,6 +5,7 @@ takes the mean, on however many processes and accumulated batches, and a run can
 """
 
 import hashlib
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from poss_lightning.terminal import announced
+
+logger = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
@@ -35,22 +38,31 @@ def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
     return np.maximum(stops - starts - 1, 0)
 
 
-def split(ids: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
+def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
     """Training and validation indices. A conversation's side depends on its id and the seed, not on its neighbours.
 
+    Of few conversations a side may get none; then it gets the one that is nearest to it, and a line says so.
+
+    Args:
+        origins: of every sample the id that its conversation first had: what is there twice is on one side.
+
     Raises:
-        ValueError: a side is empty.
+        ValueError: there is only one conversation, or `validation` is no fraction.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
-    ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in ids])
-    held_out = np.flatnonzero(ranks < validation).tolist()
-    train = np.flatnonzero(ranks >= validation).tolist()
-    if not held_out or not train:
-        works = [share / 100 for share in range(1, 100) if ranks.min() < share / 100 <= ranks.max()]
-        nearest = min(works, key=lambda share: abs(share - validation), default=None)
-        how = f"{nearest} does not" if nearest else "use more of them"
-        raise ValueError(f"--data.validation {validation} of {len(ids)} conversations leaves a side empty: {how}")
+    ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in origins])
+    border = min(max(validation, np.nextafter(ranks.min(), 1)), ranks.max())
+    held_out, train = np.flatnonzero(ranks < border).tolist(), np.flatnonzero(ranks >= border).tolist()
+    if not held_out:
+        raise ValueError(f"{len(origins)} conversations, or one many times: none can be held out for validation")
+    if border != validation:
+        logger.info(
+            "validation %s of %d conversations leaves a side empty: it gets %d of them",
+            validation,
+            len(origins),
+            min(len(train), len(held_out)),
+        )
     return train, held_out
 
 

@@ -21,11 +21,12 @@ from poss_lightning.target.spec import EmbedHead
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A conversation as the target will read it."""
+    """A conversation, or its beginning, as the target will read it."""
 
     id: str
     tokens: list[int]
     spans: list[tuple[int, int]]
+    conversation: str = ""  # digest of what is said in all of it
 
 
 def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm) -> FileEntry:
@@ -54,6 +55,7 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
     greedy = _greedy(reader.target.embed_head, read.features, batch).cpu()  # waits for the copies asked for before
     rows = {
         "id": [text.id for text in batch],
+        "conversation": [text.conversation for text in batch],
         "length": lengths,
         "tokens": [text.tokens for text in batch],
         "greedy": [row.tolist() for row in greedy.split(lengths)],

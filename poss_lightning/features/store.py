@@ -7,6 +7,7 @@ store/
   unfinished/             only while `poss extract` is at work; see `work.py`
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterable
 from functools import cached_property
@@ -25,6 +26,7 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check
 from poss_lightning.features.remote import local_copy
+from poss_lightning.features.trained import text_digest
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.terminal import announced
 
@@ -35,6 +37,7 @@ def schema(layers: tuple[int, ...]) -> pa.Schema:
     """Columns of a shard. Features are the encoded vectors of a sample, one token after another; see `encoding`."""
     columns = {
         "id": pa.string(),
+        "conversation": pa.string(),  # digest of its content; the first stores lack it
         "length": pa.int32(),
         "tokens": pa.list_(pa.int32()),
         "greedy": pa.list_(pa.int32()),
@@ -80,7 +83,7 @@ class FeatureStore:
         shards = {path: _open(path, self.manifest) for path in paths}
         self._batches = [batch for shard in shards.values() for batch in shard]
         self._paths = [path for path, shard in shards.items() for _ in shard]  # of every batch
-        self._table = pa.Table.from_batches(self._batches).select(["id", "length", "spans"])
+        self._table = pa.Table.from_batches(self._batches).select(["id", "length", "spans", "conversation"])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
         self.check_unchanged()
         self.ids: list[str] = self._table["id"].to_pylist()
@@ -107,9 +110,7 @@ class FeatureStore:
 
     def __getitem__(self, index: int) -> Sample:
         index = range(len(self))[index]
-        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
-        self._check_unchanged(self._paths[batch])
-        columns, row = self._batches[batch], index - int(self._starts[batch])
+        columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
         return Sample(
             self.ids[index],
@@ -119,6 +120,16 @@ class FeatureStore:
             self._vectors(columns, row, "features", 1)[:, 0],
             self._inner(columns, row),
         )
+
+    def digest(self, index: int) -> int:
+        """Of a sample's text, see `text_digest`; no feature is read."""
+        return text_digest(_values(*self._find(index), "tokens"), self.spans[index])
+
+    def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
+        """Where a sample stands: the batch, and its row there."""
+        batch = int(np.searchsorted(self._starts, index, side="right")) - 1
+        self._check_unchanged(self._paths[batch])
+        return self._batches[batch], index - int(self._starts[batch])
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
         """The same store with samples that carry the outputs of these layers; errors as above."""
@@ -145,6 +156,11 @@ class FeatureStore:
         column = self._table["spans"].combine_chunks()
         offsets, edges = column.offsets.to_pylist(), column.values.to_numpy().reshape(-1, 2)
         return [edges[start // 2 : stop // 2] for start, stop in itertools.pairwise(offsets)]
+
+    @cached_property
+    def origins(self) -> list[str]:
+        """For every sample the id of the first one that is of the same conversation, whatever the ids of both."""
+        return first_of_each(self._table["conversation"].to_pylist(), self.ids)
 
     @property
     def target(self) -> TargetSpec:
@@ -204,6 +220,16 @@ def most_common_tokens(answers: Iterable[ArrayLike], vocabulary: int, size: int)
     return most_frequent(count_tokens(answers, vocabulary), size)
 
 
+def first_of_each(conversations: list[str], ids: list[str]) -> list[str]:
+    """For every sample the id of the first of the same conversation."""
+    first: dict[str, str] = {}
+    return [first.setdefault(conversation, name) for conversation, name in zip(conversations, ids, strict=True)]
+
+
+def _digest(tokens: pa.ListScalar) -> str:
+    return hashlib.sha256(tokens.values.to_numpy().tobytes()).hexdigest()[:16]
+
+
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
     """A list of a row, as the file's own memory."""
     return columns[name][row].values.to_numpy()
@@ -228,6 +254,8 @@ def _state(shard: Path) -> tuple[int, ...]:
 def _open(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
+        if "conversation" not in table.column_names:
+            table = table.add_column(1, "conversation", [list(map(_digest, table["tokens"]))])
         if table.schema != schema(manifest.layers):
             raise ValueError(f"its columns are {', '.join(table.schema.names)}")
     except (OSError, ValueError) as error:

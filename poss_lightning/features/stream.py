@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -100,24 +101,31 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
     )
 
 
-class Loader(DataLoader):
-    """Reads a schedule's batches. It begins when the first is asked for, so that the epoch is known by then."""
+class Loader:
+    """Reads a schedule's batches. It begins when the first is asked for, so that the epoch is known by then.
+
+    It has a `DataLoader` and is none: Lightning would put samplers of its own in the place of the schedule, for several
+    processes and for `overfit_batches`. It looks for `batch_sampler.sampler` to tell the epoch.
+    """
 
     def __init__(self, source, schedule: Schedule, workers: int):
-        pinned = torch.cuda.is_available()  # so that copies to the device do not wait
-        super().__init__(
+        self.schedule = schedule
+        self.batch_sampler = SimpleNamespace(sampler=schedule)
+        self.loader = DataLoader(
             _Reader(source),
             sampler=schedule,
             batch_size=None,
             num_workers=workers,
-            pin_memory=pinned,
+            pin_memory=torch.cuda.is_available(),  # so that copies to the device do not wait
             worker_init_fn=_outlive_signals,
         )
-        self.schedule = schedule
+
+    def __len__(self) -> int:
+        return len(self.schedule)
 
     def __iter__(self) -> Iterator[Batch]:
         self.schedule.taken = 0
-        for batch in super().__iter__():
+        for batch in self.loader:
             self.schedule.taken += 1
             yield batch
 

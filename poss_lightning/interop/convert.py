@@ -10,7 +10,6 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, find_draft
 from poss_lightning.files import check_new, fetch
 from poss_lightning.interop import checkpoints, settings, speculators
@@ -88,10 +87,8 @@ def convert(
 
 def _load_ours(source: str) -> Draft:
     """A draft in our format, checked, with its tensors as they are stored."""
-    check_draft(source)
-    folder = find_draft(source)
-    draft = Specialists.from_pretrained(folder)
-    config, state = draft.config, {"scale": draft.scale} | load_file(folder / WEIGHTS)
+    draft = Specialists.from_pretrained(source)
+    config, state = draft.config, {"scale": draft.scale} | load_file(find_draft(source) / WEIGHTS)
     if config.vocabulary_size == config.target.vocab_size:  # a vocabulary of all tokens is stored as none
         config = replace(config, vocabulary_size=None)
         del state["vocabulary"]
@@ -110,8 +107,8 @@ def parse_published(
     Raises:
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
-    fused = 3 if layout.kind == "eagle3" and published.get("fc_norm") else 0
-    check_names(tensors, layout, len(allocation), fused)
+    switches = settings.find_switches(published)
+    check_names(tensors, layout, len(allocation), 3 if switches["fc_norm"] else int(switches["norm_before_fc"]))
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
     config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids))
     check_frozen(tensors, target.embed_head, layout)

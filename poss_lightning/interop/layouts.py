@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.draft.config import SWITCHES, DraftConfig
 
 LAYER = {  # ours -> theirs, within a layer
     "q_proj": "self_attn.q_proj",
@@ -30,7 +30,7 @@ NAMES = {  # by kind of draft: tensors with the same name as ours, and the names
     "eagle2": (("fc.weight", "fc.bias"), LAYER),
     "eagle3": (("fc.weight", "norm.weight", "lm_head.weight"), LAYER | NORMS),
 }
-FC_NORM = "fc_norm.{}.weight"  # both ours and theirs, one a fused layer
+FC_NORM, INPUT_NORM = "fc_norm.{}.weight", "input_norm.weight"  # ours, theirs: the same one a layer, or one for all
 OPTIONAL = ("fc.bias",)  # zeros where it is missing
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
@@ -55,7 +55,7 @@ class Layout:
         bias: where fc's bias is: in "fc" if it is not all zeros, in "fc" "always", or in the biases of "attention".
         even: whether the loading code assumes that a head is hidden_size / heads wide.
         vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
-        switches: whether its code knows `fc_norm` and `norm_output` (EAGLE-3.1).
+        knows: fields of `DraftConfig` that are usually off, which its code reads in its config.json.
         states_draft: whether its config.json holds ours, and so any allocation, order and kv.
         nested: whether its config.json is of the library speculators.
     """
@@ -72,7 +72,7 @@ class Layout:
     bias: str = "fc"
     even: bool = True
     vocabulary: str | None = None
-    switches: bool = False
+    knows: frozenset[str] = frozenset()
     states_draft: bool = False
     nested: bool = False
 
@@ -83,9 +83,9 @@ class Layout:
         layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
         return {name: name for name in same} | layer
 
-    def number_names(self, layers: int, normed: int = 0) -> dict[str, str]:
-        """Ours -> theirs, for a draft with that many layers, and with a norm for so many of the target's."""
-        norms = {FC_NORM.format(i): FC_NORM.format(i) for i in range(normed)}
+    def number_names(self, layers: int, input_norms: int = 0) -> dict[str, str]:
+        """Ours -> theirs, for a draft with that many layers, and with so many norms of what it reads."""
+        norms = {FC_NORM.format(i): FC_NORM.format(i) if input_norms > 1 else INPUT_NORM for i in range(input_norms)}
         return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in self.names.items()} | norms
 
     def count_layers(self, tensors: Iterable[str]) -> int:
@@ -108,6 +108,8 @@ EAGLE3 = Layout(
     even=False,
     vocabulary="d2t",
 )
+VLLM = frozenset((*SWITCHES, "rope_scaling"))  # what its EAGLE-3 code reads
+SGLANG = frozenset(("fc_norm", "norm_output", "rope_scaling"))
 LAYOUTS = {
     "eagle": Layout(),
     "hass": Layout(depth=3),
@@ -117,11 +119,21 @@ LAYOUTS = {
     "speed": replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared", runs=((3,), (3, 3), (1, 3))),
     # Its class takes the target's embedding only where it finds NaN, and transformers may leave any numbers there.
     "speculators": replace(
-        EAGLE3, layer="layers.{}", architecture="Eagle3DraftModel", embedding=True, switches=True, nested=True
+        EAGLE3,
+        layer="layers.{}",
+        architecture="Eagle3DraftModel",
+        embedding=True,
+        knows=VLLM | {"window"},
+        nested=True,
     ),
-    "vllm": Layout(embedding=False, bias="attention", even=False),
+    "vllm": Layout(embedding=False, bias="attention", even=False, knows=frozenset({"rope_scaling"})),
     "sglang": Layout(
-        architecture="LlamaForCausalLMEagle", embedding=False, bias="always", even=False, vocabulary="token_map"
+        architecture="LlamaForCausalLMEagle",
+        embedding=False,
+        bias="always",
+        even=False,
+        vocabulary="token_map",
+        knows=frozenset({"rope_scaling"}),
     ),
 }
 # What serving/model.py loads into vLLM, by kind: what vLLM's own code has no place for.
@@ -135,12 +147,16 @@ SERVED = {
         bias="always",
         even=False,
         vocabulary="d2t",
+        knows=frozenset({"rope_scaling"}),
         states_draft=True,
     ),
     "eagle3": replace(
-        EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, switches=True, states_draft=True
+        EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, knows=VLLM, states_draft=True
     ),
 }
+
+
+ENGINES = {"vllm": VLLM, "sglang": SGLANG}
 
 
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
@@ -152,8 +168,9 @@ def find_layout(output_format: str, config: DraftConfig) -> Layout:
     smaller = config.kind == "eagle2" and config.vocabulary_size is not None
     if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
         return SERVED[config.kind]
-    engine = config.kind == "eagle3" and output_format in ("vllm", "sglang")
-    return replace(EAGLE3, switches=True) if engine else LAYOUTS[output_format]
+    if config.kind == "eagle3" and output_format in ENGINES:
+        return replace(EAGLE3, knows=ENGINES[output_format])
+    return LAYOUTS[output_format]
 
 
 def check_expressible(config: DraftConfig, layout: Layout) -> None:
@@ -165,16 +182,9 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         raise ValueError(
             f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} can express it"
         )
-    if config.window is not None and not layout.nested:
-        raise ValueError(
-            f"it has a window of {config.window} slots, which this layout's code does not know; --output_format "
-            "speculators can express it for a single layer of kind eagle3"
-        )
-    if (config.fc_norm or config.norm_output) and not layout.switches:
-        raise ValueError(
-            "it has fc_norm or norm_output (EAGLE-3.1), which this layout's code does not know; --output_format "
-            "vllm, sglang or speculators can express it"
-        )
+    for name in (*SWITCHES, "rope_scaling", "window"):
+        if getattr(config, name) and name not in layout.knows:
+            raise ValueError(f"it has {name}, which this layout's code does not know{_who_knows(name, config)}")
     if layers > 1 and not layout.several:
         raise ValueError(
             f"it has {layers} specialists and this layout one layer; --output_format {several} takes several"
@@ -199,6 +209,13 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
             f"{spec.hidden_size // spec.heads}"
         )
     check_layers(config)
+
+
+def _who_knows(name: str, config: DraftConfig) -> str:
+    """The output formats for drafts of this kind that know a field, in words."""
+    layouts = {output: find_layout(output, config) for output in LAYOUTS}
+    known = [output for output, each in layouts.items() if each.kind == config.kind and name in each.knows]
+    return f"; --output_format {' or '.join(known)} can express it" if known else ", nor any other"
 
 
 def _check_runs(config: DraftConfig, layout: Layout) -> None:

@@ -1,20 +1,19 @@
 """config.json of a published draft: parsed into a draft's config, and made from one."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from math import isclose
 from typing import Any
 
 from torch import Tensor
 
-from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.draft.config import SWITCHES, DraftConfig
+from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 OURS = "poss_lightning"  # our config, where a layout has a place for it
-SWITCHES = ("fc_norm", "norm_output")  # of EAGLE-3.1
-UNSUPPORTED = ("norm_before_residual", "norm_before_fc")  # of EAGLE-3 drafts that compute something else
 
 
 def parse(
@@ -31,13 +30,9 @@ def parse(
     Raises:
         ValueError: a value contradicts the target, the tensors, or what a draft of ours computes; the message names it.
     """
-    for name in ("rope_parameters", "rope_scaling", "eagle_config"):
-        if not isinstance(value := published.get(name) or {}, dict):
-            raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
-    theta = (published.get("rope_parameters") or {}).get("rope_theta") or published.get("rope_theta") or 10000.0
-    scaling = published.get("rope_scaling") or published.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    rotated = scaling.get("partial_rotary_factor") or published.get("partial_rotary_factor")
+    rope = _mapping(published, "rope_parameters") | _mapping(published, "rope_scaling")  # as transformers merges them
+    rotated = rope.get("partial_rotary_factor") or published.get("partial_rotary_factor")
+    theta = rope.get("rope_theta") or published.get("rope_theta") or 10000.0
     heads, total = published.get("num_attention_heads"), published.get("vocab_size")
     for name, value, expected in (
         ("hidden_size", published.get("hidden_size"), spec.hidden_size),
@@ -47,10 +42,8 @@ def parse(
         ("num_key_value_heads", published.get("num_key_value_heads") or heads, spec.kv_heads),
         ("head_dim", published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
         ("rms_norm_eps", published.get("rms_norm_eps", 1e-6), spec.norm_eps),
-        ("rope_scaling", kind, "default"),
         ("partial_rotary_factor", rotated or 1, 1),
         ("hidden_act", published.get("hidden_act", "silu"), "silu"),
-        *((name, bool(published.get(name)), False) for name in UNSUPPORTED),
     ):
         if not _is_same(value, expected):
             raise ValueError(f"config.json: {name} is {value!r}; a draft of ours for {spec.name} has {expected!r}")
@@ -67,14 +60,54 @@ def parse(
         vocabulary_size=None if vocabulary_size == spec.vocab_size else vocabulary_size,
         kv=layout.kv,
         kind=layout.kind,
-        fc_norm=layout.kind == "eagle3" and bool(published.get("fc_norm")),
-        norm_output=layout.kind == "eagle3" and bool(published.get("norm_output")),
         window=_find_window(published),
         rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
+        rope_scaling=_find_scaling(rope),
+        **find_switches(published),
     )
     check_layers(config)
     _check_layer_ids(published, config)
     return config
+
+
+def find_switches(published: dict[str, Any]) -> dict[str, Any]:
+    """The switches of EAGLE-3 drafts; engines look for them in eagle_config, too."""
+    nested, found = _mapping(published, "eagle_config"), {}
+    for name in SWITCHES:
+        value = nested.get(name, published.get(name))
+        if not isinstance(value, bool | None):
+            raise ValueError(f"config.json: {name} is {value!r}; it must be true or false")
+        found[name] = bool(value)
+    return found
+
+
+def _mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
+    """What stands under a name, without what is null."""
+    if not isinstance(value := published.get(name) or {}, dict):
+        raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
+    return {key: each for key, each in value.items() if each is not None}
+
+
+def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if several := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(f"config.json: rope_parameters has values for {several[0]}; it must be of one kind of layer")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"config.json: rope_scaling is {kind!r}; a draft of ours has 'default' or 'llama3'")
+    try:
+        numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
+        return RopeScaling(**numbers)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}") from error
+
+
+def rope_parameters(config: DraftConfig) -> dict[str, Any]:
+    """A draft's rotary angles under transformers' names."""
+    kind = {"rope_type": "default"} if config.rope_scaling is None else {"rope_type": "llama3"}
+    scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
+    return kind | {"rope_theta": config.rope_theta or config.target.rope_theta} | scaling
 
 
 def _find_window(published: dict[str, Any]) -> int | None:
@@ -115,6 +148,8 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     if "layers.0.self_attn.q_proj.bias" in tensors:
         bias = {"attention_bias": True}
     ours = {OURS: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}
+    rope = rope_parameters(config)
+    theta = rope.pop("rope_theta")
     return {
         "architectures": [layout.architecture],
         "model_type": "llama",
@@ -128,8 +163,8 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         # PosS takes the number of layers as an argument, and builds each with this many; SPEED takes it from here.
         "num_hidden_layers": len(config.allocation) if config.kind == "eagle3" or layout.states_draft else 1,
         "rms_norm_eps": spec.norm_eps,
-        "rope_scaling": None,
-        "rope_theta": config.rope_theta or spec.rope_theta,
+        "rope_scaling": rope if config.rope_scaling else None,
+        "rope_theta": theta,
         "tie_word_embeddings": tied and not own_head,  # else SGLang uses the embedding as a draft's own head
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "vocab_size": spec.vocab_size,

@@ -10,7 +10,8 @@ Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitio
 
 from typing import Any
 
-from poss_lightning.interop.settings import LAYER_IDS, SWITCHES, UNSUPPORTED
+from poss_lightning.draft.config import SWITCHES
+from poss_lightning.interop.settings import LAYER_IDS
 from poss_lightning.ranges import POSITIONS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
@@ -57,9 +58,12 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
     ):
         if value != expected:
             raise ValueError(f"config.json: {name} is {value!r}; a draft of ours has {expected!r}")
-    own = {name: stored.get(name) for name in ("draft_vocab_size", LAYER_IDS, *SWITCHES, *UNSUPPORTED)}
-    residual = stored.get("norm_before_residual", True)  # as vLLM takes it where it is missing
-    return layer | own | {"norm_before_residual": residual}
+    if stored.get("norm_before_residual") is None:
+        raise ValueError(
+            "config.json has no norm_before_residual, which vLLM takes for true and speculators for false: add it, as "
+            "the draft was trained"
+        )
+    return layer | {name: stored.get(name) for name in ("draft_vocab_size", LAYER_IDS, *SWITCHES)}
 
 
 def find_allocation(stored: dict[str, Any]) -> list[int] | None:
@@ -100,7 +104,8 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         positions: tokens that an engine drafts, if nobody says otherwise.
         target: which engines load with the draft, by its name.
     """
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": published["rope_theta"]}}
+    scaling = published["rope_scaling"] or {"rope_type": "default"}
+    rope = {"rope_parameters": scaling | {"rope_theta": published["rope_theta"]}}
     layer = {key: published[key] for key in WITHIN if key in published}
     greedy = {"proposal_type": "greedy", "speculative_tokens": positions, "verifier_accept_k": 1}
     return {
@@ -117,7 +122,7 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         "draft_vocab_size": published["draft_vocab_size"],
         "target_hidden_size": None,
         LAYER_IDS: list(layers),
-        **{key: published.get(key, False) for key in (*SWITCHES, *UNSUPPORTED)},  # vLLM's defaults are not all false
+        **{key: published.get(key, False) for key in SWITCHES},  # vLLM's defaults are not all false
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": published["torch_dtype"],

@@ -17,14 +17,14 @@ class Draft(NamedTuple):
     state: dict[str, Tensor]
 
 
-def check_names(tensors: dict[str, Tensor], layout: Layout, layers: int, normed: int = 0) -> None:
+def check_names(tensors: dict[str, Tensor], layout: Layout, layers: int, input_norms: int = 0) -> None:
     """Raise ValueError where a file lacks a tensor, or has one that the layout does not have.
 
     Args:
         layers: that it has.
-        normed: layers of the target that it has a norm for.
+        input_norms: of what it reads of the target.
     """
-    names = layout.number_names(layers, normed)
+    names = layout.number_names(layers, input_norms)
     elsewhere = {EMBEDDING, HEAD, *((TO_TARGET, TO_DRAFT) if layout.vocabulary == "d2t" else ())}
     if missing := [theirs for ours, theirs in names.items() if theirs not in tensors and ours not in OPTIONAL]:
         raise ValueError(f"{missing[0]} is missing" + _count_others(missing))
@@ -107,7 +107,7 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
     Raises:
         ValueError: a tensor has a wrong shape, or no floats; the message names it.
     """
-    names = layout.number_names(len(config.allocation), _count_normed(config))
+    names = layout.number_names(len(config.allocation), config.input_norms)
     kept = ids if config.vocabulary_size else None
     with torch.device("meta"):
         empty = Specialists(config, kept)
@@ -135,7 +135,7 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
     state = state | {"fc.weight": _hold(weight.double() * state["scale"].double(), weight.dtype)}
     biased = "fc.bias" in state and (layout.bias == "always" or bool(state["fc.bias"].any()))
     in_attention = biased and layout.bias == "attention"
-    names = layout.number_names(len(config.allocation), _count_normed(config))
+    names = layout.number_names(len(config.allocation), config.input_norms)
     tensors = {
         theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not in_attention)
     }
@@ -148,10 +148,6 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
         if not config.own_head:  # the target's rows, so that an engine need not compute the others
             tensors[HEAD] = embed_head.head[state["vocabulary"]].to(weight.dtype)
     return tensors
-
-
-def _count_normed(config: DraftConfig) -> int:
-    return len(config.layers) if config.fc_norm else 0
 
 
 def _make_maps(ids: Tensor, total: int) -> dict[str, Tensor]:

@@ -1,85 +1,92 @@
-"""`poss compare`: the tables of the report in the terminal."""
+"""`poss compare`: one table and one verdict of what was measured; all tables with `--all`, a page with `--html`."""
 
-from collections.abc import Iterable
+import textwrap
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
+import pandas as pd
 
-from poss_lightning.ranges import Draws, Seed, check_numbers
-from poss_lightning.reports.findings import find
-from poss_lightning.reports.tables import Cell, Table
+from poss_lightning.files import check_file
+from poss_lightning.reports.findings import Findings, find, name_sources
+from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
 from poss_lightning.terminal import printable
 
-WIDTH = 100  # of tables, at least: narrower ones would break numbers
-LEGEND = (
-    "Under a difference or a ratio also stand its p and, as ±, its minimum detectable effect: the smallest true effect "
-    "that it would find with 80 % power. Both are Holm-corrected for all comparisons with the same reference."
-)
+WIDTH, ROWS, NAME = 80, 15, 12  # of the short table: characters, methods, and of a method's name at least
 
 
-@check_numbers
 def compare(
     records: list[str] | str,
     *,
     baseline: str = "autoregressive",
     reference: str | None = None,
-    resamples: Draws = 2000,
-    seed: Seed = 0,
+    all: bool = False,
+    html: str | None = None,
+    runs: list[str] | str | None = None,
 ) -> None:
-    """Compare the methods of benchmark records: acceptance, speed and positions, each with its 95 % interval.
+    """Compare the methods of benchmark records: speed and acceptance, each with its 95 % interval.
 
-    If each method was trained once, the intervals come from a bootstrap over prompts. It is paired: in each draw every
-    method gets the same prompts. So all methods must have answered the same prompts.
-
-    If a method was trained several times, in folders CHOICE/seed-N, the tables show means over seeds, and differences
-    paired by seed. Both seeds and prompts count as random.
-
-    Each comparison has a p and a minimum detectable effect: the smallest true effect that it would find with 80 %
-    power. Both are Holm-corrected for the methods that are compared with the same one.
+    Methods are compared on the same prompts, prompt by prompt. If each was trained once, intervals are for other
+    prompts. If a method was trained several times, in folders CHOICE/seed-N, trainings are paired by their seed, and
+    intervals are for other trainings and other prompts.
 
     Args:
         records: files of records, or folders with a records.jsonl or records.jsonl.gz in them or below; several as
             [a,b].
         baseline: the method whose speed is 1; the others should give its tokens.
         reference: the method that acceptance lengths and speeds are compared with, for example the single-layer draft.
-        resamples: draws of the bootstrap over prompts, where each method was trained once.
-        seed: of the bootstrap.
+        all: print every table: by position, suite, length and category, with p and minimum detectable effects.
+        html: page to write: tables, curves, decoded text, and how the runs were made.
+        runs: for the page, folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's
+            own by default.
     """
-    findings = find(records, baseline=baseline, reference=reference, resamples=resamples, seed=seed)
-    print_tables(findings.tables, note=findings.note)
+    if html is not None:
+        check_file(html, ".html")
+    elif runs:
+        raise ValueError("runs is what a page shows of trainings: name the page by --html")
+    found = find(records, baseline=baseline, reference=reference)
+    if html is not None:
+        from poss_lightning.reports.page import write_page  # imports torch, which takes seconds
+
+        write_page(found, html, runs)
+    print_findings(found, all)
+    if html is not None:
+        print(f"The page: {html}")
 
 
-def print_tables(
-    tables: Iterable[Table],
-    console: Console | None = None,
-    note: str = "Under each value stands its 95 % interval.",
-    legend: str = LEGEND,
-) -> None:
-    """Print how to read the tables, and then the tables."""
-    console = console or Console()
-    console.width = max(console.width, WIDTH)
-    console.print(f"\n{note} {legend}\n", markup=False)
-    for table in tables:
-        console.print(_grid(table))
+def print_findings(found: Findings, all: bool = False) -> None:
+    """Print the short table and its verdict, and with `all` every other table."""
+    print(f"\n{_heading(found)}\n\n{show(_shortened(overview(found)))}\n")
+    notes = [*found.notes, LEGEND] if all else [*found.notes, "* is p < 0.05; more tables by --all."]
+    for text in (verdict(found), *notes):
+        print(textwrap.fill(_plain(text), WIDTH))
+    for title, table in all_tables(found).items() if all else ():
+        print(f"\n{printable(title)}\n{show(table)}")
 
 
-def _grid(table: Table) -> Grid:
-    grid = Grid(title=_plain(table.title), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name in table.names:
-        grid.add_column(_plain(name), no_wrap=True)
-    for lines in table.columns:
-        grid.add_column(_plain("\n".join(lines)), justify="right", overflow="fold")
-    for names, cells in table.rows:
-        grid.add_row(*map(_plain, names), *map(_text, cells))
-    return grid
+def show(table: pd.DataFrame) -> str:
+    """A table of texts for a terminal, names to the left."""
+    table = table.map(_plain).rename(columns=_plain)
+    first = table.columns[0]
+    width = max(map(len, [first, *table[first]]), default=0)
+    return table.rename(columns={first: first.ljust(width)}).to_string(
+        index=False, formatters={first.ljust(width): lambda name: name.ljust(width)}
+    )
 
 
-def _plain(text: str) -> Text:
-    """No markup of rich's: a name may have brackets."""
-    return Text(printable(text))
+def _heading(found: Findings) -> str:
+    rows = found.overall
+    seeds = sorted({len(row.seeds) for row in rows})
+    several = f", {seeds[0]}{f' to {seeds[-1]}' if len(seeds) > 1 else ''} trainings of each" if seeds[-1] > 1 else ""
+    return printable(f"{name_sources(found.sources)}: {len(rows)} methods{several}, {rows[0].prompts} prompts")
 
 
-def _text(cell: Cell) -> Text:
-    return Text.assemble((cell.text, "bold"), *(("\n" + note, "dim") for note in cell.notes))
+def _shortened(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with as many methods, and as much of their names, as fit."""
+    left = len(table) - ROWS
+    if left > 0:
+        table = table.head(ROWS)
+        table.loc[ROWS] = [f"… {left} more", *[""] * (len(table.columns) - 1)]
+    most = max(NAME, WIDTH - (len(show(table).partition("\n")[0]) - max(map(len, ["method", *table["method"]]))))
+    return table.assign(method=[name if len(name) <= most else f"{name[: most - 1]}…" for name in table["method"]])
+
+
+def _plain(text: str) -> str:
+    return printable(" ".join(str(text).split()))

@@ -3,37 +3,34 @@
 Published drafts fade in long texts (Test-Time Speculation, arXiv 2605.09329), which one mean hides.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from poss_lightning.evaluation.records import Record
-from poss_lightning.reports import statistics
-from poss_lightning.reports.statistics import Floats, Sums, draw_counts, estimate
+from poss_lightning.reports.statistics import Floats, Jackknife, Sums, interval, leave_one_out, mean_over, tau_micro
 from poss_lightning.reports.summary import Answers
-from poss_lightning.reports.tables import Cell, Table, make_cell
 
 Rounds = Iterator[tuple[Any, int]]  # the column, and accepted tokens, of each round
 SHORTEST = {"position": 32, "input": 128}  # where the second column begins; each reaches twice as far as the one before
 
 
-def length_tables(methods: dict[str, Answers], resamples: int = 2000, seed: int = 0) -> list[Table]:
-    """τ (micro) by output position and by input length, in tokens, and by category; none of a single column.
+def length_tables(methods: Mapping[str, Answers]) -> dict[str, pd.DataFrame]:
+    """τ (micro) by output position and by input length, in tokens, and by category, by title; none of a single column.
 
     Args:
         methods: the answers of each method that drafts, all to the same prompts.
-        resamples: draws of the bootstrap over prompts.
-        seed: of the bootstrap.
     """
-    cuts = [
-        ("τ micro by output position (tokens before the round)", by_position),
-        ("τ micro by input length (tokens)", by_input),
-        ("τ micro by category", by_category),
-    ]
-    found = [_table(title, methods, cut, resamples, seed) for title, cut in cuts]
-    return [table for table in found if len(table.columns) > 1]
+    cuts = {
+        "τ micro by output position (tokens before the round)": by_position,
+        "τ micro by input length (tokens)": by_input,
+        "τ micro by category": by_category,
+    }
+    found = {title: _table(methods, cut) for title, cut in cuts.items()}
+    return {title: table for title, table in found.items() if len(table.columns) > 2}
 
 
 def by_position(record: Record) -> Rounds:
@@ -60,12 +57,9 @@ def _doubling(number: int, shortest: int) -> int:
     return 0 if number < shortest else shortest * 2 ** ((number // shortest).bit_length() - 1)
 
 
-def _table(
-    title: str, methods: dict[str, Answers], cut: Callable[[Record], Rounds], resamples: int, seed: int
-) -> Table:
-    prompts = {key[:2]: None for answers in methods.values() for key in answers}
+def _table(methods: Mapping[str, Answers], cut: Callable[[Record], Rounds]) -> pd.DataFrame:
+    prompts = dict.fromkeys(key[:2] for answers in methods.values() for key in answers)
     rows = {prompt: row for row, prompt in enumerate(prompts)}
-    counts = draw_counts(len(rows), resamples, seed)
     by_method: dict[str, dict[Any, Floats]] = {}  # column -> (Q, 2): rounds of each prompt, and all they accepted
     for name, answers in methods.items():
         sums = by_method[name] = {}
@@ -73,21 +67,22 @@ def _table(
             for column, accepted in cut(record):
                 sums.setdefault(column, np.zeros((len(rows), 2)))[rows[key[:2]]] += (1, accepted)
     columns = sorted({column for sums in by_method.values() for column in sums})
-    found = [([name], [_tau(counts, sums.get(column)) for column in columns]) for name, sums in by_method.items()]
-    return Table(title, ["method"], [[each] for each in _names(columns)], found, folded=True)
+    texts = {name: [_tau(sums.get(column)) for sums in by_method.values()] for name, column in _named(columns)}
+    return pd.DataFrame({"method": [*by_method], **texts})
 
 
-def _tau(counts: Floats, sums: Floats | None) -> Cell:
-    """τ (micro), to which a round counts 1 and what it accepted; empty where no prompt has a round."""
+def _tau(sums: Floats | None) -> str:
+    """τ (micro), to which a round counts 1 and what it accepted; nothing where no prompt has a round."""
     if sums is None:
-        return Cell("")
+        return ""
     none = np.zeros(len(sums))
-    taus = statistics.tau_micro(counts, Sums(sums, none, none))
-    return make_cell(estimate(taus, int((sums[:, 0] > 0).sum())))
+    taus = tau_micro(leave_one_out(len(sums)), Sums(sums, none, none))
+    return interval(mean_over([Jackknife(taus, sums[:, 0] > 0)])).with_interval()
 
 
-def _names(columns: list) -> list[str]:
+def _named(columns: list) -> list[tuple[str, Any]]:
     """`0–31`, `32–63`, …, `512–`; categories as they are."""
     if not all(isinstance(column, int) for column in columns):
-        return [str(column) for column in columns]
-    return [*(f"{first}–{after - 1}" for first, after in pairwise(columns)), *(f"{last}–" for last in columns[-1:])]
+        return [(str(column), column) for column in columns]
+    ends = [*(f"{first}–{after - 1}" for first, after in pairwise(columns)), *(f"{last}–" for last in columns[-1:])]
+    return list(zip(ends, columns, strict=True))

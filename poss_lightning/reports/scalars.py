@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from poss_lightning.evaluation.cells import CELLS, PackedCell, packed_cells
-from poss_lightning.reports.statistics import Estimate, interval
+from poss_lightning.reports.statistics import Estimate, Mean, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag
@@ -77,7 +77,7 @@ def mean_over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of independent runs and its t-interval; no interval for a single run."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return interval(fmean(values), error, len(values) - 1)
+    return interval(Mean(fmean(values), error, len(values) - 1))
 
 
 def _last(cell: PackedCell) -> Scalars:

@@ -1,37 +1,40 @@
 """The measures of METHOD.md section 7 over sums by prompt, with 95 % intervals, tests and minimum detectable effects.
 
-**Prompts.** The bootstrap draws prompts, not rounds or turns: a drawn prompt counts with all its turns and repeats. In
-each draw every method gets the same prompts, and a ratio or difference between methods is taken within the draw. So the
-effect of prompts that are easy for all methods cancels. A draw is a row of counts: how often each prompt was drawn. Row
-0 is the sample itself, each prompt once. So each measure is written once, as counts times sums by prompt, and gives its
-value and its draws together. The interval is for these drafts on prompts like these; `seeds.py` is for other trainings.
+A measure m of one training gives each of its Q prompts a pseudo-value of the jackknife (Tukey 1958),
 
-**The interval** is value ± t(Q-1) · the spread of the draws · sqrt(Q / (Q-1)); ratios in logarithms. The middle 95 % of
-the draws would be too narrow with few prompts. Coverage of both, measured on drawn rounds of prompts of known hardness
-(macro τ of a method; in brackets its difference to another; `make coverage`):
+    d[q] = Q · m(all prompts) - (Q - 1) · m(all but q)
 
-    prompts             3            5           12           40          120
-    percentiles     .75 (.74)    .81 (.82)    .90 (.89)    .94 (.93)    .95 (.92)
-    this one        .94 (.95)    .93 (.96)    .94 (.94)    .96 (.95)    .96 (.94)
+which for a mean over prompts is the prompt's own value. A difference between two methods has the differences of their
+pseudo-values: it is paired by prompt, so prompts that are easy for both cancel. Ratios are compared in logarithms. With
+S trainings, paired by their seed, d is (S, Q), and both seeds and prompts are random: the crossed analysis of variance
+(Clark 1973, with subjects and words in place of seeds and prompts), with mean squares S, Q and I of seeds, prompts and
+their interaction,
 
-**A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect". Holm's correction
-(1979) is for several methods that are compared with one; it is not made for several measures, positions or suites.
+    variance of the mean of d = (I + max(S - I, 0) + max(Q - I, 0)) / (seeds · prompts)
+    degrees of freedom by Satterthwaite (1946), S, Q and I all counted
 
-Q counts only the prompts that have rounds where a measure looks: of pos-acc at that position, of τ at that output
-position, input length or category. They may be few. Where 2, 3 or 5 of 60 prompts had any, intervals with Q = 60
-covered .64, .78 and .89, and with Q = 2, 3 and 5 they covered .95, .95 and .96 (`make coverage`). Those of two prompts
-reach below 1 and beyond K + 1, so fewer than three have none, nor a test.
+One training is the case S = I = 0: the t-interval over prompts. Its interval is for other prompts alone; that of
+several trainings is for other trainings too. Two trainings of one configuration often differ by more than two
+configurations do, so a claim about methods needs several.
 
-Letters: R draws, Q prompts, K draft positions. 0/0 is nan, shown as a dash. Where nothing varies between prompts, which
-few may do by chance, there is no interval either; but a share that is 0 or 1 in every prompt has one of width 0: it
-describes this sample, and proves nothing about others.
+`make coverage` says how often 95 % intervals hold the truth: over 5, 12 and 60 prompts .94 to .96 for every measure;
+over 5 trainings and 12 prompts .96 to .99, 60 prompts .95 to .99 (the share of seeds is never below 0, so where nothing
+but rounds varies they are too wide). With fewer than 5 trainings do not trust a p just below 0.05.
+
+**A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect", before Holm's
+correction (1979) for several methods that are compared with one. It is not made for several measures or positions.
+
+Prompts without a round that the measure looks at (a position, a column) do not count. They may leave few: fewer than
+three prompts have no interval, nor a test, nor do values without any spread, which a few may have by chance.
+
+Letters: S seeds, Q prompts, K draft positions; a row of counts says which prompts are in. 0/0 is nan, shown as a dash.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Self, TypeVar
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +42,7 @@ from scipy import stats
 from scipy.optimize import root_scalar
 
 Floats = NDArray[np.float64]
-LEVEL = 0.05  # of two-sided tests and of intervals
+LEVEL, POWER = 0.05, 0.8  # of two-sided tests and of intervals; of detectable effects
 FEWEST = 3  # prompts with a round that have an interval or a test
 
 
@@ -48,8 +51,8 @@ class Estimate:
     """A value and its 95 % interval; nan where the records do not define it."""
 
     value: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
     def text(self, form: str = ".2f") -> str:
         """The value, or a dash."""
@@ -63,6 +66,10 @@ class Estimate:
         """The value and, where there is one, its interval."""
         return self.text(form) + (f" ({self.interval(form)})" if self.interval(form) else "")
 
+    def within_share(self) -> Self:
+        """A share, whose interval ends at 0 and 1."""
+        return replace(self, low=max(self.low, 0.0), high=min(self.high, 1.0)) if self.interval() else self
+
     def percent(self) -> Self:
         """The same share in per cent."""
         return replace(self, value=100 * self.value, low=100 * self.low, high=100 * self.high)
@@ -70,75 +77,52 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison(Estimate):
-    """A difference between two methods (no effect: 0) or a ratio (no effect: 1).
+    """A difference between two methods (no effect: 0), or a ratio (no effect: 1).
 
     Attributes:
-        p: of the two-sided test that there is no effect.
-        holm: the same, corrected for all methods that are compared with the same one.
+        p: of the two-sided test that there is no effect, by Holm's correction for all methods that are compared with
+            the same one.
         detectable: minimum detectable effect, in either direction from "no effect": the smallest true effect that such
             a sample finds with 80 % power at 5 % two-sided, by Holm's first step, the strictest. 0.03 is a ratio of
             1.03. It is an estimate from the spread of this sample: over 5 seeds the true one may well be two thirds of
             it, or half as large again.
-        error: standard error of the difference, or of the ratio's logarithm.
-        freedom: its degrees of freedom.
+        no_effect: 0 or 1.
     """
 
-    p: float
-    holm: float
-    detectable: float
-    error: float
-    freedom: float
-
-    no_effect: ClassVar[float] = 0.0
+    p: float = math.nan
+    detectable: float = math.nan
+    no_effect: float = 0.0
 
     @property
     def identical(self) -> bool:
         """Whether there is no effect in any prompt or seed, so that nothing varies."""
-        return self.error == 0 and self.value == self.no_effect
+        return self.detectable == 0 and self.value == self.no_effect
 
     @property
     def direction(self) -> str:
-        """`larger` or `smaller` where the corrected p is below 0.05, else nothing."""
-        return "" if not self.holm < LEVEL else "larger" if self.value > self.no_effect else "smaller"
+        """`larger` or `smaller` where p is below 0.05, else nothing."""
+        return "" if not self.p < LEVEL else "larger" if self.value > self.no_effect else "smaller"
 
     def significance(self) -> str:
-        """The corrected p, or nothing."""
-        return "" if math.isnan(self.holm) else "p < 0.001" if self.holm < 0.001 else f"p {self.holm:.3f}"
-
-    def detectable_text(self, form: str = ".2f") -> str:
-        """The minimum detectable effect, or nothing."""
-        return "" if math.isnan(self.detectable) else f"±{self.detectable:{form}}"
+        """The p, or nothing."""
+        return "" if math.isnan(self.p) else "p < 0.001" if self.p < 0.001 else f"p {self.p:.3f}"
 
     def percent(self) -> Self:
         """The same difference of shares in percentage points."""
-        return replace(super().percent(), detectable=100 * self.detectable, error=100 * self.error)
-
-    def correct(self, tests: int, holm: float) -> Self:
-        """The same as one of several comparisons with one method, and its corrected p."""
-        return replace(self, holm=holm, detectable=detectable(self.error, self.freedom, tests))
+        return replace(super().percent(), detectable=100 * self.detectable)
 
 
-class Ratio(Comparison):
-    """A comparison whose `detectable` is of the ratio, and whose `error` of its logarithm."""
-
-    no_effect: ClassVar[float] = 1.0
-
-    def correct(self, tests: int, holm: float) -> Self:
-        corrected = super().correct(tests, holm)
-        return replace(corrected, detectable=math.expm1(corrected.detectable))
-
-
-Compared = TypeVar("Compared", bound=Comparison)
+# --- measures: (R, Q) counts and sums by prompt -> (R,) values ---
 
 
 @dataclass(frozen=True)
 class Sums:
-    """One method's records, summed by prompt.
+    """One training's records of one method, summed by prompt.
 
     Attributes:
         reach: (Q, K+1) rounds that accepted at least k tokens, k = 0..K; column 0 counts them all.
         tokens: (Q,) new tokens.
-        seconds: (Q,) total seconds.
+        seconds: (Q,) total seconds; nan where none were measured.
     """
 
     reach: Floats
@@ -146,12 +130,9 @@ class Sums:
     seconds: Floats
 
 
-# --- measures: (1+R, Q) counts and sums by prompt -> (1+R,) values ---
-
-
 def tau_micro(counts: Floats, sums: Sums) -> Floats:
     """Mean over rounds of accepted + 1: a round that accepts a tokens is counted in columns 0..a of `reach`."""
-    reach = counts @ sums.reach  # (1+R, K+1)
+    reach = counts @ sums.reach  # (R, K+1)
     return ratio(reach.sum(1), reach[:, 0])
 
 
@@ -162,8 +143,8 @@ def tau_macro(counts: Floats, sums: Sums) -> Floats:
 
 
 def pos_acc(counts: Floats, sums: Sums) -> Floats:
-    """#(accepted >= k) / #(accepted >= k-1) over rounds: (1+R, K)."""
-    reach = counts @ sums.reach  # (1+R, K+1)
+    """#(accepted >= k) / #(accepted >= k-1) over rounds: (R, K)."""
+    reach = counts @ sums.reach  # (R, K+1)
     return ratio(reach[:, 1:], reach[:, :-1])
 
 
@@ -172,80 +153,106 @@ def tokens_per_second(counts: Floats, sums: Sums) -> Floats:
     return ratio(counts @ sums.tokens, counts @ sums.seconds)
 
 
-def share(counts: Floats, holds: Floats) -> Floats:
-    """Share of prompts for which `holds` (Q,) is 1."""
-    return ratio(counts @ holds, counts.sum(1))
-
-
 def ratio(above: Floats, below: Floats) -> Floats:
     """Quotients, nan where `below` is 0."""
     return np.divide(above, below, out=np.full(np.shape(below), np.nan), where=np.not_equal(below, 0))
 
 
-# --- the bootstrap ---
+# --- the jackknife, and errors that are crossed ---
 
 
-def draw_counts(prompts: int, resamples: int, seed: int) -> Floats:
-    """How often each draw has each prompt: (1+R, Q), row 0 all ones. With one prompt there is no spread, and R is 0."""
-    sample = np.ones((1, prompts))
-    if prompts < 2:
-        return sample
-    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
-    return np.concatenate([sample, drawn.astype(float)])
+class Jackknife(NamedTuple):
+    """One measure of one training.
+
+    Attributes:
+        values: (1+Q,) of all prompts, then without each in turn.
+        counted: (Q,) bool, which prompts have what it measures.
+    """
+
+    values: Floats
+    counted: NDArray[np.bool_]
 
 
-def standard_error(values: Floats, prompts: int) -> float:
-    """Spread of the draws (1+R,) that have a value; their variance falls short by 1/Q. nan of fewer than `FEWEST`."""
-    drawn = values[1:][np.isfinite(values[1:])]
-    if not np.isfinite(values[0]) or drawn.size < 2 or prompts < FEWEST:
-        return math.nan
-    return float(drawn.std(ddof=1)) * math.sqrt(prompts / (prompts - 1))
+class Mean(NamedTuple):
+    """A value, its standard error (nan where it is not known), and the error's degrees of freedom."""
+
+    value: float
+    error: float
+    freedom: float
 
 
-def estimate(values: Floats, prompts: int) -> Estimate:
-    """The value of row 0 and, where it varies, its interval; `values` (1+R,), of `prompts` that have rounds."""
-    return interval(float(values[0]), standard_error(values, prompts) or math.nan, prompts - 1)
+def leave_one_out(prompts: int) -> Floats:
+    """Counts (1+Q, Q): all prompts, then all but one."""
+    return np.concatenate([np.ones((1, prompts)), 1 - np.eye(prompts)])
 
 
-def estimate_share(values: Floats, prompts: int) -> Estimate:
-    """The same for a share, also where it does not vary."""
-    return within_share(interval(float(values[0]), standard_error(values, prompts), prompts - 1))
+def pseudo_values(values: Floats) -> Floats:
+    """From the value of all prompts and without each (..., 1+Q), that of each prompt (..., Q); for a mean, its own."""
+    prompts = values.shape[-1] - 1
+    return prompts * values[..., :1] - (prompts - 1) * values[..., 1:]
 
 
-def within_share(share: Estimate) -> Estimate:
-    """A share whose interval ends at 0 and 1."""
-    return replace(share, low=max(share.low, 0.0), high=min(share.high, 1.0)) if share.interval() else share
+def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
+    """Standard error of the mean of effects (..., S, Q), and its degrees of freedom; S may be 1."""
+    seeds, prompts = effects.shape[-2:]
+    mean = effects.mean((-2, -1), keepdims=True)
+    by_seed, by_prompt = effects.mean(-1, keepdims=True), effects.mean(-2, keepdims=True)  # (..., S, 1), (..., 1, Q)
+    rest = effects - by_seed - by_prompt + mean
+    freedom = (seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1))
+    squares = (prompts * (by_seed - mean) ** 2, seeds * (by_prompt - mean) ** 2, rest**2)
+    s, q, i = (part.sum((-2, -1)) / max(free, 1) for part, free in zip(squares, freedom, strict=True))
+    variance = i + np.maximum(s - i, 0) + np.maximum(q - i, 0)
+    below = sum(part**2 / max(free, 1) for part, free in zip((s, q, i), freedom, strict=True))
+    satterthwaite = ratio(variance**2, np.asarray(below))
+    return np.sqrt(variance / (seeds * prompts)), np.fmax(satterthwaite, min(free for free in freedom if free))
+
+
+def mean_over(trainings: Sequence[Jackknife], others: Sequence[Jackknife] = (), logs: bool = False) -> Mean:
+    """The mean of a measure over trainings, or of its difference to others of the same seeds; `logs`: of logarithms."""
+    values = np.stack([own.values for own in trainings])  # (S, 1+Q)
+    values = np.log(values) if logs else values
+    if others:
+        theirs = np.stack([other.values for other in others])
+        values = values - (np.log(theirs) if logs else theirs)
+    every = [one.counted for one in (*trainings, *others)]
+    counted, fewest = np.any(every, axis=0), min(int(one.sum()) for one in every)
+    value = float(values[:, 0].mean())
+    if fewest < FEWEST:
+        return Mean(value, math.nan, math.nan)
+    error, freedom = crossed_error(pseudo_values(values[:, np.append(True, counted)]))
+    most = math.inf if fewest == counted.sum() else fewest - 1
+    return Mean(value, float(error), min(float(freedom), most))
 
 
 # --- from a standard error to intervals and tests ---
 
 
-def interval(value: float, error: float, freedom: float) -> Estimate:
-    """The t-interval of a value with a standard error of so many degrees of freedom."""
-    half = error * _quantile(freedom)
-    return Estimate(value, value - half, value + half)
+def interval(mean: Mean, logs: bool = False) -> Estimate:
+    """The t-interval; none without any spread. `logs`: of what the mean is the logarithm of."""
+    half = (mean.error or math.nan) * _quantile(mean.freedom)
+    found = Estimate(mean.value, mean.value - half, mean.value + half)
+    return Estimate(*map(math.exp, (found.value, found.low, found.high))) if logs else found
 
 
-def difference(value: float, error: float, freedom: float) -> Comparison:
-    """A difference compared with 0; not yet corrected for other comparisons."""
-    error = _spread(value, error)
-    ends, p = interval(value, error, freedom), _p(value, error, freedom)
-    return Comparison(value, ends.low, ends.high, p, p, detectable(error, freedom), error, freedom)
-
-
-def quotient(logarithm: float, error: float, freedom: float) -> Ratio:
-    """A ratio compared with 1, from its logarithm and the logarithm's standard error; not yet corrected for others."""
-    logs = difference(logarithm, error, freedom)
-    value, low, high = math.exp(logs.value), math.exp(logs.low), math.exp(logs.high)
-    return Ratio(value, low, high, logs.p, logs.p, math.expm1(logs.detectable), logs.error, freedom)
+def compare(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparison]:
+    """Methods that are all compared with the same one: differences, or ratios from their logarithms (`logs`)."""
+    means = {name: mean._replace(error=mean.error or _sure(mean)) for name, mean in means.items()}
+    p = {name: _p(mean) for name, mean in means.items()}
+    tests = sum(not math.isnan(each) for each in p.values())
+    found = {}
+    for (name, mean), corrected in zip(means.items(), holm(list(p.values())), strict=True):
+        ends, least = interval(mean, logs), detectable(mean.error, mean.freedom, tests)
+        least = math.expm1(least) if logs else least
+        found[name] = Comparison(ends.value, ends.low, ends.high, corrected, least, float(logs))
+    return found
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:
     """The true effect found with 80 % power at 5 % two-sided, over several tests; for one test about 2.8 errors."""
-    return error * _factor(freedom, LEVEL / max(tests, 1))
+    return error * _noncentrality(freedom, LEVEL / max(tests, 1))
 
 
-def holm(p: list[float]) -> list[float]:
+def holm(p: Sequence[float]) -> list[float]:
     """Holm's step-down correction: each p times the number of those not smaller, never decreasing; nan stays nan."""
     order = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
     corrected, least = [math.nan] * len(p), 0.0
@@ -255,11 +262,13 @@ def holm(p: list[float]) -> list[float]:
     return corrected
 
 
-def correct(comparisons: Mapping[str, Compared]) -> dict[str, Compared]:
-    """Comparisons with the same method, by the other one's name, each corrected for the others."""
-    corrected = holm([comparison.p for comparison in comparisons.values()])
-    tests = sum(not math.isnan(p) for p in corrected)
-    return {name: one.correct(tests, p) for (name, one), p in zip(comparisons.items(), corrected, strict=True)}
+def _sure(mean: Mean) -> float:
+    """The error of a mean without any spread: 0 of no effect, else not known, as a few prompts may agree by chance."""
+    return 0.0 if mean.value == 0 else math.nan
+
+
+def _p(mean: Mean) -> float:
+    return 1.0 if mean.error == 0 else float(2 * stats.t.sf(abs(mean.value) / mean.error, mean.freedom))
 
 
 @lru_cache
@@ -267,21 +276,10 @@ def _quantile(freedom: float, level: float = LEVEL) -> float:
     return float(stats.t.isf(level / 2, freedom)) if freedom > 0 else math.nan
 
 
-def _spread(value: float, error: float) -> float:
-    """The error; but nan for an error of 0, as two prompts may give by chance, unless the value is 0 too."""
-    return math.nan if error == 0 and value != 0 else error
-
-
-def _p(value: float, error: float, freedom: float) -> float:
-    if error == 0:
-        return 1.0
-    return float(2 * stats.t.sf(abs(value) / error, freedom))
-
-
 @lru_cache
-def _factor(freedom: float, level: float) -> float:
-    """The noncentrality at which t exceeds the upper critical value with probability 0.8, without the other tail."""
+def _noncentrality(freedom: float, level: float) -> float:
+    """That at which t exceeds the upper critical value with probability 0.8; the other tail is left out."""
     if not freedom > 0:
         return math.nan
     point = _quantile(freedom, level)
-    return root_scalar(lambda shift: stats.nct.sf(point, freedom, shift) - 0.8, bracket=(0, 2 * point)).root
+    return root_scalar(lambda shift: stats.nct.sf(point, freedom, shift) - POWER, bracket=(0, 2 * point)).root

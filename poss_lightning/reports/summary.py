@@ -1,111 +1,134 @@
-"""Records summed up by method and suite, for the tables of `poss compare` and `poss report`.
+"""Records summed up by method and suite: the measures of `statistics.py`, and each method compared with a reference.
 
-Each draft is one training, and the prompts are a random sample: intervals are for other prompts, not for other training
-seeds. `seeds.py` is for several trainings.
+A *training* is one draft that decoded all prompts: one for each method of a benchmark, or one for each seed of a
+sweep's choice, in folders CHOICE/seed-N. Trainings are paired by their seed, which gives the same order of data.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from poss_lightning.evaluation.records import BASELINES, Record
 from poss_lightning.reports import statistics
-from poss_lightning.reports.statistics import Comparison, Estimate, Floats, Sums, draw_counts, estimate
+from poss_lightning.reports.statistics import Comparison, Estimate, Floats, Jackknife, Sums
 
 ALL = "all"  # the name given to all suites together
+LOGS = ("tokens_per_second", "speed_up")  # measures that are averaged and compared in logarithms, so as ratios
+SHARES = ("pos_acc", "identical")  # measures, or their beginnings, that lie between 0 and 1
 Answers = dict[tuple, Record]  # one method's records, by suite, id, turn and repeat
+Cells = Mapping[tuple[str, int], list[Record]]  # (choice, training seed) -> what its folder holds
+
+
+class Training(NamedTuple):
+    """One training's answers, and those of the baselines that were decoded beside it, by name."""
+
+    answers: Answers
+    beside: dict[str, Answers]
 
 
 @dataclass(frozen=True)
 class MethodSummary:
     """One method over the prompts of one suite, or of all.
 
-    Attributes:
-        suite: the suite, or `ALL`.
-        rounds: how many were decoded.
-        tau_micro: tokens a round, bonus counted, over all rounds.
-        tau_macro: the mean over prompts of each prompt's mean (the published measure).
-        pos_acc: entry k-1 is the share of rounds that accept position k, of those that accept k-1.
-        tokens_per_second: new tokens over total seconds, prefill included.
-        speed_up: ratio of tokens per second to each other baseline's, by its name.
-        identical: share of prompts whose tokens, in all turns and repeats, are the first baseline's.
-        tau_micro_gain: difference to the reference method; None for itself, or if none was named.
-        tau_macro_gain: the same for `tau_macro`.
-        pos_acc_gain: the same by position, for the positions that both draft; empty where the others are None.
-        speed_gain: ratio of tokens per second to the reference method; None likewise, and of what does not
-            draft where the reference does.
+    Measures are `tau_macro` (the mean over prompts of each prompt's tokens a round, the published measure), `tau_micro`
+    (over all rounds), `pos_acc_1` and so on (the share of rounds that accept position k, of those that accept k-1),
+    `tokens_per_second` (prefill included), `speed_up` (tokens per second over the baseline's beside it) and `identical`
+    (share of prompts whose tokens, in all turns and repeats, are the baseline's). Those not defined are absent.
 
-    Comparisons are Holm-corrected for all methods that are compared with the same one.
+    Attributes:
+        seeds: of its trainings.
+        rounds: how many were decoded, in all trainings.
+        values: by measure, the mean over trainings.
+        gains: by measure, the comparison with the reference over the seeds of both; Holm-corrected for all methods.
+        trainings: by measure, each training's own value.
     """
 
     suite: str
     method: str
     prompts: int
+    seeds: tuple[int, ...]
     rounds: int
-    tau_micro: Estimate
-    tau_macro: Estimate
-    pos_acc: tuple[Estimate, ...]
-    tokens_per_second: Estimate
-    speed_up: dict[str, Comparison]
-    identical: Estimate
-    tau_micro_gain: Comparison | None
-    tau_macro_gain: Comparison | None
-    pos_acc_gain: tuple[Comparison, ...]
-    speed_gain: Comparison | None
+    values: dict[str, Estimate]
+    gains: dict[str, Comparison] = field(default_factory=dict)
+    trainings: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def pos_acc(self) -> list[Estimate]:
+        """pos-acc of positions 1 to K."""
+        return [value for name, value in self.values.items() if name.startswith("pos_acc")]
 
 
 def summarise(
-    records: list[Record],
+    trainings: Mapping[str, Mapping[int, Training]],
     *,
-    baseline: str | None = "autoregressive",
+    baseline: str | None = None,
     reference: str | None = None,
-    depths: dict[str, int] | None = None,
-    resamples: int = 2000,
-    seed: int = 0,
+    depths: Mapping[str, int] | None = None,
 ) -> list[MethodSummary]:
-    """Every method over all prompts, then over each suite if there are several; baselines first.
+    """Every method over all prompts, then over each suite if there are several.
 
     Args:
-        baseline: the method that `speed_up` and `identical` compare the others with; `speed_up` has the `BASELINES`
-            that are present as well. None for replayed rounds, which have no times.
+        trainings: of each method, by seed: `by_method` or `by_choice`.
+        baseline: what `speed_up` and `identical` are relative to, where every training has it beside itself.
         reference: the method that the gains compare the others with.
         depths: K by method; for other methods the most tokens ever accepted in a round.
 
     Raises:
-        ValueError: `baseline` or `reference` is no method of the records, `resamples` is below 1, a depth is exceeded,
-            or the methods do not cover the same prompts.
+        ValueError: `reference` is no method, a depth is exceeded, or the trainings do not cover the same prompts.
     """
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}; it must be at least 1")
-    methods = group(records)
-    for role, name in (("baseline", baseline), ("reference", reference)):
-        if name is not None and name not in methods:
-            raise ValueError(f"{role} is {name!r}; these records have the methods {', '.join(methods)}")
-    most = {name: choose_depth(name, answers, (depths or {}).get(name)) for name, answers in methods.items()}
-    suites = sorted({record.suite for record in records})
+    if reference is not None and reference not in trainings:
+        raise ValueError(f"reference is {reference!r}; these records have the methods {', '.join(trainings)}")
+    every = [one for by_seed in trainings.values() for one in by_seed.values()]
+    check_same_prompts(
+        {
+            (f"{name!r}, seed {seed}" if len(by_seed) > 1 else f"{name!r}"): one.answers
+            for name, by_seed in trainings.items()
+            for seed, one in by_seed.items()
+        }
+    )
+    beside = baseline if baseline and all(baseline in one.beside for one in every) else None
+    most = {
+        name: max(choose_depth(name, one.answers, (depths or {}).get(name)) for one in by_seed.values())
+        for name, by_seed in trainings.items()
+    }
+    suites = sorted({key[0] for one in every for key in one.answers})
     return [
-        summary
+        row
         for suite in ([ALL, *suites] if len(suites) > 1 else [ALL])
-        for summary in _summarise_suite(
-            suite,
-            select_suite(suite, methods),
-            depths=most,
-            baseline=baseline,
-            reference=reference,
-            resamples=resamples,
-            seed=seed,
-        )
+        for row in _summarise_suite(suite, trainings, most, beside, reference)
     ]
 
 
-def group(records: list[Record]) -> dict[str, Answers]:
+def by_method(records: Iterable[Record]) -> dict[str, dict[int, Training]]:
+    """Methods that were each trained once, and decoded beside one another."""
+    methods = group(records)
+    return {name: {0: Training(answers, methods)} for name, answers in methods.items()}
+
+
+def by_choice(cells: Cells) -> dict[str, dict[int, Training]]:
+    """A sweep's choices by seed; baselines were decoded beside each.
+
+    Raises:
+        ValueError: a cell lacks its choice.
+    """
+    trainings: dict[str, dict[int, Training]] = {}
+    for (choice, seed), records in cells.items():
+        methods = group(record for record in records if record.method in (choice, *BASELINES))
+        if choice not in methods:
+            names = ", ".join(dict.fromkeys(record.method for record in records))
+            raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {names}")
+        trainings.setdefault(choice, {})[seed] = Training(methods[choice], methods)
+    return {choice: dict(sorted(by_seed.items())) for choice, by_seed in trainings.items()}
+
+
+def group(records: Iterable[Record]) -> dict[str, Answers]:
     """The records by method, baselines first, each in one order of prompts.
 
     Raises:
-        ValueError: there is none, an answer is there twice, missing for one of the methods, or one to another prompt.
+        ValueError: an answer is there twice, missing for one of the methods, or one to another prompt.
     """
-    if not records:
-        raise ValueError("there are no records")
     methods: dict[str, Answers] = {}
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
         key = (record.suite, record.id, record.turn, record.repeat)
@@ -114,44 +137,111 @@ def group(records: list[Record]) -> dict[str, Answers]:
             how = "name the methods of several runs apart" if drafts else "decode all drafts in one benchmark"
             raise ValueError(f"{record.method!r} answers {describe_answer(key)} twice; {how}")
         methods[record.method][key] = record
-    every = sorted(set().union(*methods.values()), key=lambda key: (key[0], str(key[1]), *key[2:]))
-    for name, answers in methods.items():
-        if missing := [describe_answer(key) for key in every if key not in answers]:
-            shown = "; ".join(missing[:5]) + ("; …" if len(missing) > 5 else "")
-            raise ValueError(
-                f"{name!r} lacks {len(missing)} of {len(every)} answers that other methods have: {shown}. "
-                "Methods are compared on the same prompts"
-            )
-    for key in every:
-        check_same(*((f"{name!r}", answers[key]) for name, answers in methods.items()))
-    return {name: {key: answers[key] for key in every} for name, answers in methods.items()}
+    check_same_prompts({f"{name!r}": answers for name, answers in methods.items()})
+    order = sorted(next(iter(methods.values()), {}), key=lambda key: (key[0], str(key[1]), *key[2:]))
+    return {name: {key: answers[key] for key in order} for name, answers in methods.items()}
 
 
-def check_same(first: tuple[str, Record], *others: tuple[str, Record]) -> None:
-    """Refuse answers to different prompts under one name; each answer comes with the name of its method.
+def check_same_prompts(named: Mapping[str, Answers]) -> None:
+    """Refuse answers to different prompts.
 
     Prompts of the first turn must have the same length. Prompts of later turns hold the target's answers, which ties
     may change. Replayed rounds were read from an answer, so the tokens that both have must be the same too.
 
     Raises:
-        ValueError: the message names the answer and its methods.
+        ValueError: the message names an answer, and whose it is.
     """
-    name, answer = first
-    for other, record in others:
-        both = min(answer.new_tokens, record.new_tokens) if not (answer.seconds or record.seconds) else 0
-        if answer.turn == 0 and answer.prompt_tokens != record.prompt_tokens:
-            differ = f"prompts of {answer.prompt_tokens} and {record.prompt_tokens} tokens"
-        elif answer.tokens[:both] != record.tokens[:both]:
-            differ = "replays of different answers"
-        else:
-            continue
-        key = (answer.suite, answer.id, answer.turn, answer.repeat)
-        where = describe_answer(key)
-        raise ValueError(f"{name} and {other} have {differ} at {where}; methods are compared on the same texts")
+    first = next(iter(named), "")
+    for name, answers in named.items():
+        if differing := sorted(map(describe_answer, answers.keys() ^ named[first].keys())):
+            raise ValueError(
+                f"{name} and {first} differ in {len(differing)} answers, such as {differing[0]}. Methods are compared "
+                "on the same prompts"
+            )
+        for key, record in answers.items():
+            if differ := _difference(named[first][key], record):
+                where = f"{first} and {name} have {differ} at {describe_answer(key)}"
+                raise ValueError(f"{where}; methods are compared on the same texts")
+
+
+def _difference(one: Record, other: Record) -> str:
+    both = min(one.new_tokens, other.new_tokens) if not (one.seconds or other.seconds) else 0
+    if one.turn == 0 and one.prompt_tokens != other.prompt_tokens:
+        return f"prompts of {one.prompt_tokens} and {other.prompt_tokens} tokens"
+    return "replays of different answers" if one.tokens[:both] != other.tokens[:both] else ""
+
+
+def _summarise_suite(
+    suite: str,
+    trainings: Mapping[str, Mapping[int, Training]],
+    depths: Mapping[str, int],
+    baseline: str | None,
+    reference: str | None,
+) -> list[MethodSummary]:
+    measured = {  # method -> measure -> seed
+        name: _transposed({seed: _measure(one, suite, depths[name], baseline) for seed, one in by_seed.items()})
+        for name, by_seed in trainings.items()
+    }
+    for measure in ("speed_up", "identical"):  # the baseline compared with itself says nothing
+        measured.get(baseline or "", {}).pop(measure, None)
+    gains: dict[str, dict[str, Comparison]] = {name: {} for name in measured}
+    for measure, theirs in measured.get(reference or "", {}).items():
+        means = {}
+        for name, measures in measured.items():
+            seeds = [seed for seed in measures.get(measure, {}) if seed in theirs and name != reference]
+            if seeds:
+                pairs = [measures[measure][seed] for seed in seeds], [theirs[seed] for seed in seeds]
+                means[name] = statistics.mean_over(*pairs, logs=measure in LOGS)
+        for name, gain in statistics.compare(means, logs=measure in LOGS).items():
+            gains[name][measure] = gain
+    rows = []
+    for name, measures in measured.items():
+        answers = [_select(suite, one.answers) for one in trainings[name].values()]
+        values = {measure: _estimate(measure, [*by_seed.values()]) for measure, by_seed in measures.items()}
+        each = {measure: {seed: float(one.values[0]) for seed, one in own.items()} for measure, own in measures.items()}
+        prompts, rounds = (
+            len({key[:2] for key in answers[0]}),
+            sum(len(r.accepted) for a in answers for r in a.values()),
+        )
+        rows.append(MethodSummary(suite, name, prompts, tuple(trainings[name]), rounds, values, gains[name], each))
+    return rows
+
+
+def _measure(training: Training, suite: str, depth: int, baseline: str | None) -> dict[str, Jackknife]:
+    """Every measure of one training that its records define."""
+    answers = _select(suite, training.answers)
+    sums = sum_by_prompt(answers, depth)
+    counts, reached = statistics.leave_one_out(len(sums.tokens)), sums.reach.T > 0  # (K+1, Q)
+    every, measures = np.ones_like(reached[0]), {}
+    if reached[0].any():
+        measures["tau_macro"] = Jackknife(statistics.tau_macro(counts, sums), reached[0])
+        measures["tau_micro"] = Jackknife(statistics.tau_micro(counts, sums), reached[0])
+        shares = statistics.pos_acc(counts, sums).T
+        measures |= {f"pos_acc_{k + 1}": Jackknife(share, reached[k]) for k, share in enumerate(shares)}
+    if np.isfinite(sums.seconds).all():
+        speed = statistics.tokens_per_second(counts, sums)
+        measures["tokens_per_second"] = Jackknife(speed, every)
+        if baseline is not None:
+            beside = _select(suite, training.beside[baseline])
+            plain = statistics.tokens_per_second(counts, sum_by_prompt(beside, 0))
+            same = statistics.ratio(counts @ same_tokens(answers, beside), counts.sum(1))
+            measures |= {"speed_up": Jackknife(speed / plain, every), "identical": Jackknife(same, every)}
+    return measures
+
+
+def _transposed(by_seed: Mapping[int, dict[str, Jackknife]]) -> dict[str, dict[int, Jackknife]]:
+    names = dict.fromkeys(name for measures in by_seed.values() for name in measures)
+    return {name: {seed: own[name] for seed, own in by_seed.items() if name in own} for name in names}
+
+
+def _estimate(measure: str, trainings: list[Jackknife]) -> Estimate:
+    logs = measure in LOGS
+    found = statistics.interval(statistics.mean_over(trainings, logs=logs), logs)
+    return found.within_share() if measure.startswith(SHARES) else found
 
 
 def sum_by_prompt(answers: Answers, depth: int) -> Sums:
-    """One method's sums; `depth` is K."""
+    """One training's sums; `depth` is K."""
     rows = _rows(answers)
     prompts = max(rows, default=-1) + 1
     sums = Sums(np.zeros((prompts, depth + 1)), np.zeros(prompts), np.zeros(prompts))
@@ -172,91 +262,9 @@ def same_tokens(answers: Answers, others: Answers) -> Floats:
     return same
 
 
-def _summarise_suite(
-    suite: str,
-    methods: dict[str, Answers],
-    *,
-    depths: dict[str, int],
-    baseline: str | None,
-    reference: str | None,
-    resamples: int,
-    seed: int,
-) -> list[MethodSummary]:
-    sums = {name: sum_by_prompt(answers, depths[name]) for name, answers in methods.items()}
-    prompts = len(next(iter(sums.values())).tokens)
-    counts = draw_counts(prompts, resamples, seed)  # (1+R, Q), the same for every method
-    micro = {name: statistics.tau_micro(counts, of_prompts) for name, of_prompts in sums.items()}
-    macro = {name: statistics.tau_macro(counts, of_prompts) for name, of_prompts in sums.items()}
-    speed = {name: statistics.tokens_per_second(counts, of_prompts) for name, of_prompts in sums.items()}
-    shares = {name: statistics.pos_acc(counts, of_prompts).T for name, of_prompts in sums.items()}  # (K, 1+R)
-    reached = {name: (of_prompts.reach > 0).sum(0).tolist() for name, of_prompts in sums.items()}  # (K+1,) prompts
-    active = {name: having[0] for name, having in reached.items()}  # prompts that have rounds
-    # Speeds are compared among those that draft, as τ is, unless the reference does not.
-    timed = [name for name in methods if active[name] or not active.get(reference or "")]
-    baselines = dict.fromkeys(name for name in (baseline, *BASELINES) if name in methods)
-    every = dict.fromkeys(methods, prompts)
-    speed_ups = {other: _compare(speed, other, every, ratios=True) for other in baselines}
-    micro_gains = _compare(micro, reference, active)
-    macro_gains = _compare(macro, reference, active)
-    speed_gains = _compare({name: speed[name] for name in timed}, reference, every, ratios=True)
-    share_gains = [
-        _compare(
-            {name: values[k] for name, values in shares.items() if k < len(values)},
-            reference,
-            {name: having[k] for name, having in reached.items() if k < len(having)},
-        )
-        for k in range(depths[reference] if reference else 0)
-    ]
-    return [
-        MethodSummary(
-            suite=suite,
-            method=name,
-            prompts=prompts,
-            rounds=int(of_prompts.reach[:, 0].sum()),
-            tau_micro=estimate(micro[name], active[name]),
-            tau_macro=estimate(macro[name], active[name]),
-            pos_acc=tuple(map(statistics.estimate_share, shares[name], reached[name][:-1])),
-            tokens_per_second=estimate(speed[name], prompts),
-            speed_up={other: gains[name] for other, gains in speed_ups.items() if other != name},
-            identical=statistics.estimate_share(
-                statistics.share(counts, same_tokens(methods[name], methods[baseline or name])), prompts
-            ),
-            tau_micro_gain=micro_gains.get(name),
-            tau_macro_gain=macro_gains.get(name),
-            pos_acc_gain=tuple(gains[name] for gains in share_gains if name in gains),
-            speed_gain=speed_gains.get(name),
-        )
-        for name, of_prompts in sums.items()
-    ]
-
-
-def _compare(
-    values: dict[str, Floats], reference: str | None, prompts: dict[str, int], ratios: bool = False
-) -> dict[str, Comparison]:
-    """Compare (1+R,) values of every other method with the reference's: differences or ratios, corrected.
-
-    `prompts` are those that have values, of each method.
-    """
-    if reference is None:
-        return {}
-    fewest = {name: min(count, prompts[reference]) for name, count in prompts.items()}
-    scaled = {name: np.log(draws) if ratios else draws for name, draws in values.items()}
-    gains = {name: draws - scaled[reference] for name, draws in scaled.items() if name != reference}
-    compare = statistics.quotient if ratios else statistics.difference
-    return statistics.correct(
-        {
-            name: compare(float(gain[0]), statistics.standard_error(gain, fewest[name]), fewest[name] - 1)
-            for name, gain in gains.items()
-        }
-    )
-
-
-def select_suite(suite: str, methods: dict[str, Answers]) -> dict[str, Answers]:
+def _select(suite: str, answers: Answers) -> Answers:
     """The answers of one suite, or of `ALL`."""
-    return {
-        name: {key: record for key, record in answers.items() if suite in (ALL, record.suite)}
-        for name, answers in methods.items()
-    }
+    return {key: record for key, record in answers.items() if suite in (ALL, record.suite)}
 
 
 def _rows(answers: Answers) -> list[int]:

@@ -1,239 +1,180 @@
-"""Tables of the page and the terminal: values with intervals, comparisons with p and the minimum detectable effect."""
+"""Tables of what was found, for terminal, page and notebooks: pandas frames of texts, values with their intervals."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 
-from poss_lightning.evaluation.records import BASELINES
-from poss_lightning.reports.seeds import SeedSummary
+import pandas as pd
+
+from poss_lightning.reports.findings import Findings
+from poss_lightning.reports.lengths import length_tables
 from poss_lightning.reports.statistics import Comparison, Estimate
-from poss_lightning.reports.summary import ALL, MethodSummary
+from poss_lightning.reports.summary import ALL, LOGS, MethodSummary
 
 GAIN, RATIO, PERCENT = "+z.3f", ".3f", "+z.1f"  # how comparisons are written; z: no sign before a zero but +
-Measured = dict[str, SeedSummary]  # one choice's summaries, by measure
+TREES = ((2, 8), (4, 16), (6, 60))  # draft steps and nodes of the rounds whose cost is shown
+WORDS = {"tau_macro": "τ macro", "tau_micro": "τ micro", "speed_up": "speed-up", "tokens_per_second": "tokens/s"}
+VERDICTS = ("larger", "smaller", "identical", "no difference seen")
+Tables = dict[str, pd.DataFrame]  # by title
+LEGEND = (
+    "τ macro is the mean over prompts, τ micro over rounds. * is p < 0.05. Beside a comparison stand its p and, as ±, "
+    "its minimum detectable effect: the smallest true effect that it would find with 80 % power. Both are corrected "
+    "(Holm) for all methods that are compared with the same one."
+)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A value with the small lines below it; a comparison's `direction` is `larger` or `smaller` where it shows one."""
-
-    text: str
-    notes: tuple[str, ...] = ()
-    direction: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of one or more names and their cells; a column's name may have several lines. `folded`: hidden at first."""
-
-    title: str
-    names: Sequence[str]
-    columns: Sequence[Sequence[str]]
-    rows: Sequence[tuple[Sequence[str], Sequence[Cell]]]
-    folded: bool = False
+def overview(found: Findings) -> pd.DataFrame:
+    """Speed, speed-up and τ of every method, and its difference to the reference: as much as a terminal is wide."""
+    rows, reference = found.overall, found.reference
+    columns = {"method": [row.method for row in rows]}
+    columns["tok/s"] = [_text(row, "tokens_per_second", ".1f", brief=True) for row in rows]
+    if found.baseline != reference:
+        columns["speed-up"] = [_text(row, "speed_up") for row in rows]
+    full = not (reference and any(columns.get("speed-up", [])))  # else there is no room for its interval
+    columns["τ"] = [_text(row, "tau_macro", brief=not full) for row in rows]
+    if reference:
+        columns[f"τ − {reference}"] = [_brief(row.gains.get("tau_macro"), GAIN) for row in rows]
+    table = _table(columns)
+    if reference and f"τ − {reference}" not in table:
+        table[f"speed × {reference}"] = [_brief(row.gains.get(found.speed), ".2f") for row in rows]
+    return table
 
 
-def drop_empty_columns(table: Table) -> Table:
-    """The table without empty columns, such as the speeds of replayed rounds."""
-    kept = [
-        i
-        for i in range(len(table.columns))
-        if any(cells[i].text.strip("–") for _, cells in table.rows if i < len(cells))
-    ]
-    rows = [(names, [cells[i] for i in kept if i < len(cells)]) for names, cells in table.rows]
-    return replace(table, columns=[table.columns[i] for i in kept], rows=rows)
+def all_tables(found: Findings) -> Tables:
+    """Every table: methods, against the reference, by position, suite, length and category; what drafting costs."""
+    rows, reference = found.overall, found.reference
+    drafted = [row for row in rows if row.rounds]
+    tables = {"Methods": _methods(rows, found.baseline)}
+    if reference:
+        measures = ("tau_macro", "tau_micro", found.speed)
+        tables[f"Against {reference}"] = _gains(rows, measures)
+    tables["By suite"] = _by_suite([row for row in found.rows if row.suite != ALL], found)
+    tables["pos-acc by position, %"] = _positions(drafted)
+    if reference:
+        tables[f"pos-acc by position, % − {reference}"] = _positions(drafted, gains=True)
+    tables |= length_tables({row.method: found.answers[row.method] for row in drafted if row.method in found.answers})
+    tables["What drafting costs on this machine"] = _costs(found)
+    return {title: table for title, table in tables.items() if len(table) and len(table.columns) > 1}
 
 
-def stack_tables(title: str, by: str, tables: dict[str, Table]) -> Table:
-    """Tables of one kind as one, in which a row also has the name of its table, in a column called `by`."""
-    first, *_ = tables.values()
-    columns = list(dict.fromkeys(tuple(column) for table in tables.values() for column in table.columns))
-    named = list(dict.fromkeys(tuple(names) for table in tables.values() for names, _ in table.rows))
-    rows = []
-    for names in named:
-        for name, table in tables.items():
-            cells = next((cells for own, cells in table.rows if tuple(own) == names), None)
-            if cells is not None:
-                known = dict(zip(map(tuple, table.columns), cells, strict=False))  # a row may end early
-                rows.append(([*names, name], [known.get(column, Cell("")) for column in columns]))
-    return Table(title, [*first.names, by], columns, rows)
+def verdict(found: Findings) -> str:
+    """Who differs from the reference; without one, who is fastest, or has the largest τ."""
+    rows = {row.method: row for row in found.overall}
+    if found.reference:
+        measure = "tau_macro" if any("tau_macro" in row.gains for row in rows.values()) else found.speed
+        gains = {name: row.gains[measure] for name, row in rows.items() if measure in row.gains}
+        by_verdict: dict[str, list[str]] = {}
+        for name, gain in gains.items():
+            words = "identical" if gain.identical else gain.direction or "no difference seen"
+            by_verdict.setdefault(words, []).append(name)
+        sign = "×" if measure in LOGS else "−"
+        said = "; ".join(f"{words}: {_named(by_verdict[words])}" for words in VERDICTS if words in by_verdict)
+        return f"{WORDS[measure]} {sign} {found.reference} (Holm): {said}" if said else ""
+    best = "speed_up" if found.baseline else "tau_macro"
+    known = [row for row in rows.values() if best in row.values]
+    if not known:
+        return "no method here drafts"
+    first = max(known, key=lambda row: row.values[best].value)
+    value = first.values[best].with_interval()
+    return f"{first.method}: {value} × {found.baseline}" if found.baseline else f"largest τ: {first.method}, {value}"
 
 
-def make_cell(value: Estimate | None, form: str = ".2f") -> Cell:
-    """The value and its interval; of a comparison also the corrected p and the minimum detectable effect."""
-    if value is None:
-        return Cell("")
-    if not isinstance(value, Comparison):
-        return Cell(value.text(form), tuple(filter(None, [value.interval(form)])))
-    if value.identical:
-        return Cell("identical")
-    notes = [value.interval(form), value.significance(), value.detectable_text(form.replace("+", ""))]
-    return Cell(value.text(form), tuple(filter(None, notes)), value.direction)
+def gain_text(gain: Comparison | None, form: str = GAIN) -> str:
+    """A comparison with its interval, p and minimum detectable effect."""
+    if gain is None:
+        return ""
+    if gain.identical:
+        return "identical"
+    least = "" if gain.detectable != gain.detectable else f"±{gain.detectable:{form.replace('+', '')}}"
+    return " ".join(filter(None, [gain.with_interval(form), gain.significance(), least]))
 
 
-# --- over prompts: one training of each method ---
+def _methods(rows: list[MethodSummary], baseline: str | None) -> pd.DataFrame:
+    table = {"method": [row.method for row in rows], "trainings": [str(len(row.seeds)) for row in rows]}
+    table[f"speed-up over {baseline}"] = [_text(row, "speed_up") for row in rows]
+    table["tokens/s"] = [_text(row, "tokens_per_second", ".1f") for row in rows]
+    for measure in ("tau_macro", "tau_micro"):
+        table[WORDS[measure]] = [_text(row, measure) for row in rows]
+    table["sd of a training, τ macro"] = [_deviation(row) for row in rows]
+    same = [row.values.get("identical") for row in rows]
+    table[f"same tokens as {baseline}, %"] = ["" if one is None else one.percent().with_interval(".0f") for one in same]
+    table["rounds"] = [str(row.rounds or "") for row in rows]
+    return _table(table)
 
 
-def method_tables(summaries: list[MethodSummary], baseline: str | None, reference: str | None) -> list[Table]:
-    """Speed and acceptance, against the reference, by position, by suite; those that have no rows are left out."""
-    overall = [row for row in summaries if row.suite == ALL]
-    drafted = [row for row in overall if row.rounds]
-    tables = [_methods(overall, baseline)]
-    others = [row for row in drafted if row.method != reference]
-    if reference in {row.method for row in drafted} and others:  # of a baseline the table above tells
-        tables.append(_against(others, reference))
-    by_suite = [row for row in summaries if row.suite != ALL and row.method not in BASELINES]
-    if by_suite:
-        tables.append(_by_suite(by_suite, baseline, reference))
-    deepest = max(len(row.pos_acc) for row in overall)
-    places = [[str(place)] for place in range(1, deepest + 1)]
-    if drafted:
-        shares = [([row.method], [make_cell(share.percent(), ".0f") for share in row.pos_acc]) for row in drafted]
-        tables.append(Table("pos-acc by position, %", ["method"], places, shares, folded=True))
-    gains = [([row.method], [make_cell(gain.percent(), PERCENT) for gain in row.pos_acc_gain]) for row in drafted]
-    if any(cells for _, cells in gains):
-        tables.append(
-            Table(
-                f"pos-acc by position, % − {reference}",
-                ["method"],
-                places,
-                [row for row in gains if row[1]],
-                folded=True,
-            )
+def _gains(rows: list[MethodSummary], measures: Iterable[str]) -> pd.DataFrame:
+    others = [row for row in rows if row.gains]
+    table = {"method": [row.method for row in others]}
+    for measure in measures:
+        form, sign = (RATIO, "×") if measure in LOGS else (GAIN, "−")
+        table[f"{WORDS[measure]} {sign}"] = [gain_text(row.gains.get(measure), form) for row in others]
+    return _table(table)
+
+
+def _by_suite(rows: list[MethodSummary], found: Findings) -> pd.DataFrame:
+    rows = [row for row in rows if row.rounds]
+    table = {"method": [row.method for row in rows], "suite": [row.suite for row in rows]}
+    table["prompts"] = [str(row.prompts) for row in rows]
+    table |= {WORDS[measure]: [_text(row, measure) for row in rows] for measure in ("tau_macro", "tau_micro")}
+    table[f"τ macro − {found.reference}"] = [gain_text(row.gains.get("tau_macro")) for row in rows]
+    table[f"× {found.baseline}"] = [_text(row, "speed_up") for row in rows]
+    return _table(table)
+
+
+def _positions(rows: list[MethodSummary], gains: bool = False) -> pd.DataFrame:
+    """pos-acc in per cent, or its difference to the reference's in percentage points."""
+    rows = [row for row in rows if row.gains or not gains]
+    table = {"method": [row.method for row in rows]}
+    for k in range(1, max((len(row.pos_acc) for row in rows), default=0) + 1):
+        name = f"pos_acc_{k}"
+        texts = (
+            [gain_text(one and one.percent(), PERCENT) for one in (row.gains.get(name) for row in rows)]
+            if gains
+            else ["" if name not in row.values else row.values[name].percent().with_interval(".1f") for row in rows]
         )
-    return [drop_empty_columns(table) for table in tables]
+        table[str(k)] = texts
+    return _table(table)
 
 
-def _methods(rows: list[MethodSummary], baseline: str | None) -> Table:
-    present = {row.method for row in rows}
-    others = [name for name in dict.fromkeys((baseline, *BASELINES)) if name in present]
-    columns = [("speed-up over", name) for name in others]
-    columns += [("tokens/s",), ("tokens a round", "τ micro"), ("by prompt", "τ macro")]
-    columns += [("same tokens as", f"{baseline}, %"), ("rounds",)]
-    cells = [
-        [_plain(row.speed_up.get(name)) for name in others]
-        + [make_cell(row.tokens_per_second if baseline else None, ".1f")]
-        + [make_cell(row.tau_micro if row.rounds else None), make_cell(row.tau_macro if row.rounds else None)]
-        + [make_cell(row.identical.percent() if baseline not in (None, row.method) else None, ".0f")]
-        + [Cell(str(row.rounds or ""))]
-        for row in rows
-    ]
-    return Table("Speed and acceptance" if baseline else "Acceptance", ["method"], columns, _named(rows, cells))
-
-
-def _against(rows: list[MethodSummary], reference: str) -> Table:
-    columns = [("τ micro −", reference), ("τ macro −", reference), ("speed ×", reference)]
-    cells = [
-        [make_cell(row.tau_micro_gain, GAIN), make_cell(row.tau_macro_gain, GAIN), make_cell(row.speed_gain, RATIO)]
-        for row in rows
-    ]
-    return Table(f"Against {reference}", ["method"], columns, _named(rows, cells), folded=True)
-
-
-def _by_suite(rows: list[MethodSummary], baseline: str | None, reference: str | None) -> Table:
-    columns = [("τ micro",), ("τ macro",), *([("τ macro −", reference)] if reference else [])]
-    columns += [("speed-up over", baseline), ("prompts",)]
-    return Table(
-        "By suite",
-        ["suite", "method"],
-        columns,
-        [
-            (
-                [row.suite, row.method],
-                [make_cell(row.tau_micro), make_cell(row.tau_macro)]
-                + ([make_cell(row.tau_macro_gain, GAIN)] if reference else [])
-                + [_plain(row.speed_up.get(baseline or "")), Cell(str(row.prompts))],
-            )
-            for row in rows
-        ],
-        folded=True,
-    )
-
-
-def _plain(value: Comparison | None) -> Cell:
-    """A ratio without a test: that decoding with a draft has another speed than without needs no proof."""
-    return make_cell(value and Estimate(value.value, value.low, value.high))
-
-
-def _named(rows: list[MethodSummary], cells: list[list[Cell]]) -> list[tuple[Sequence[str], list[Cell]]]:
-    return [([row.method], values) for row, values in zip(rows, cells, strict=True)]
-
-
-# --- over seeds: several trainings of each choice ---
-
-
-def group_by_choice(summaries: Iterable[SeedSummary], suite: str = ALL) -> dict[str, Measured]:
-    """The summaries of one suite, by choice and measure."""
-    by_choice: dict[str, Measured] = {}
-    for summary in summaries:
-        if summary.suite == suite:
-            by_choice.setdefault(summary.choice, {})[summary.measure] = summary
-    return by_choice
-
-
-def seed_tables(summaries: list[SeedSummary], reference: str | None) -> list[Table]:
-    """Acceptance and speed over seeds, against the reference, by position, by suite."""
-    overall = group_by_choice(summaries)
-    rows = [([name], _means(row)) for name, row in overall.items()]
-    tables = [Table("Over training seeds", ["choice"], _COLUMNS, rows)]
-    others = {name: row for name, row in overall.items() if name != reference}
-    if reference and others:
-        tables += [_gains(reference, others, these_prompts=False), _gains(reference, others, these_prompts=True)]
-    suites = dict.fromkeys(summary.suite for summary in summaries if summary.suite != ALL)
-    by_suite = [([suite, name], row) for suite in suites for name, row in group_by_choice(summaries, suite).items()]
-    if by_suite:
-        rows = [
-            (names, _means(row) + ([make_cell(row["tau_macro"].gain, GAIN)] if reference else []))
-            for names, row in by_suite
+def _costs(found: Findings) -> pd.DataFrame:
+    """Milliseconds of a plain step, a draft step and of verifying; and the τ from which a round of some sizes pays."""
+    table: dict[str, list[str]] = {"method": list(found.costs)}
+    costs = found.costs.values()
+    table["plain step, ms"] = [f"{1000 * cost.verify[1]:.1f}" for cost in costs]
+    table["draft step, ms"] = [f"{1000 * cost.draft_step:.1f}" for cost in costs]
+    for steps, nodes in TREES:  # nothing is known of trees larger than the largest that was measured
+        known = [nodes <= max(cost.verify) for cost in costs]
+        seconds = [cost.verify_seconds(nodes) for cost in costs]
+        table[f"{nodes} nodes, ms"] = [
+            f"{1000 * each:.1f}" if is_known else "" for each, is_known in zip(seconds, known, strict=True)
         ]
-        columns = [*_COLUMNS, *([("τ macro −", reference)] if reference else [])]
-        tables.append(Table("By suite", ["suite", "choice"], columns, rows, folded=True))
-    shares = {name: position_summaries(row) for name, row in overall.items()}
-    places = [[str(place)] for place in range(1, max(map(len, shares.values())) + 1)]
-    rows = [([name], [make_cell(one.mean.percent(), ".1f") for one in positions]) for name, positions in shares.items()]
-    tables.append(Table("pos-acc by position, %", ["choice"], places, rows, folded=True))
-    if reference and others:
-        rows = [
-            ([name], [make_cell(one.gain and one.gain.percent(), PERCENT) for one in positions])
-            for name, positions in shares.items()
-            if name != reference
+        least = [cost.break_even(steps, nodes) for cost in costs]
+        table[f"{steps} steps pay from τ"] = [
+            f"{tau:.2f}" if is_known else "" for tau, is_known in zip(least, known, strict=True)
         ]
-        tables.append(Table(f"pos-acc by position, % − {reference}", ["choice"], places, rows, folded=True))
-    return [drop_empty_columns(table) for table in tables]
+    return _table(table)
 
 
-def position_summaries(measured: Measured) -> list[SeedSummary]:
-    """One choice's pos-acc, position by position."""
-    names = (f"pos_acc_{place}" for place in range(1, len(measured) + 1))
-    return [measured[name] for name in names if name in measured]
+def _table(columns: dict[str, list[str]]) -> pd.DataFrame:
+    """The columns in which something stands."""
+    return pd.DataFrame({name: texts for name, texts in columns.items() if any(texts)})
 
 
-_COLUMNS = [("seeds",), ("by prompt", "τ macro"), ("tokens a round", "τ micro"), ("speed-up",), ("tokens/s",)]
+def _text(row: MethodSummary, measure: str, form: str = ".2f", brief: bool = False) -> str:
+    value = row.values.get(measure)
+    return "" if value is None else value.text(form) if brief else value.with_interval(form)
 
 
-def _means(measured: Measured) -> list[Cell]:
-    measures = [("tau_macro", ".2f"), ("tau_micro", ".2f"), ("speed_up", ".2f"), ("tokens_per_second", ".1f")]
-    return [Cell(str(len(measured["tau_macro"].values)))] + [_mean(measured.get(name), form) for name, form in measures]
+def _brief(gain: Estimate | None, form: str) -> str:
+    """A comparison and its interval, marked where it is shown."""
+    if not isinstance(gain, Comparison):
+        return ""
+    return "identical" if gain.identical else gain.with_interval(form) + ("*" if gain.direction else "")
 
 
-def _mean(one: SeedSummary | None, form: str) -> Cell:
-    """The mean over seeds, its interval, and the standard deviation of a training."""
-    if one is None:
-        return Cell("")
-    shown = make_cell(one.mean, form)
-    spread = () if one.deviation != one.deviation else (f"sd {one.deviation:{form}}",)  # nan for a single seed
-    return Cell(shown.text, shown.notes + spread)
+def _deviation(row: MethodSummary) -> str:
+    """Standard deviation over trainings, over n - 1; nothing of one."""
+    values = pd.Series([*row.trainings.get("tau_macro", {}).values()], dtype=float)
+    return f"{values.std():.3f}" if len(values) > 1 else ""
 
 
-def _gains(reference: str, others: dict[str, Measured], these_prompts: bool) -> Table:
-    """Against the reference, for other prompts than these as well, or for these alone."""
-    measures = [("tau_macro", "τ macro −", GAIN), ("tau_micro", "τ micro −", GAIN)]
-    measures += [("speed_up", "speed-up ×", RATIO), ("tokens_per_second", "tokens/s ×", RATIO)]
-    title = f"Against {reference}, other seeds, " + ("these prompts" if these_prompts else "other prompts")
-    gain = "gain_these_prompts" if these_prompts else "gain"
-    columns = [("pairs",), *((words, reference) for _, words, _ in measures)]
-    rows = []
-    for name, measured in others.items():
-        values = [(measured.get(measure), form) for measure, _, form in measures]
-        gains = [make_cell(getattr(one, gain, None), form) for one, form in values]
-        rows.append(([name], [Cell(str(len(measured["tau_macro"].pairs))), *gains]))
-    return Table(title, ["choice"], columns, rows, folded=True)
+def _named(names: list[str], most: int = 4) -> str:
+    return ", ".join(names) if len(names) <= most else f"{len(names)} methods"

@@ -37,7 +37,7 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.interop.settings import OURS
+from poss_lightning.interop.settings import OURS, rope_parameters
 from poss_lightning.serving.engine import check_engine, count_steps, draft_position, write_keys_values
 
 METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
@@ -61,8 +61,8 @@ class Specialist(nn.Module):
         self.o_proj = RowParallelLinear(spec.heads * head_dim, width, bias=False, prefix=f"{within}.o_proj")
         self.mlp = LlamaMLP(width, draft.intermediate_size or spec.intermediate_size, "silu", prefix=f"{prefix}.mlp")
         self.post_attention_layernorm = RMSNorm(width, eps=spec.norm_eps)
-        theta = draft.rope_theta or spec.rope_theta
-        self.rotary = get_rope(head_dim, context, rope_parameters={"rope_type": "default", "rope_theta": theta})
+        self.norm_before_residual = draft.norm_before_residual
+        self.rotary = get_rope(head_dim, context, rope_parameters=rope_parameters(draft))
 
     def keys_values(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of an attention input (S, Z): keys and values, (S, kv heads * d) each."""
@@ -105,7 +105,8 @@ class NormedSpecialist(Specialist):
         return torch.cat([self.input_layernorm(embedded.contiguous()), self.hidden_norm(hidden.contiguous())], dim=-1)
 
     def residual(self, z: Tensor) -> Tensor:
-        return z.chunk(2, dim=-1)[1]
+        hidden = z.chunk(2, dim=-1)[1]
+        return self.hidden_norm(hidden.contiguous()) if self.norm_before_residual else hidden
 
 
 class Specialists(nn.Module):
@@ -136,8 +137,10 @@ class Specialists(nn.Module):
             _make_cache(layer, draft.target.head_dim, vllm_config, f"{name}.self_attn.attn")
             for layer, name in list(zip(layers, names, strict=True))[:cached]
         )
-        if draft.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(width, eps=draft.target.norm_eps) for _ in draft.layers)
+        if norms := draft.input_norms:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(parts * width // norms, eps=draft.target.norm_eps) for _ in range(norms)
+            )
         if draft.own_head:
             self.norm = RMSNorm(width, eps=draft.target.norm_eps)
 
@@ -155,7 +158,7 @@ class Specialists(nn.Module):
 
     def fuse(self, layers: Tensor) -> Tensor:
         """Outputs of the target's inner layers, side by side, as features: (S, R) -> (S, D)."""
-        if self.draft.fc_norm:
+        if self.draft.input_norms:
             parts = layers.chunk(len(self.fc_norm), dim=-1)
             layers = torch.cat([norm(x.contiguous()) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(layers)
@@ -233,6 +236,7 @@ NAMES = WeightsMapper(
     orig_to_new_prefix={
         "fc.": "model.fc.",
         "fc_norm.": "model.fc_norm.",
+        "input_norm.": "model.fc_norm.0.",
         "norm.": "model.norm.",
         "layers.": "model.layers.",
         "d2t": "draft_id_to_target_id",

@@ -1,24 +1,34 @@
-"""Chat templates: conversations -> token ids, the spans the assistant wrote in them, the tokens that stop it."""
+"""Chat: conversations -> token ids, the spans the assistant wrote in them, the tokens that stop it."""
 
-import hashlib
-import json
-import re
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
 
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-GUARD = "\ufdd0"  # stands in no text: Unicode keeps it for a program's own use
-_MARK = "\u241f user message \u241f"
+from poss_lightning.target.spelling import Spelling, any_of
+from poss_lightning.target.template import MARK, OTHER_MARK, THOUGHTS, Message, Template, Variables, thinking
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the target reads it."""
+    """A conversation, or its beginning, as the target reads it."""
 
     tokens: list[int]
     spans: list[tuple[int, int]]  # half-open token ranges written by the assistant, its stop token included
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer in its text: `prompt` + `lead` + `written`."""
+
+    prompt: str
+    lead: str  # what the template itself puts before it: a thought without text
+    written: str | list[int]  # the letters; or the tokens, where a target wrote it
+
+    @property
+    def before(self) -> str:
+        return self.prompt + self.lead
 
 
 class Chat:
@@ -32,158 +42,249 @@ class Chat:
     `{% generation %}` markers are not asked: where one begins and whether it holds the stop token or the newline after
     it differs from template to template, while the prompt is what the target really reads before it writes.
 
-    What people write cannot close their turn: the letters of a special token inside a message stay letters. They are
-    rendered with a `GUARD` behind the first of them, and both sides of a guard are tokenised apart, without it.
+    An answer with `tokens` is kept as these: what a target wrote is never rendered anew. What people write cannot close
+    their turn: the letters of a special token inside a message stay letters (`Spelling`).
+
+    Args:
+        tokenizer: a fast one, with a chat template.
+        generation_config: has stop tokens; others are the tokenizer's, and the one that the template writes behind
+            every answer.
+        variables: of the template, for all conversations: `{"enable_thinking": False}`.
+
+    Raises:
+        ValueError: the tokenizer gives no offsets, or has no chat template; a variable that cannot be one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig | None = None):
-        """Take the template from the tokenizer, the stop tokens from both.
-
-        Raises:
-            ValueError: the tokenizer gives no offsets, or has no chat template.
-        """
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        generation_config: GenerationConfig | None = None,
+        variables: Variables | None = None,
+    ):
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer (tokenizer.json)")
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: name an instruction-tuned target, or "
-                "save a template as chat_template.jinja beside tokenizer.json"
-            )
-        self._tokenizer = tokenizer
-        self._template = tokenizer.get_chat_template()
-        self.stops = _stops(tokenizer, generation_config)
+        self._tokenizer, self.template = tokenizer, Template(tokenizer, variables)
+        self.stops = _stops(tokenizer, generation_config) | _turn_ends(tokenizer, self.template)
         self._stop_texts = [text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text]
-        self._special = _special_texts(tokenizer, self._stop_texts)
-        self.digest = _digest(self._template, tokenizer.special_tokens_map)
+        self._spelling = Spelling(tokenizer, self._stop_texts)
+        self._special_ids = {*tokenizer.all_special_ids, *self.stops}
 
-    def render(self, messages: list[dict[str, str]]) -> Rendered:
-        """The whole conversation and the answers in it.
+    # --- conversations ---
 
-        `prompt(messages[:i])` is a token prefix of the result that ends where the span of answer i begins. An answer
-        that the template writes otherwise once the chat goes on (earlier reasoning dropped, say) was never generated
-        in this form: it is context and has no span.
+    def render(self, messages: list[Message], variables: Variables | None = None) -> Rendered:
+        """The last of `texts`: all of the conversation, mostly with all of its answers."""
+        texts = self.texts(messages, variables)
+        if texts:
+            return texts[-1]
+        return Rendered(self._spelling.tokens(self.template.text(*self._guarded(messages, variables)))[0], [])
+
+    def texts(self, messages: list[Message], variables: Variables | None = None) -> list[Rendered]:
+        """The conversation and the answers in it: one text, or several where the template rewrites earlier answers.
+
+        Every answer is in one of the texts, in the form in which it was written: `prompt(messages[:i])` is a token
+        prefix of its text. Where a template drops an answer's thoughts once the chat goes on, this answer ends a text
+        of its own. Answers of `weight` 0, and those that follow another, are in no span.
+
+        Args:
+            messages: role and content each; an answer may have `tokens`, and `finish_reason` "length" where it was cut.
+            variables: of the template, for this conversation.
 
         Raises:
-            ValueError: the template refuses the messages; nobody speaks before an answer; or the template renders a
-                finished answer so that it does not follow the generation prompt.
+            ValueError: the template refuses the messages, or leaves out something of what they say.
         """
-        messages = self._guarded(messages)
-        text = self._text(messages)
-        answers = self._answers(messages, text)
-        tokens, begins, cuts = self._encode(text, [start for start, _ in answers])
-        ends = [bisect_left(begins, end, lo=cut) for cut, (_, end) in zip(cuts, answers, strict=True)]
-        return Rendered(tokens, [(start, end) for start, end in zip(cuts, ends, strict=True) if start < end])
+        self._check_tokens(messages)
+        messages, variables = self._guarded(messages, variables)
+        self.template.check_rendered(messages, variables)
+        answers = {i: self._answer(messages, i, variables) for i in _answered(messages)}
+        remaining = {i for i in answers if messages[i].get("weight", 1)}
+        texts = []
+        while remaining:
+            tokens, spans = self._text_until(max(remaining), messages, answers, variables)
+            found = sorted(span for i, span in spans.items() if i in remaining)
+            texts.insert(0, Rendered(tokens, [(start, end) for start, end in found if start < end]))
+            remaining -= spans.keys()
+        return texts
 
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
+    def prompt(self, messages: list[Message], variables: Variables | None = None) -> list[int]:
         """Tokens of the conversation up to where the assistant begins to write.
 
         Raises:
             ValueError: no messages, the last is the assistant's, or as in `render`.
         """
-        messages = self._guarded(messages)
-        text = self._open(messages)
-        tokens, _, _ = self._encode(text, [start for start, _ in self._answers(messages, text)])
-        return tokens
+        messages, variables = self._guarded(messages, variables)
+        text = self._open(messages, variables)
+        self.template.check_rendered(messages, variables)
+        before = [self._open(messages[:i], variables) for i in _answered(messages)]
+        return self._spelling.encode(text, [len(prompt) for prompt in before if text.startswith(prompt)])[0]
 
-    def user_prompt(self, messages: list[dict[str, str]], opening: str = "") -> list[int]:
+    def user_prompt(self, messages: list[Message], opening: str = "") -> list[int]:
         """Tokens of the conversation up to where its user goes on from an opening.
 
         Raises:
             ValueError: as in `render`.
         """
-        text = self._text(self._guarded([*messages, {"role": "user", "content": _MARK}]))
-        return self._tokens(text.split(_MARK)[0] + self._guard(opening))[0]
+        text = self.template.text(self._spelling.guard([*messages, {"role": "user", "content": MARK}]), {})
+        return self._spelling.tokens(text.split(MARK)[0] + self._spelling.guard(opening))[0]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of tokens, without special tokens."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """The text of tokens, without special tokens, and without a stop token at the end."""
+        body = self._body(tokens)
+        return str(self._tokenizer.decode(body, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def _text(self, messages: list[dict[str, str]], open_answer: bool = False) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer)
-            return str(text)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+    def message(self, tokens: list[int]) -> Message:
+        """The answer that the target wrote as these tokens; `finish_reason` says whether it ended or was cut."""
+        finish = "length" if self._body(tokens) == tokens else "stop"
+        return {"role": "assistant", "content": self.text(tokens), "tokens": tokens, "finish_reason": finish}
 
-    def _open(self, messages: list[dict[str, str]]) -> str:
+    def is_plain(self, tokens: list[int]) -> bool:
+        """Whether the text of an answer says all of it: it has no special token before the stop token at its end."""
+        return not self._special_ids & set(self._body(tokens))
+
+    def _body(self, tokens: list[int]) -> list[int]:
+        return tokens[:-1] if tokens and tokens[-1] in self.stops else tokens
+
+    # --- answers ---
+
+    def _answer(self, messages: list[Message], i: int, variables: Variables) -> _Answer:
+        """What message i adds to its prompt: up to its first stop token, or, without one, to the content's end."""
+        message, prompt = messages[i], self._open(messages[:i], variables)
+        if tokens := message.get("tokens"):
+            return _Answer(prompt, "", tokens)
+        content, finished = message["content"], self.template.text(messages[: i + 1], variables)
+        shared = _shared(prompt, finished)
+        opened, tail = prompt[shared:], finished[shared:]
+        if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
+            raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
+        body, stop = self._until_stop(tail)
+        said, shown = _squeeze(content), _squeeze(body)
+        if not stop and said not in shown:
+            raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
+        _check_said(message, i, shown)
+        end = "" if message.get("finish_reason") == "length" else stop
+        if shown and shown != said and said.endswith(shown):  # it keeps the end of the content, and drops thoughts
+            return _Answer(prompt, "", _behind(opened, content) + end)
+        if opened:
+            raise ValueError(
+                f"message {i}: the chat template opens an answer with {opened!r} but writes a finished one "
+                f"with {tail[:40]!r}, so what the assistant wrote cannot be told"
+            )
+        if said not in shown:
+            raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
+        if not stop:
+            kept = content if content in body else content.strip()
+            body = body[: body.index(kept) + len(kept)] if kept in body else body
+        lead = self._empty_thought(messages[: i + 1], tail, shared, variables)
+        return _Answer(prompt, tail[:lead], body[lead:] + end)
+
+    def _until_stop(self, tail: str) -> tuple[str, str]:
+        """What stands before the first stop token, and that token's letters; "" where there is none."""
+        place, stop = min(((tail.index(stop), stop) for stop in self._stop_texts if stop in tail), default=(None, ""))
+        return tail[:place], stop
+
+    def _empty_thought(self, messages: list[Message], tail: str, shared: int, variables: Variables) -> int:
+        """Length of the thought without text that the template puts before an answer that has none; mostly 0.
+
+        It is what stands around a thought. What stands before any answer, as a channel's name, is the answer's own.
+        """
+        *before, answer = messages
+        if any(answer.get(name) for name in THOUGHTS):
+            return 0
+        inline = {"content": f"<think>\n{MARK}\n</think>\n\n{OTHER_MARK}"}
+        for thought in (thinking(MARK) | {"content": OTHER_MARK}, inline):
+            try:
+                text = self.template.text([*before, answer | thought], variables)
+            except ValueError:
+                continue
+            opening, _, rest = text[shared:].partition(MARK)
+            closing, found, _ = rest.partition(OTHER_MARK)
+            form = _squeeze(opening + closing)
+            if found and form and not _squeeze(answer["content"]).startswith(form):
+                length = next((n for n in range(1, len(tail) + 1) if _squeeze(tail[:n]) == form), 0)
+                blanks = closing[len(closing.rstrip()) :]
+                return length and length + (len(blanks) if tail[length:].startswith(blanks) else 0)
+        return 0
+
+    def _check_tokens(self, messages: list[Message]) -> None:
+        for i, message in enumerate(messages):
+            if (tokens := message.get("tokens")) and self.text(tokens) != message["content"]:
+                raise ValueError(
+                    f"message {i}: its tokens do not spell its content with this target's tokenizer; they are another "
+                    "target's, or its content was changed: extract with that target, or remove 'tokens'"
+                )
+
+    def _guarded(self, messages: list[Message], variables: Variables | None) -> tuple[list[Message], dict[str, Any]]:
+        return self._spelling.guard(messages), self._spelling.guard(dict(variables or {}))
+
+    def _open(self, messages: list[Message], variables: Variables) -> str:
         """Text up to where the assistant answers the last message."""
-        if not messages:
+        if not messages or messages[0]["role"] == "assistant":
             raise ValueError("nobody speaks before the answer: there are no messages, or message 0 is the assistant's")
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"nobody speaks before the answer: message {len(messages) - 1} is the assistant's too")
-        return self._text(messages, open_answer=True)
+        return self.template.text(messages, variables, open_answer=True)
 
-    def _answers(self, messages: list[dict[str, str]], text: str) -> list[tuple[int, int]]:
-        """Half-open character ranges of `text` that the assistant wrote."""
-        answers = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt, finished = self._open(messages[:i]), self._text(messages[: i + 1])
-                answer = self._answer(prompt, finished, message["content"], i)
-                if text.startswith(prompt + answer):
-                    answers.append((len(prompt), len(prompt + answer)))
-        return answers
+    # --- tokens ---
 
-    def _answer(self, prompt: str, finished: str, content: str, i: int) -> str:
-        """What message i adds to its prompt: up to its first stop token, or, without one, to the content's end."""
-        if not finished.startswith(prompt):
-            shared = next(n for n in range(len(prompt)) if not finished.startswith(prompt[: n + 1]))
-            raise ValueError(
-                f"message {i}: the chat template opens an answer with {prompt[shared:]!r} but writes a finished one "
-                f"with {finished[shared : shared + 40]!r}, so what the assistant wrote cannot be told"
-            )
-        tail = finished.removeprefix(prompt)
-        if "add_generation_prompt" not in self._template and not tail.lstrip().startswith(content.strip()):
-            raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
-        stops = [tail.index(stop) + len(stop) for stop in self._stop_texts if stop in tail]
-        bare = [tail.index(written) + len(written) for written in (content, content.strip()) if written in tail]
-        if not stops and not bare:
-            raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
-        return tail[: min(stops) if stops else bare[0]]
+    def _text_until(
+        self, last: int, messages: list[Message], answers: dict[int, _Answer], variables: Variables
+    ) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """Tokens of the conversation up to an answer, and the spans of this one and of those before it that are in it.
 
-    def _encode(self, text: str, starts: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Tokens of `text`, none of them reaching over a start of an answer.
-
-        Before a start stand the tokens of the prompt that ends there. Where the tokenizer would rather merge across it
-        ("\\n" + "\\n\\nHi"), what follows is tokenised apart: after this prompt the target could not write otherwise.
-
-        Returns:
-            The tokens, the character at which each begins, and the number of tokens before each start.
+        An earlier answer is in it where the text has it as it was written.
         """
-        tokens, begins, cuts, done = [], [], [], 0
-        for border in (*starts, len(text)):
-            cuts.append(len(tokens))
-            joint, joint_begins = self._tokens(text[:border])
-            if joint[: len(tokens)] == tokens:
-                tokens, begins = joint, joint_begins
-            else:
-                rest, rest_begins = self._tokens(text[done:border])
-                tokens, begins = tokens + rest, begins + [done + begin for begin in rest_begins]
-            done = border
-        return tokens, begins, cuts[1:]
-
-    def _tokens(self, text: str) -> tuple[list[int], list[int]]:
-        tokens, begins, done = [], [], 0
-        for part in text.split(GUARD):
-            encoding = self._tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            tokens += encoding["input_ids"]
-            begins += [done + begin for begin, _ in encoding["offset_mapping"]]
-            done += len(part) + len(GUARD)
-        return tokens, begins
-
-    def _guarded(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-        return [message | {"content": self._guard(message["content"])} for message in messages]
-
-    def _guard(self, content: str) -> str:
-        return self._special.sub(lambda found: found[0][:1] + GUARD + found[0][1:], content.replace(GUARD, ""))
+        end = answers[last]
+        text, written = end.prompt, end.written
+        if isinstance(written, str):
+            finished, text = self.template.text(messages[: last + 1], variables), end.before + written
+            text = finished if finished.startswith(text) else text
+        before = {i: answer for i, answer in answers.items() if i <= last and text.startswith(answer.before)}
+        borders = sorted({len(answer.prompt) for answer in before.values()})
+        tokens, begins, cuts = self._spelling.encode(text, borders)
+        first = dict(zip(borders, cuts, strict=True))
+        tokens = tokens if isinstance(written, str) else tokens + written
+        spans = {}
+        for i, answer in before.items():
+            cut, written = first[len(answer.prompt)], answer.written
+            if not isinstance(written, str):
+                if tokens[cut : cut + len(written)] == written:
+                    spans[i] = cut, cut + len(written)
+            elif text.startswith(written, len(answer.before)):
+                start = bisect_left(begins, len(answer.before), lo=cut)
+                spans[i] = start, bisect_left(begins, len(answer.before) + len(written), lo=start)
+        return tokens, spans
 
 
-def _special_texts(tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> re.Pattern[str]:
-    """Matches the letters of any special token, the longest where several begin."""
-    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    texts = sorted({*added, *tokenizer.all_special_tokens, *stops} - {""}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+def _answered(messages: list[Message]) -> list[int]:
+    """The places of answers to somebody: not the first message, nor one that follows another answer."""
+    roles = [message["role"] for message in messages]
+    return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
+
+
+def _check_said(message: Message, i: int, shown: str) -> None:
+    """Raise ValueError where an answer's thoughts or tool calls are not in what is shown of it."""
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
+    if _squeeze(thoughts) not in shown:
+        raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in shown:
+            raise ValueError(f"message {i}: the chat template leaves out its call of {call['function']['name']!r}")
+
+
+def _shared(one: str, other: str) -> int:
+    """Letters at the beginning of both."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _squeeze(text: str) -> str:
+    """The letters without white space: templates trim and indent."""
+    return "".join(text.split())
+
+
+def _behind(opened: str, content: str) -> str:
+    """What of a content follows the beginning that its prompt has already, if it begins with that too."""
+    opened, start = opened.strip(), content.lstrip()
+    return start.removeprefix(opened).lstrip() if opened and start.startswith(opened) else content
 
 
 def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig | None) -> frozenset[int]:
@@ -192,7 +293,9 @@ def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConf
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if isinstance(token, int))
 
 
-def _digest(template: str, special_tokens: dict[str, str]) -> str:
-    """16 hex digits of the template and of the special tokens that it names."""
-    used = {name: str(token) for name, token in special_tokens.items() if name in template}
-    return hashlib.sha256(json.dumps([template, used], sort_keys=True).encode()).hexdigest()[:16]
+def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template) -> frozenset[int]:
+    """The token that the template writes behind every answer, whether the chat goes on or not, if there is one."""
+    added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
+    ends = {found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.behind_answers()}
+    known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    return frozenset(known[end] for end in ends) if len(ends) == 1 and "" not in ends else frozenset()

@@ -7,7 +7,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.target.masks import FULL
-from poss_lightning.target.placement import undivided
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 
 
@@ -24,7 +23,7 @@ def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 
 
 def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
-    """The frozen embedding and head of a model with this spec; they share its memory, if they lie whole on one device.
+    """The frozen embedding and head of a model with this spec; they share its memory, if they lie on one device.
 
     Else the embedding is copied to the device of the head, where features come out.
 
@@ -32,9 +31,9 @@ def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
         NotImplementedError: as `plain_embed_head`.
     """
     embedding, head = plain_embed_head(model)
-    rows = undivided(head.weight)
+    rows = head.weight.detach()
     tied = head.weight is embedding.weight or rows.data_ptr() == embedding.weight.data_ptr()
-    table = rows if tied else undivided(embedding.weight).to(rows.device)
+    table = rows if tied else embedding.weight.detach().to(rows.device)
     return EmbedHead(table, rows, scale=spec.logit_scale, cap=spec.logit_cap)
 
 
@@ -85,6 +84,6 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        sample = undivided(parameter).flatten()[:64].to(torch.bfloat16).float().cpu()
+        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -2,13 +2,12 @@
 
 import importlib.metadata
 import importlib.util
-import shutil
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from poss_lightning.files import user_cache
+from poss_lightning.files import atomic_folder, user_cache
 from poss_lightning.terminal import announced, without_bars
 
 NAME = "embedded"
@@ -40,21 +39,15 @@ def unpack(gguf: Path, destination: Path) -> None:
     """Write the model of a GGUF file in bfloat16 as a folder of transformers, which appears only when it is whole."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from poss_lightning.target.loading import load_part
+
     source, file = gguf.parent, gguf.name
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=destination.name, dir=destination.parent))
-    try:
-        with without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
-            model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16, **_dense())
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-        temporary.replace(destination)
-    except OSError:
-        if not (destination / "config.json").is_file():  # else another process was first: its copy serves
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    # Where another process was first, its copy serves.
+    with suppress(FileExistsError), atomic_folder(destination) as temporary, without_bars():
+        tokenizer = load_part(AutoTokenizer, source, gguf_file=file)
+        model = load_part(AutoModelForCausalLM, source, gguf_file=file, dtype=torch.bfloat16, **_dense())
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 def _dense() -> dict:

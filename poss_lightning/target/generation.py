@@ -71,7 +71,12 @@ def prefill(
 
     Returns:
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).
+
+    Raises:
+        ValueError: a prompt is empty, or has a token that is none of the target's.
     """
+    for prompt in prompts:
+        target.check_tokens(prompt, "a prompt")
     tokens = pad_right(prompts, target.device)
     capacity = tokens.shape[1] + room
     if cache is None or not cache.slots.fits(len(prompts), capacity):

@@ -1,41 +1,25 @@
 """The frozen target: any transformers causal LM, used as features and a head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
-from poss_lightning.ranks import this_rank
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import SlotStore, Store, TreeCache, forward_of
+from poss_lightning.target.cache import SlotStore, TreeCache, forward_of
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, fingerprint, spec_of
-from poss_lightning.target.followers import Leader, Part, SharedStore, follow
+from poss_lightning.target.loading import explain, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
-from poss_lightning.target.placement import (
-    Parallel,
-    SpreadStore,
-    check_placement,
-    home_device,
-    is_divided,
-    kv_layout,
-    placement,
-)
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target.placement import Parallel, SpreadStore, home_device, layer_devices, placement
+from poss_lightning.target.template import Variables
 from poss_lightning.terminal import announced, without_bars
 
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
@@ -48,34 +32,41 @@ class Target(nn.Module):
 
     Features are the inputs of the LM head, so `embed_head.logits(features)` are the model's logits (checked here).
 
-    The model may lie on several devices (`device_map`), or be divided among processes that all do the same. Features,
-    embedding and head are on the head's device, and so is a draft.
+    The model may lie on several devices (`device_map`). Features, embedding and head are on the head's device, and so
+    is a draft.
 
     Args:
         model: a causal LM of transformers.
         tokenizer: a fast one, with a chat template.
         name: for messages and files.
+        chat_template_kwargs: variables of the chat template.
 
     Raises:
         ValueError: the model is not supported; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        name: str,
+        chat_template_kwargs: Variables | None = None,
+    ):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self._base_forward = forward_of(model.base_model)
-        self.chat = Chat(tokenizer, getattr(model, "generation_config", None))
+        self.chat = Chat(tokenizer, getattr(model, "generation_config", None), chat_template_kwargs)
         self.config = model.config.get_text_config()
         self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
-        self.is_divided = is_divided(model)
-        self.spans_devices = self.is_divided or len({value.device for value in model.parameters()}) > 1
-        self.leader: Leader | None = None  # on rank 0 of processes that share the model, where the others follow
+        self.spans_devices = len({value.device for value in model.parameters()}) > 1
         try:
-            self.spec = spec_of(model, name, self.chat.digest)
+            self.spec = spec_of(model, name, self.chat.template.digest)
             self.masks = LayerMasks.of(self.config, self.spec.context)
             self._find_parts()
             self._check()
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # whatever its code raises
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise ValueError(explain(name, error, str(model.device))) from error
+        except Exception as error:  # whatever its code raises
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 
     @classmethod
@@ -85,8 +76,8 @@ class Target(nn.Module):
         dtype: str | None = "auto",
         device: str = "auto",
         parallel: Parallel = "none",
-        together: bool = False,
         spared: int | None = None,
+        chat_template_kwargs: Variables | None = None,
     ) -> "Target":
         """Load a target.
 
@@ -95,15 +86,14 @@ class Target(nn.Module):
             dtype: "auto" for what the device multiplies fastest, "bfloat16", "float16" or "float32"; None for that of
                 its files.
             device: where it computes: "auto" for "cuda", else "mps", else "cpu"; or one of these.
-            parallel: "none" for one device; "layers" for one process that spreads its layers over all GPUs; "tensors"
-                for processes of torchrun that divide every layer. Then only rank 0 returns, and the others end with it.
-            together: with "tensors" all ranks return, and must all do the same with it.
+            parallel: "none" for one device; "layers" to spread its layers over all GPUs.
             spared: with "layers", number of a GPU that gets none.
+            chat_template_kwargs: variables of the chat template, as {"enable_thinking": False}.
 
         Raises:
-            FileNotFoundError: no such folder or hub id, a damaged one, or the embedded target's package is missing.
-            ValueError: an unknown dtype or device; weights missing, or larger than the memory for them; a model whose
-                logits are not head(feature).
+            FileNotFoundError: no such folder or hub id, or the embedded target's package is missing.
+            ValueError: an unknown dtype or device; no model of transformers, or a damaged one; weights missing, or
+                larger than the memory for them; a model whose logits are not head(feature).
         """
         device = home_device(parallel, device)
         if device.startswith("cuda"):
@@ -111,40 +101,22 @@ class Target(nn.Module):
         if dtype is not None:
             dtype = choose_dtype(dtype, device)
         source = _folder(name)
-        placed = placement(name, source, dtype, device, parallel, spared)
+        config = load_config(name, source)
+        placed = placement(name, source, config, dtype, device, parallel, spared)
         # Fingerprints are of numbers in bfloat16, whose smallest float16 lacks: they are taken before it is rounded.
         narrow = dtype == "float16" and not placed
-        try:
-            with announced(f"loading target {name}"), without_bars():
-                tokenizer = AutoTokenizer.from_pretrained(source)
-                kept = getattr(torch, dtype) if dtype and not narrow else "auto"
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    source, dtype=kept, output_loading_info=True, **placed
-                )
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"target {name!r} does not fit on {device}: {str(error).splitlines()[0]}") from error
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            needs = "config.json, tokenizer.json and model.safetensors"
-            raise FileNotFoundError(
-                f"target {name!r} is not a whole model, which needs {needs}: {str(error).splitlines()[0]}"
-            ) from error
-        model, loading = loaded
-        if missing := sorted(loading["missing_keys"]):
-            raise ValueError(
-                f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew"
-            )
-        check_placement(model, parallel)
+        with announced(f"loading target {name}"), without_bars():
+            kept = getattr(torch, dtype) if dtype and not narrow else "auto"
+            model, tokenizer = load_model(name, source, config, device, dtype=kept, **placed)
         as_saved = fingerprint(model) if narrow else None
         if as_saved:
             model = model.to(torch.float16)
         with announced(f"checking target {name}"):
-            target = cls((model if placed else model.to(device)).requires_grad_(False), tokenizer, name)
+            target = cls(model.requires_grad_(False), tokenizer, name, chat_template_kwargs)
         if as_saved:
             target.spec = replace(target.spec, fingerprint=as_saved)
         if target.device.type == "cuda" and placed:
             torch.cuda.set_device(target.device)  # where the draft computes, and what clocks measure
-        if parallel == "tensors" and not together:
-            target._lead_or_follow()
         return target
 
     def move(self, device: torch.device | str) -> None:
@@ -155,21 +127,9 @@ class Target(nn.Module):
     def _find_parts(self) -> None:
         """The model's embedding and head, and where its layers keep keys and values."""
         self.embed_head = embed_head_of(self.model, self.spec)
-        self.kv_layout = [(self.device, self.spec.kv_heads)] * self.config.num_hidden_layers
+        self.layer_devices = [self.device] * self.config.num_hidden_layers
         if self.spans_devices:
-            self.kv_layout = kv_layout(self.model, self.device)
-
-    def _lead_or_follow(self) -> None:
-        """Return on rank 0; the others serve it, and end."""
-        part = Part(self.model, self._new_store)
-        if this_rank().rank == 0:
-            self.leader = Leader(part, self.device)
-            return
-        empty = self.embed_head.embedding[:0].clone()
-        self.embed_head = EmbedHead(empty, empty)  # rank 0 alone makes logits
-        with self.without_defaults():
-            follow(part, self.device)
-        raise SystemExit
+            self.layer_devices = layer_devices(self.model, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -186,23 +146,26 @@ class Target(nn.Module):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether its steps can be CUDA graphs: not if they go from device to device, or wait for other processes."""
+        """Whether its steps can be CUDA graphs: not if they go from device to device."""
         return self.device.type == "cuda" and not self.spans_devices
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """An empty cache of `batch` rows and `capacity` slots."""
-        if self.leader is not None:
-            return TreeCache(SharedStore(self.leader, len(self.kv_layout), batch, capacity))
-        return TreeCache(self._new_store(batch, capacity))
+        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "dtype": self.dtype}
+        sizes |= {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}
+        if set(self.layer_devices) == {self.device}:
+            return TreeCache(SlotStore(layers=len(self.layer_devices), device=self.device, **sizes))
+        return TreeCache(SpreadStore(self.layer_devices, self.device, **sizes))
 
-    def _new_store(self, batch: int, capacity: int) -> Store:
-        """Of this process's keys and values."""
-        devices, (heads, *_) = zip(*self.kv_layout, strict=True)
-        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "heads": heads, "head_dim": self.spec.head_dim}
-        sizes["dtype"] = self.dtype
-        if set(devices) == {self.device}:
-            return SlotStore(layers=len(devices), device=self.device, **sizes)
-        return SpreadStore(list(devices), self.device, **sizes)
+    def check_tokens(self, tokens: Iterable[int], what: str) -> None:
+        """Raise ValueError where the embedding has no row for a token of `what`."""
+        rows = self.spec.vocab_size
+        if unknown := {token for token in tokens if not 0 <= token < rows}:
+            token = min(unknown)
+            raise ValueError(
+                f"token {token} of {what} ({self.tokenizer.decode([token])!r}) is none of {self.spec.name}'s {rows}: "
+                f"the tokenizer has {len(self.tokenizer)}; take that of these weights, or resize the embedding"
+            )
 
     # --- trees, behind a cache ---
 
@@ -230,7 +193,7 @@ class Target(nn.Module):
         positions = positions.clamp(max=self.spec.context - 1)
         mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype)
         with self._as_decoded():
-            output = self._forward(
+            output = self._base_forward(
                 cache, input_ids=tokens, attention_mask=mask, position_ids=positions, output_hidden_states=bool(layers)
             )
         features = output.last_hidden_state.to(self.device)
@@ -241,7 +204,7 @@ class Target(nn.Module):
     def text_features(self, tokens: Tensor) -> Tensor:
         """Features of whole right-padded texts: (B, T) -> (B, T, D). Padding changes nothing before it."""
         with self._as_decoded():
-            return self._forward(None, input_ids=tokens).last_hidden_state.to(self.device)
+            return self._base_forward(None, input_ids=tokens).last_hidden_state.to(self.device)
 
     def text_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`text_features`, and the outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
@@ -254,7 +217,7 @@ class Target(nn.Module):
         """
         self.check_layers(layers)
         with self._as_decoded():
-            output = self._forward(None, input_ids=tokens, output_hidden_states=True)
+            output = self._base_forward(None, input_ids=tokens, output_hidden_states=True)
         return output.last_hidden_state.to(self.device), torch.stack(self._inner(output, layers), dim=2)
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
@@ -262,12 +225,6 @@ class Target(nn.Module):
         last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
-
-    def _forward(self, cache: TreeCache | None, **inputs: Any) -> Any:
-        """The output of the base model, in this process, or in all that share it."""
-        if self.leader is not None:
-            return self.leader.forward(cache, **inputs)
-        return self._base_forward(cache, **inputs)
 
     def _inner(self, output: Any, layers: tuple[int, ...]) -> list[Tensor]:
         """Outputs of decoder layers, which are on their own devices."""
@@ -303,7 +260,7 @@ class Target(nn.Module):
         self.model.generation_config = GenerationConfig()
         try:
             with self._as_decoded():
-                yield self.leader or self.model
+                yield self.model
         finally:
             self.model.generation_config = usual
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from poss_lightning.draft.specialists import CONFIG, DraftConfig, Specialists
+from poss_lightning.draft.specialists import CONFIG, TRAINED_ON, DraftConfig, Specialists, decode_digests
 from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.terminal import announced
 
@@ -44,6 +44,7 @@ def _load_draft(checkpoint: Path) -> Specialists:
     try:
         draft = Specialists(config, weights.get("vocabulary"))
         draft.load_state_dict(weights)
+        draft.trained_on = decode_digests(stored.get(TRAINED_ON, ""))
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{checkpoint}: its state_dict does not fit its draft's config: {error}") from error
     return draft

@@ -1,6 +1,7 @@
 """The LightningModule around the unroll, the loss and the metrics."""
 
 from collections.abc import Callable
+from importlib import import_module
 from itertools import count
 from typing import Any, Literal
 
@@ -11,10 +12,12 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.specialists import TRAINED_ON, DraftConfig, Specialists, decode_digests, encode_digests
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
+from poss_lightning.features.trained import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.losses.slot_weights import dpace
 from poss_lightning.machine import check_kernel_tools
@@ -28,7 +31,7 @@ from poss_lightning.ranges import (
     Size,
     Tokens,
     Weight,
-    check_numbers,
+    refuse_numbers,
 )
 from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
@@ -36,6 +39,7 @@ from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps,
 from poss_lightning.training.strategies import FSDP2, DeepSpeed
 
 Source = FeatureStore | OnlineFeatures
+REPLAY = "poss_lightning.evaluation.probe.Replay"  # of a room above; by its name, as in a config
 
 
 class SpecialistTraining(lightning.LightningModule):
@@ -89,7 +93,6 @@ class SpecialistTraining(lightning.LightningModule):
         ValueError: a value out of its range, or a depth that never reaches every specialist.
     """
 
-    @check_numbers
     def __init__(
         self,
         store: str | Source,
@@ -117,9 +120,12 @@ class SpecialistTraining(lightning.LightningModule):
         not_finite: Literal["stop", "skip"] = "stop",
         chunk: Count | None = None,
     ):
+        refuse_numbers(SpecialistTraining, locals())
         super().__init__()
-        self.save_hyperparameters(ignore="store")
+        self.save_hyperparameters(ignore="store")  # those of a subclass too, as no frame stands between
         features = FeatureStore(store) if isinstance(store, str) else store
+        if isinstance(features, FeatureStore):  # so that `load_from_checkpoint` needs no more than the file
+            self.hparams["store"] = store if isinstance(store, str) else str(features.folder)
         start = Specialists.from_pretrained(start_from) if start_from else None
         vocabulary = _choose_vocabulary(features, vocabulary_size, start)
         config = DraftConfig(
@@ -159,7 +165,9 @@ class SpecialistTraining(lightning.LightningModule):
         # Validation goes as deep as decoding will, at whatever depth the draft is trained.
         self.eval_depth = max(config.depth, sum(allocation))
         config.check_depth(self.eval_depth)
-        self.loss_terms = tuple(dict.fromkeys(["token", "topk", *(name for name, w in self.loss_weights.items() if w)]))
+        own = ["extra"] if type(self).extra_losses is not SpecialistTraining.extra_losses else []
+        weighted = (name for name, weight in self.loss_weights.items() if weight)
+        self.loss_terms = tuple(dict.fromkeys(["token", "topk", *weighted, *own]))
         means: dict[str, Metric | MetricCollection] = {
             name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)
         }
@@ -168,6 +176,13 @@ class SpecialistTraining(lightning.LightningModule):
         self.val_drift = FeatureDrift(self.eval_depth) if config.predicts_feature else None
 
     # --- before it starts ---
+
+    def configure_callbacks(self) -> list[lightning.Callback]:
+        """`Replay`, which logs `val/tau_tree`, unless the trainer has one."""
+        module, _, name = REPLAY.rpartition(".")
+        replay = getattr(import_module(module), name)
+        there = any(isinstance(callback, replay) for callback in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        return [] if there else [replay()]
 
     def setup(self, stage: str) -> None:
         """Cast embedding and head to the dtype of the computation, whichever the store has.
@@ -187,6 +202,8 @@ class SpecialistTraining(lightning.LightningModule):
             self.trainer.strategy.shard(self.draft)
 
     def on_fit_start(self) -> None:
+        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
+            self.draft.trained_on |= {data.source.digest(index) for index in data.train}
         if self.hparams["not_finite"] == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
             raise ValueError("not_finite is skip, but DeepSpeed cannot undo the backward of a loss: make it stop")
         if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
@@ -226,7 +243,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     # --- a step of training ---
 
-    def training_step(self, batch: Batch) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
         # Finding the draft's top tokens and reading values takes time, so it is not done at every step.
         every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         logs = (self.trainer.global_step + 1) % every == 0
@@ -250,6 +267,16 @@ class SpecialistTraining(lightning.LightningModule):
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
 
+    def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor | None:
+        """A subclass' own losses of the features that were predicted, (K,), each summed over slots; None for none.
+
+        They are weighed over passes, and averaged over the optimizer step, as those of `loss`, to which they are added.
+
+        Args:
+            predictions: of each pass k, (B, T-1, D); slot t predicts the target's `batch.features[:, t + 1]`.
+            batch: pass k counts at slot t where k <= `batch.counts[:, t]`.
+        """
+
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
         """Forward and backward, and the step if everything is finite on every process."""
         loss = optimizer_closure()
@@ -272,7 +299,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     # --- validation ---
 
-    def validation_step(self, batch: Batch) -> dict[str, list[Tensor]]:
+    def validation_step(self, batch: Batch, batch_idx: int = 0) -> dict[str, list[Tensor]]:
         losses, predictions = self._losses(batch, self.eval_depth)
         for name, mean in self.val_losses.items():
             mean.update(losses.weighted if name == "weighted" else losses.terms[name], losses.slots)
@@ -280,6 +307,13 @@ class SpecialistTraining(lightning.LightningModule):
         if self.val_drift is not None:
             self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
         return {"predictions": predictions}  # for callbacks
+
+    def on_validation_start(self) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
+            return
+        if seen := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
+            rank_zero_warn(seen)
 
     def on_validation_epoch_end(self) -> None:
         means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
@@ -303,10 +337,12 @@ class SpecialistTraining(lightning.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
         checkpoint["draft"] = self.draft.config.to_json()
+        checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
         checkpoint["epoch_steps"] = epoch_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_draft(checkpoint, self.draft.config)
+        self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
         if self._trainer is not None:
             if self.trainer.state.fn == "fit":
                 adopt_rate(checkpoint, self.hparams)
@@ -349,6 +385,11 @@ class SpecialistTraining(lightning.LightningModule):
             draft_head=draft.lm_head.weight if draft.config.own_head else None,
             pass_weights=pass_weights,
         )
+        if (extra := self.extra_losses(predictions, batch)) is not None:
+            total = losses.total if pass_weights is None else losses.total + (pass_weights * extra).sum()
+            extra = extra.detach()
+            terms = losses.terms | {"extra": extra}
+            losses = losses._replace(weighted=losses.weighted + extra, total=total, terms=terms)
         return losses, predictions
 
     def _unrolled(self, batch: Batch, losses: PassLosses) -> dict[str, Tensor]:

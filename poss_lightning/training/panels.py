@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from poss_lightning import plots
 from poss_lightning.metrics import BINS
 from poss_lightning.target import embedded
 
@@ -80,19 +81,16 @@ def count_histograms(counts: Tensor) -> dict[int, dict]:
 
 def draw_acceptance(logged: dict[str, float], depth: int, step: int) -> Figure:
     """Plot pos-acc by position, one curve for each kind, from logged scalars by name."""
-    figure = Figure(figsize=(4.4, 3.4), layout="constrained")  # small, because TensorBoard shrinks it further
-    axes = figure.add_subplot()
-    for kind, marker in zip(KINDS, "o^s", strict=True):
-        curve = {k: logged.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
-        shown = {k: 100 * value for k, value in curve.items() if value is not None}
+    drawn = {}
+    for kind in KINDS:
+        by_depth = {k: logged.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
         tau = logged.get(f"val/tau_{kind}")
-        if shown:
-            axes.plot([*shown], [*shown.values()], marker=marker, label=kind + (f", τ {tau:.2f}" if tau else ""))
-    axes.set(xlabel="draft position", ylabel="accepted, if reached (%)", title=f"Acceptance after {step} steps")
-    axes.set(xlim=(0.8, depth + 0.2), ylim=(0, 100), xticks=range(1, depth + 1))  # the same at every step
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
+        if shown := {k: plots.Value(value) for k, value in by_depth.items() if value is not None}:
+            drawn[kind + (f", τ {tau:.2f}" if tau else "")] = shown
+    figure = plots.curves(
+        {f"Acceptance after {step} steps": drawn}, "draft position", "accepted, if reached", share=True
+    )
+    figure.axes[0].set(xlim=(0.8, depth + 0.2), ylim=(0, 1))  # the same at every step
     return figure
 
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -11,10 +11,10 @@ from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.losses.passes import chunk_on
 from poss_lightning.ranges import (
     Amount,
-    BatchTokens,
     Count,
     Position,
     Processes,
+    Range,
     Share,
     Size,
     Tokens,
@@ -49,7 +49,7 @@ def plan(
     target: str | None = None,
     allocation: list[Position] | None = None,
     depth: Position | None = None,
-    tokens: BatchTokens = 4096,
+    tokens: Annotated[int, Range(2, 2**24)] = 4096,
     strategy: Literal["one", "ddp", "fsdp2", "zero1", "zero2", "zero3"] | None = None,
     processes: Processes = 1,
     gpu: Amount = 80.0,
@@ -80,7 +80,7 @@ def plan(
             these by default.
         allocation: positions served by each specialist, e.g. [2, 2, 2]; PosS-1, PosS-2 and PosS-3 by default.
         depth: passes of the unroll in training; None for the sum of the allocation.
-        tokens: T, of a batch of one process, padding included.
+        tokens: T, of a batch of one process, padding included; a slot joins two of them.
         strategy: how processes share the work; by default "one", a process alone, or for several "ddp".
         processes: how many.
         gpu: GiB a process may fill.

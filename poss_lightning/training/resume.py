@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,6 +16,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.features.datamodule import FeatureData
 
 KEPT = ("optimizer", "betas", "weight_decay")  # hyperparameters that a checkpoint's optimizer holds
+FINISHED = "finished"  # the mark of `fit_once`
 
 
 def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
@@ -42,7 +45,7 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
     if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, which may have other numbers of steps
         learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
-        before = checkpoint.get("epoch_steps", steps)
+        before = checkpoint.get("epoch_steps") or steps
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
 
 
@@ -84,8 +87,29 @@ def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def epoch_steps(trainer: lightning.Trainer) -> int:
-    """Optimizer steps of an epoch."""
-    return -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
+    """Optimizer steps of an epoch; 0 before the data are there, as when `Tuner.lr_find` writes its checkpoint."""
+    batches = trainer.num_training_batches
+    return 0 if batches == inf else -(-int(batches) // trainer.accumulate_grad_batches)
+
+
+def has_outputs(folder: Path) -> bool:
+    """Whether a training left anything to go on with, or to keep: a draft, a checkpoint."""
+    return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
+
+
+def fetch_checkpoint(address: str, folder: Path) -> Path:
+    """The file at an address that fsspec reads, copied into a folder: Lightning would have its own ways to read it.
+
+    Raises:
+        ValueError: it cannot be read; the message says why.
+    """
+    copy = folder / "fetched.ckpt"
+    try:
+        files, path = fsspec.core.url_to_fs(address)
+        files.get_file(path, str(copy))
+    except Exception as error:  # every protocol has errors of its own
+        raise ValueError(f"ckpt_path {address} cannot be read: {error or type(error).__name__}") from error
+    return copy
 
 
 def folder_of(checkpoint: str | Path) -> Path:

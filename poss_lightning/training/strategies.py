@@ -73,6 +73,7 @@ def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
     with torch.device("meta"):  # draws no random numbers
         undivided = Specialists(draft.config, state.get("vocabulary"))
     undivided.load_state_dict(state, assign=True)
+    undivided.trained_on = draft.trained_on
     return undivided
 
 

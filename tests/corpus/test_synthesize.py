@@ -23,7 +23,7 @@ SIZES = {"conversations": 12, "turns": 2, "batch_size": 4, "user_tokens": 6, "an
 def loads_at_once(monkeypatch):
     """Any name but one is a folder of the tiny target; it is loaded from memory."""
     targets = {"tiny": tiny_target(0), "other": tiny_target(1)}
-    monkeypatch.setattr(module.Target, "load", lambda name, dtype, device, parallel: targets[name])
+    monkeypatch.setattr(module.Target, "load", lambda name, *rest, **options: targets[name])
     return targets["tiny"]
 
 
@@ -38,7 +38,8 @@ def test_conversations_are_as_asked_and_the_reader_takes_them(tmp_path):
     assert [record["id"] for record in records] == [f"0-{i:06d}" for i in range(12)]
     for record in records:
         assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * 2
-        assert all(message["content"].strip() == message["content"] != "" for message in record["messages"])
+        assert all(message["content"].strip() for message in record["messages"])
+        assert all("tokens" in message for message in record["messages"][1::2])
     assert len({record["messages"][0]["content"] for record in records}) == 12
     read = read_conversations(str(tmp_path / "corpus.jsonl"))
     assert [conversation.messages for conversation in read] == [record["messages"] for record in records]
@@ -51,7 +52,7 @@ def test_answers_are_the_targets_own(tmp_path, loads_at_once):
     for record in write(tmp_path / "corpus.jsonl", turns=1):
         question, answer = record["messages"]
         tokens = generate(loads_at_once, [chat.prompt([question])], 8, chat.stops)[0]
-        assert chat.text(tokens).strip() == answer["content"]
+        assert answer == chat.message(tokens)
 
 
 def test_answers_are_sampled_where_that_is_asked(tmp_path):
@@ -164,7 +165,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
     assert sorted(files) == ["killed.jsonl", "whole.jsonl"] and files["killed.jsonl"] == files["whole.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["settings.json", "000001.json", "killed.jsonl"])
+@pytest.mark.parametrize("name", ["settings.json", "000001.part.json", "killed.jsonl"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_kill_around_any_file_is_survived(tmp_path, monkeypatch, name, when):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -179,7 +180,7 @@ def test_a_kill_around_any_file_is_survived(tmp_path, monkeypatch, name, when):
 @pytest.mark.parametrize("change", [{"seed": 1}, {"temperature": 0.9}, {"turns": 1}, {"target": "other"}])
 def test_other_settings_do_not_go_on_with_the_same_parts(tmp_path, monkeypatch, change):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        dies_at(patch, "000001.json", "after")
+        dies_at(patch, "000001.part.json", "after")
         write(tmp_path / "corpus.jsonl")
     before = contents(tmp_path / "corpus.jsonl.parts")
     with pytest.raises(ValueError, match=f"begun with other settings .*{next(iter(change))}"):
@@ -198,15 +199,16 @@ def test_line_separators_inside_a_message_break_no_line(tmp_path, monkeypatch):
     """U+2028 and its like end a line for `str.splitlines`, not for JSON lines."""
     odd = "a\u2028b\u0085c\u2029d"
 
-    def texts(self, tokens):
-        return f"{odd} {tokens}"
+    def message(self, role, opening, tokens):
+        return {"role": role, "content": f"{odd} {tokens}"}
 
-    monkeypatch.setattr(module._Writer, "_text", texts)
+    monkeypatch.setattr(module._Writer, "_message", message)
     assert all(odd in message["content"] for record in write(tmp_path / "c.jsonl") for message in record["messages"])
 
 
 def test_unfit_texts_are_thrown_away_and_a_target_that_writes_nothing_new_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(module._Writer, "_text", lambda self, tokens: "always the same")
+    same = {"role": "user", "content": "always the same"}
+    monkeypatch.setattr(module._Writer, "_message", lambda self, *written: same)
     with pytest.raises(ValueError, match="no new conversation in 10 batches, after 1 of them"):
         write(tmp_path / "corpus.jsonl")
     assert not (tmp_path / "corpus.jsonl").exists()
@@ -216,8 +218,10 @@ def test_special_tokens_are_unfit_and_emptiness_is_seen(loads_at_once):
     writer = module._Writer(loads_at_once, 1, user=(Sampling(1.0), 8), answer=(GREEDY, 8))
     stop = min(loads_at_once.chat.stops)
     hello = loads_at_once.tokenizer("Hello ").input_ids
-    assert writer._text([*hello, stop]) == "Hello " == writer._text(hello)
-    assert writer._text([stop]) == "" and writer._text([*hello, 0, *hello]) is None
+    for tokens in ([*hello, stop], hello):
+        assert writer._message("user", "Oh ", tokens) == {"role": "user", "content": "Oh Hello"}
+        assert writer._message("assistant", "", tokens) == loads_at_once.chat.message(tokens)
+    assert writer._message("assistant", "", [stop]) is writer._message("user", "", [*hello, 0, *hello]) is None
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,46 @@ def test_a_chat_answers(model):
     assert model.chat("Hi", generation_config=GenerationConfig()) == longest
 
 
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]])
+def test_content_in_parts_is_their_text(model, system):
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
+    plain = [{"role": message["role"], "content": message["content"][0]["text"]} for message in system]
+    said = model.chat([*system, {"role": "user", "content": parts}], 12)
+    assert said == model.chat([*plain, {"role": "user", "content": "How many?"}], 12)
+
+
+USER, PICTURE = {"role": "user", "content": "Hi"}, {"type": "image_url", "image_url": {"url": "x"}}
+NO_CHATS = [
+    ([{"role": "user", "content": None}], "message 0 has no content; give a text"),
+    ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 has no content"),
+    ([{"content": "Hi"}], "message 0 has no 'role'"),
+    ([USER, {"role": 3, "content": "Hi"}], "message 1: unknown role 3"),
+    ([USER, "Hi"], "message 1 must be an object, it is a str"),
+    ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, PICTURE]}], "message 0 has a part .*image_url"),
+    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0: 'content' must be a text"),
+    ([{"role": "assistant", "content": "x"}], "message 0 is the assistant's"),
+    ([{"role": "assistant", "content": "x"}, USER], "message 0 is the assistant's"),
+    ([], "there are no messages"),
+]
+
+
+@pytest.mark.parametrize(("messages", "words"), NO_CHATS, ids=str)
+def test_what_is_no_chat_is_refused_in_a_line(model, messages, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        model.chat(messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_there_and_no_draft_is_named_before_the_target_is_loaded(target, tmp_path):
+    training = tmp_path / "version_0"
+    tiny_draft(target, [1, 1]).save_pretrained(training / "draft-best")
+    (training / "last.ckpt").touch()
+    for path, words in ((training, "is a training's folder; its draft is"), (training / "last.ckpt", "poss export")):
+        for draft in (path, str(path)):
+            with pytest.raises(ValueError, match=words):
+                load("no such target", draft=draft)
+
+
 def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):
     tiny_draft(target, [1, 1]).save_pretrained(tmp_path)
     inputs = padded("left")
@@ -184,12 +224,24 @@ BAD = [
     ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; it must lie between"),
     ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2; it must be 1, or more with do_sample=True"),
     ({"seed": 1, "generator": torch.Generator()}, ValueError, "seed and generator are both given"),
-    ({"generation_config": GenerationConfig(num_beams=4)}, ValueError, "generation_config sets num_beams; this reads"),
     ({"max_length": 3}, ValueError, "max_length is 3 and the prompt has 3 tokens"),
     ({"streamer": TextStreamer(None)}, ValueError, "streamer is for one prompt, and input_ids has 2"),
     ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
     ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, ValueError, "row 1 has 0 between real tokens"),
     ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, ValueError, "row 0 is all 0"),
+]
+
+
+BAD += [
+    ({"generation_config": GenerationConfig(do_sample=True, **one)}, ValueError, f"sets {next(iter(one))} to .*, which")
+    for one in (
+        {"num_beams": 4},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 5},
+        {"stop_strings": ["x"]},
+        {"return_dict_in_generate": True},
+        {"guidance_scale": 1.5},
+    )
 ]
 
 
@@ -243,6 +295,35 @@ def test_a_generation_config_gives_what_is_not_said(model, reference):
         model.generate(**inputs, generation_config=config), reference.generate(**inputs, generation_config=config)
     )
     assert model.generate(inputs["input_ids"], config, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+
+
+NEUTRAL = {  # what configs on the hub say that asks for nothing
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "guidance_scale": 1.0,
+    "suppress_tokens": [],
+    "cache_implementation": "dynamic",
+    "output_scores": False,
+    "num_return_sequences": 1,
+}
+
+
+@pytest.mark.parametrize("name", [*NEUTRAL, "all"])
+def test_what_a_config_says_without_asking_for_anything_is_taken(model, reference, name):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
+    said = NEUTRAL if name == "all" else {name: NEUTRAL[name]}
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=1, pad_token_id=2, **said)
+    expected = reference.generate(**inputs, max_new_tokens=7, eos_token_id=1, pad_token_id=2)
+    assert torch.equal(model.generate(**inputs, generation_config=config), expected)
+    draws = GenerationConfig(do_sample=True, top_k=20, max_new_tokens=7, eos_token_id=1, pad_token_id=2, **said)
+    drawn = model.generate(**inputs, do_sample=True, top_k=20, max_new_tokens=7, eos_token_id=1, pad_token_id=2, seed=3)
+    assert torch.equal(model.generate(**inputs, generation_config=draws, seed=3), drawn)
 
 
 def test_whether_a_config_draws_is_asked_of_the_arguments_too(model, reference):

@@ -186,10 +186,12 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
 
 
-def test_a_run_without_a_record_may_have_other_settings(whole, run, tmp_path):
-    (tmp_path / "run.json").write_bytes((whole / "run.json").read_bytes())
-    run(tmp_path, limit=1, repeats=1)
-    assert json.loads((tmp_path / "run.json").read_text())["config"]["repeats"] == 1
+def test_a_run_without_a_record_is_not_written_over(run, tmp_path):
+    """It may be of anything: records, or work that was begun, say that it is ours."""
+    (tmp_path / "run.json").write_text("mine")
+    with pytest.raises(FileExistsError, match="nothing to go on with"):
+        run(tmp_path, limit=1, repeats=1)
+    assert (tmp_path / "run.json").read_text() == "mine"
 
 
 def test_a_finished_run_is_left_alone(whole, run):

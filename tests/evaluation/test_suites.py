@@ -33,6 +33,8 @@ def test_our_own_suites_are_six_of_ten():
     assert read_suites([str(OWN)]) == questions
 
 
+CALL = {"function": {"name": "weather", "arguments": {}}}
+LATER = [{"role": "tool", "content": "x"}, *chat(("assistant", "x"), ("user", "b"))]
 FORMS = [
     ({"turns": ["a", "b"]}, ["a", "b"]),
     ({"prompt": "a"}, ["a"]),
@@ -41,10 +43,15 @@ FORMS = [
     ({"messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
     ({"messages": chat(("user", "a"), ("assistant", "x"))}, ["a"]),
     ({"messages": chat(("user", "a"), ("user", "b"), ("assistant", "x"), ("user", "c"))}, ["a\n\nb", "c"]),
-    ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["s\n\na", "b"]),  # no answers
+    ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["a", "b"]),  # no answers
     ({"messages": chat(("user", "a"), ("user", "b"), ("system", "s"))}, ["a", "b\n\ns"]),
     ({"messages": chat(("assistant", "unasked"), ("user", "a"))}, ["a"]),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
+    ({"turns": ["a"], "system": "s"}, ["a"]),
+    ({"instruction": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
+    ({"question": "a", "answer": "x"}, ["a"]),
+    ("a", ["a"]),
+    ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
 ]
@@ -56,6 +63,8 @@ def test_every_form_of_a_record(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     questions = read_suites([str(tmp_path / name)])
     assert [question.turns for question in questions] == [turns for _, turns in FORMS]
+    openings = [question.opening for question in questions if question.opening]
+    assert openings == [chat(("system", "s"))] * 2
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
 
 
@@ -97,9 +106,9 @@ def test_line_separators_inside_a_turn_break_no_question(tmp_path):
     ("data", "words"),
     [
         (b'{"turns": ["a"]}\n{oops\n', r"suite\.jsonl:2: not JSON"),
-        (b'{"turns": ["a"]}\n\n\xff\n', r"suite\.jsonl:3: not JSON"),
-        (b"[1]\n", r"suite\.jsonl:1: a record must be an object, it is a list"),
-        (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `prompt` \(.*\); it has text, n"),
+        (b'{"turns": ["a"]}\n\n\xff\n', r"suite\.jsonl:3: not UTF-8 text"),
+        (b"[1]\n", r"suite\.jsonl:1: a record must be an object, it is a int"),
+        (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
         (b'{"turns": ["a", " "]}\n', r"suite\.jsonl:1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
         (b'{"turns": [3]}\n', r"suite\.jsonl:1: turn 1 of `turns` is 3; it must be a text that is not blank"),
         (b'{"prompt": ""}\n', r"suite\.jsonl:1: `prompt` is ''; it must be a text that is not blank"),
@@ -107,7 +116,7 @@ def test_line_separators_inside_a_turn_break_no_question(tmp_path):
         (b'{"turns": ["a", ""]}\n', r"suite\.jsonl:1: turn 2 of `turns` is ''"),
         (b'{"prompt": 3}\n', r"suite\.jsonl:1: `prompt` is 3"),
         (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` is '\\ud83d'"),
-        (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: messages\[0\]: unknown role 'tool'"),
+        (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: `messages` has no message of a user"),
         (b'{"conversations": [{"from": "gpt", "value": "a"}]}\n', r":1: `conversations` has no message of a user"),
         (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
         (b'{"turns": ["a"], "question_id": -1}\n', r"suite\.jsonl:1: question_id is -1; it must be a number of at"),
@@ -130,10 +139,10 @@ def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
     [
         ("nowhere", "suite 'nowhere' is no .jsonl file, .* chat, code, .*hub:mt_bench"),
         ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
-        ("chat?feild=a", "'feild' is no option; there are field"),
-        ("chat?field", "'field' is no option; .* each NAME=VALUE"),
-        ("chat?", "'' is no option; there are field"),
-        ("hub:gsm8k?field=a", "'field' is no option; there are repo, config, split, revision"),
+        ("chat?feild=a", "'feild' is not an option; there are field"),
+        ("chat?field", "'field' is not an option; .* each NAME=VALUE"),
+        ("chat?", "'' is not an option; there are field"),
+        ("hub:gsm8k?field=a", "'field' is not an option; there are repo, config, split, revision"),
         ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
     ],
 )
@@ -221,7 +230,7 @@ def test_speed_bench_from_a_copy_and_from_the_files_of_its_script(tmp_path):
     questions = read_suites([f"hub:speed_bench_1k?repo={copy}"])
     assert vars(questions[0]) == {"suite": "speed_bench_1k"} | {"id": row["question_id"]} | {
         name: row[name] for name in ("category", "turns")
-    }
+    } | {"opening": [], "template": {}}
     written = row | {"messages": chat(*(("user", turn) for turn in row["turns"]))}
     del written["turns"]
     (tmp_path / "throughput_1k.jsonl").write_text(lines(written))
@@ -286,7 +295,6 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
         ("?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
         ("?config=nosuch", "cannot be read by datasets: .*nosuch.* Available"),
         ("?field=text", "talks.field=text row 1: has no `text`; it has question"),
-        ("", "talks row 1: has no `turns`"),
     ],
 )
 def test_data_sets_without_what_is_asked_for(tmp_path, options, words):

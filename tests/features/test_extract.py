@@ -1,7 +1,6 @@
 """`poss extract`: what it stores, and that a killed run ends with the bytes of one that was not."""
 
 import random
-import re
 from pathlib import Path
 
 import datasets
@@ -13,9 +12,11 @@ from poss_lightning.features.encoding import decode, encode
 from poss_lightning.features.extract import plan_shards, tokenize, write_store
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.files import MARK
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from tests.support.stores import ROLES, SIZES, WORDS, contents, dies_after, dies_at, make_conversations
+from tests.support.templates import MISTRAL
 from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
 
 
@@ -92,7 +93,10 @@ def test_what_a_machine_that_died_left_is_removed(whole, target, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         write_store(tmp_path, target, make_conversations(), **SIZES)
     monkeypatch.undo()
-    (tmp_path / ".shard-00001.arrow.another-machine.tmp").write_bytes(b"half")
+    left = tmp_path / ".poss.another-machine.12345678.tmp"
+    left.mkdir()
+    (left / "shard-00001.arrow").write_bytes(b"half")
+    (left / MARK).touch()
     write_store(tmp_path, target, make_conversations(), **SIZES)
     assert contents(tmp_path) == contents(whole)
 
@@ -176,24 +180,32 @@ def test_a_corpus_without_answers_within_the_length_is_refused(target, tmp_path)
     assert not (tmp_path / "store").exists()
 
 
-def test_what_is_left_out_is_told(caplog):
-    """Of two-turn conversations the first answer, which this template writes otherwise later; then what is cut off."""
+def conversation(name: str, *turns: str) -> Conversation:
+    roles = ("user", "assistant")
+    return Conversation(name, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)])
+
+
+def test_an_answer_that_the_template_rewrites_later_is_a_text_of_its_own(caplog):
     later = "{{ message['content'][(1 if message['role'] == 'assistant' and not loop.last else 0):] }}"
     target = Target(tiny_model(), tiny_tokenizer(CHATML.replace("{{ message['content'] }}", later)), "tiny")
-    said = [[("user", "hi"), ("assistant", "a cat sat")], [("user", "so"), ("assistant", "blue")] * 2]
-    conversations = [
-        Conversation(str(i), [{"role": role, "content": text} for role, text in own]) for i, own in enumerate(said)
-    ]
-    texts = tokenize(target, conversations, 500)
-    assert [len(text.spans) for text in texts] == [1, 1]
-    why = "left out 1 of 3 answers: 1 that the chat template writes otherwise .* 0 with less .* so 0 of 2 conversations"
-    assert re.search(why, caplog.text)
-    caplog.clear()
-    length = max(text.spans[0][0] for text in texts)  # ends where the second conversation's answer begins
-    assert len(tokenize(target, conversations, length)) == 1
-    assert re.search(f"left out 2 of 3 answers: 1 .*, 1 .* first {length}; and so 1 of 2 conversations", caplog.text)
-    caplog.clear()
-    assert len(tokenize(tiny_target(), conversations, 500)) == 2 and not caplog.text
+    texts = tokenize(target, [conversation("a", "hi", "a cat sat"), conversation("b", "so", "blue", "so", "red")], 500)
+    assert {text.id: len(text.spans) for text in texts} == {"a": 1, "b/1": 1, "b/2": 1} and not caplog.text
+    by_id = {text.id: text.conversation for text in texts}
+    assert by_id["b/1"] == by_id["b/2"] != by_id["a"]
+
+
+def test_what_is_left_out_is_told(caplog):
+    """What has no room, and what the template refuses: both by number, the second with its reason."""
+    target = Target(tiny_model(), tiny_tokenizer(MISTRAL), "tiny")
+    talks = [conversation(str(i), "hi", "a cat sat") for i in range(20)]
+    refused = Conversation("x", [{"role": "system", "content": "s"}, *talks[0].messages])
+    length = tokenize(target, talks[:1], 500)[0].spans[0][0]
+    long = conversation("long", "hi " * 30, "no room")
+    assert len(tokenize(target, [*talks, refused, long], length + 4)) == 20
+    assert "1 of 22 conversations that the chat template does not take\n  conversation x: " in caplog.text
+    assert f"left out 1 texts whose answers have less than two of the first {length + 4} tokens" in caplog.text
+    with pytest.raises(CorpusError, match="conversation x: the chat template refuses"):
+        tokenize(target, [*talks, refused], 500, strict=True)
 
 
 # --- 8 bits, and layers ---

@@ -86,7 +86,7 @@ def test_a_target_that_moved_has_one_embedding():
     target.move("cpu")
     assert target.embed_head.embedding.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
     target.move("meta")
-    assert {device.type for device, _ in target.kv_layout} == {target.embed_head.head.device.type} == {"meta"}
+    assert {device.type for device in target.layer_devices} == {target.embed_head.head.device.type} == {"meta"}
 
 
 def test_a_store_or_a_corpus(both):

@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
+from poss_lightning.features.schedule import split
 from poss_lightning.features.store import FeatureStore
 from tests.support.stores import SIZES, make_conversations
 
@@ -119,7 +122,9 @@ def test_a_store_of_before_there_were_layers_is_read(folder, whole):
 def test_shards_of_other_columns_are_refused(folder):
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": [1]}))
-    with pytest.raises(StoreError, match=r"shard-00000\.arrow cannot be read \(its columns are id, length"):
+    with pytest.raises(
+        StoreError, match=r"shard-00000\.arrow cannot be read \(its columns are id, conversation, length"
+    ):
         FeatureStore(folder)
 
 
@@ -200,7 +205,7 @@ def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
 def make_data(whole: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
     data = FeatureData(str(whole), **{"batch_tokens": 200, "validation": 0.3, **changes})
     data.trainer = SimpleNamespace(
-        _accelerator_connector=SimpleNamespace(is_distributed=False),
+        overfit_batches=0,
         limit_train_batches=1.0,
         training=training,
         current_epoch=epoch,
@@ -261,9 +266,42 @@ def test_noise_is_for_training_and_new_in_every_epoch(whole):
         ({"noise": -0.1}, r"noise is -0\.1"),
         ({"limit": 0}, "limit is 0"),
         ({"validation": 1.0}, r"validation is 1\.0"),
-        ({"validation": 1e-9}, "leaves a side empty"),
     ],
 )
 def test_numbers_that_cannot_be(whole, change, words):
     with pytest.raises(ValueError, match=words):
         make_data(whole, **change)
+
+
+# --- the same conversation twice ---
+
+
+def test_the_same_conversation_under_other_ids_is_on_one_side(tmp_path, target, caplog):
+    talks = make_conversations()
+    copies = [Conversation(f"again-{talk.id}", talk.messages) for talk in talks]
+    write_store(tmp_path / "store", target, [*talks, *copies], **SIZES)
+    assert f"{len(talks)} conversations are there more than once" in caplog.text
+    store = FeatureStore(tmp_path / "store")
+    assert len(store.ids) == 2 * len(set(store.origins))
+    train, held_out = (
+        {store.ids[i].removeprefix("again-") for i in side} for side in split(store.origins, 0.3, seed=0)
+    )
+    assert train and held_out and not train & held_out
+
+
+def test_a_store_without_digests_of_conversations_knows_them_by_their_tokens(whole, tmp_path):
+    """As the first stores are."""
+    shutil.copytree(whole, tmp_path / "old")
+    for path in (tmp_path / "old").glob("*.arrow"):
+        table = pa.ipc.open_stream(str(path)).read_all().drop_columns(["conversation"])
+        with pa.ipc.new_stream(f"{path}.new", table.schema) as writer:
+            writer.write_table(table)
+        Path(f"{path}.new").replace(path)
+    manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    for entry in manifest["shards"]:
+        entry["bytes"] = (tmp_path / "old" / entry["name"]).stat().st_size
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(manifest))
+    old = FeatureStore(tmp_path / "old")
+    texts = [tuple(sample.tokens.tolist()) for sample in old]
+    assert old.ids == FeatureStore(whole).ids
+    assert old.origins == [old.ids[texts.index(text)] for text in texts]

@@ -12,7 +12,7 @@ import torch
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
-from poss_lightning.features.schedule import Schedule, answer_slots, bucket_rows, pack_rows, split
+from poss_lightning.features.schedule import Schedule, answer_slots, bucket_rows, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
 from tests.support.stores import SIZES, make_conversations
@@ -115,8 +115,30 @@ def test_a_side_is_a_matter_of_the_conversation_alone():
     assert held <= {names[i] for i in split(names, 0.3, seed=4)[1]}
 
 
+@pytest.mark.parametrize("validation", [1e-9, 0.01, 0.5, 0.99, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_few_conversations_have_two_sides_too(count, validation, caplog):
+    """Where a side would be empty it gets the one conversation that is nearest to it, and a line says so."""
+    caplog.set_level("INFO")
+    names = [f"c{i}" for i in range(count)]
+    train, held = split(names, validation, 0)
+    assert train and held and sorted(train + held) == list(range(count))
+    told = [record for record in caplog.records if "leaves a side empty: it gets 1 of them" in record.getMessage()]
+    assert len(told) == (split_of(names, validation) in (0, count))
+
+
+def split_of(names: list[str], validation: float) -> int:
+    """How many would be held out, by the definition."""
+    return sum(stable_number(f"0/{name}") / 2**63 < validation for name in names)
+
+
 @pytest.mark.parametrize(
-    ("names", "validation", "words"), [(["a"], 0.5, "empty"), (["a", "b"], 0.0, "validation is 0")]
+    ("names", "validation", "words"),
+    [
+        (["a"], 0.5, "1 conversations, or one many times"),
+        (["a", "a"], 0.5, "none"),
+        (["a", "b"], 0.0, "validation is 0"),
+    ],
 )
 def test_splits_that_cannot_be(names, validation, words):
     with pytest.raises(ValueError, match=words):

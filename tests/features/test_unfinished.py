@@ -18,7 +18,7 @@ from poss_lightning.features.extract import UNFINISHED, plan_shards, tokenize, w
 from poss_lightning.features.manifest import verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.shards import write_shard
-from poss_lightning.files import sha256, temporary_path
+from poss_lightning.files import sha256
 from poss_lightning.ranks import Rank, local_rank, order, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
@@ -40,7 +40,7 @@ def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options
     read = shards.read_batch
 
     def slow(*given):
-        if temporary_path(Path(arguments[1], "shard-00001.arrow")).exists():
+        if list(Path(arguments[1]).glob(".poss.*.tmp/shard-00001.arrow")):
             half.set()
             time.sleep(60)
         return read(*given)
@@ -68,7 +68,7 @@ def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monk
     assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
     process.kill()
     process.join()
-    assert temporary_path(killed / "shard-00001.arrow").exists() and "manifest.json" not in contents(killed)
+    assert list(killed.glob(".poss.*.tmp/shard-00001.arrow")) and "manifest.json" not in contents(killed)
     extract(str(corpus), str(killed), tiny_folder, **sizes)
     monkeypatch.undo()
     extract(str(corpus), str(whole), tiny_folder, **sizes)
@@ -91,7 +91,8 @@ def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
 def test_a_shard_that_others_left_at_the_last_moment_is_seen(whole, target, tmp_path, monkeypatch):
     """Rank 1 is at it while rank 0 looks; it then ends, and rank 0 sees no receipt: late, or never to come."""
     work = Work(tmp_path / UNFINISHED)
-    other = work.part("shard-00001")
+    with work.exclusive():
+        other = work.part("shard-00001")
     other.__enter__()
     monkeypatch.setattr(extraction.time, "sleep", lambda _: other.__exit__(None, None, None))
     write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))

@@ -1,7 +1,7 @@
 """EAGLE-3's published layout: the same laws as for the others, and what its files say twice must agree."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from poss_lightning.target.model import Target
 from tests.support import naive
 from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, Code, D, put, read, refused, same
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.unrolling import LLAMA3
 
 DEEP = {"num_hidden_layers": 8}
 FUSED = [2, 4, 5]
@@ -228,22 +229,69 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
     agree(tmp_path / "theirs", draft, deep)
 
 
-@pytest.mark.parametrize("switches", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_switches_of_eagle_3_1_travel_to_engines_and_back(convert, deep, tmp_path, engine, switches):
-    draft = tiny_draft(deep, [7], kind="eagle3", detach=False, **switches)
+VARIANTS = [  # what a config says beside EAGLE-3's first release, and who reads it
+    ({"fc_norm": True}, ["vllm", "sglang"]),
+    ({"norm_output": True, "fc_norm": True}, ["vllm", "sglang"]),
+    ({"rope_scaling": LLAMA3}, ["vllm", "sglang"]),
+    ({"norm_before_residual": True}, ["vllm"]),
+    ({"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}, ["vllm"]),
+]
+
+
+@pytest.mark.parametrize(("variant", "engines"), VARIANTS, ids=str)
+def test_variants_travel_to_the_engines_that_know_them_and_back(convert, deep, tmp_path, variant, engines):
+    draft = tiny_draft(deep, [7], kind="eagle3", detach=False, **variant)
     draft.scale.uniform_(0.5, 2)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
-    given = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert {name: given[name] for name in ("fc_norm", "norm_output") if name in given} == switches
-    agree(tmp_path / "theirs", draft, deep)
-    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle3")
-    back = Specialists.from_pretrained(tmp_path / "back")
-    assert (back.config.fc_norm, back.config.norm_output) == (draft.config.fc_norm, draft.config.norm_output)
-    agree(tmp_path / "theirs", back, deep)
-    with pytest.raises(ValueError, match="code does not know; --output_format vllm, sglang or speculators can"):
-        convert(tmp_path / "ours", tmp_path / "eagle3", "--output_format", "eagle3")
+    assert Specialists.from_pretrained(tmp_path / "ours").config == draft.config
+    for engine in engines:
+        convert(tmp_path / "ours", tmp_path / engine, "--output_format", engine)
+        agree(tmp_path / engine, draft, deep)
+        convert(tmp_path / engine, tmp_path / f"back-{engine}", "--input_format", "eagle3")
+        back = Specialists.from_pretrained(tmp_path / f"back-{engine}")
+        assert back.config == replace(draft.config, target=back.config.target)
+        agree(tmp_path / engine, back, deep)
+    for output in {"eagle3", "vllm", "sglang"} - set(engines):
+        with pytest.raises(ValueError, match=r"which this layout's code does not know; --output_format (\w+ or )*vllm"):
+            convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
+
+
+ROPE = {"rope_type": "llama3", **asdict(LLAMA3)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": ROPE},
+        {"rope_scaling": ROPE | {"factor": 8}, "rope_theta": 50.0},
+        {"rope_parameters": ROPE | {"rope_theta": 50.0}},  # as transformers 5 writes both in one
+        {"norm_before_residual": True},
+        {"eagle_config": {"norm_before_residual": True}},  # as NVIDIA's files put switches
+        {"norm_before_residual": True, "eagle_config": {"norm_before_residual": False}},
+        {"norm_before_fc": True, "eagle_config": {"norm_output": True}},
+    ],
+    ids=str,
+)
+def test_a_variants_file_drafts_as_its_definition_says(convert, deep, tmp_path, given):
+    switches = {**given, **given.get("eagle_config", {})}
+    extra = {"input_norm.weight": torch.rand(3 * D) + 0.5} if switches.get("norm_before_fc") else {}
+    put(tmp_path / "theirs", random_file() | extra, **{KEY: len(SOME)}, **given)
+    convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle3")
+    rope = given.get("rope_parameters") or given.get("rope_scaling")
+    said = CONFIG | {KEY: len(SOME)} | switches | {"rope_scaling": rope}
+    said |= {"rope_theta": (rope or {}).get("rope_theta") or said["rope_theta"]}
+    agree(tmp_path / "theirs", Specialists.from_pretrained(tmp_path / "ours"), deep, config=said)
+
+
+def test_a_training_takes_a_variant_over_with_its_weights(deep):
+    variant = {"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3, "rope_theta": 50.0}
+    start, draft = tiny_draft(deep, [7], kind="eagle3", **variant), tiny_draft(deep, [2, 2, 3], 1, kind="eagle3")
+    draft.start_from(start)
+    tokens, read = torch.arange(9)[None] + 5, torch.randn(1, 9, 3 * D)
+    embedded = deep.embed_head.embed(tokens)
+    assert {name: getattr(draft.config, name) for name in variant} == variant
+    for ours, theirs in zip(draft(embedded, read, 7), start(embedded, read, 7), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 # --- what is refused, in one line ---
@@ -267,7 +315,19 @@ def test_the_switches_of_eagle_3_1_travel_to_engines_and_back(convert, deep, tmp
         ({"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "d2t and t2d contradict each other in 213 of 320 ids"),
         ({KEY: 106}, "draft_vocab_size is 106; a draft of ours for"),
         ({"fc_norm": True}, "fc_norm.0.weight is missing (and 2 more)"),
-        ({"norm_before_residual": True}, "norm_before_residual is True; a draft of ours for"),
+        ({"norm_before_fc": True}, "input_norm.weight is missing"),
+        ({"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling is 'yarn'; a draft of ours has"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_scaling is 'dynamic'; a draft of ours has",
+        ),
+        ({"rope_scaling": ROPE | {"factor": None}}, "rope_scaling's factor is None; it must be of type float"),
+        ({"rope_scaling": ROPE | {"low_freq_factor": 4.0}}, "0 < low_freq_factor < high_freq_factor"),
+        (
+            {"rope_parameters": {"full_attention": ROPE}},
+            "has values for full_attention; it must be of one kind of layer",
+        ),
         ({FUSED_BY: [1, 4, 7]}, "ids is [1, 4, 7]; a draft of ours for"),
         ({FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
         ({"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),

@@ -19,6 +19,7 @@ from poss_lightning.serving import plugin
 from tests.support import naive
 from tests.support.layouts import SHAPES, VOCABULARY, D, read
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.unrolling import LLAMA3
 
 ROOT = Path(__file__).parents[2]
 SOME = torch.arange(0, VOCABULARY, 3)
@@ -29,6 +30,7 @@ DRAFTS = [
     ([2, 2, 2], {"kind": "eagle3"}, False),
     ([3, 3], {"kind": "eagle3", "kv": "shared"}, True),
     ([3, 3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, False),
+    ([3, 3], {"kind": "eagle3", "norm_before_residual": True, "norm_before_fc": True, "rope_scaling": LLAMA3}, False),
 ]
 NORMS = ("input_layernorm", "hidden_norm")
 
@@ -65,6 +67,8 @@ def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, alloca
     own = {"fc.weight", "norm.weight", "lm_head.weight"} if kind == "eagle3" else {"fc.weight", "fc.bias"}
     if draft.config.fc_norm:
         own |= {f"fc_norm.{i}.weight" for i in range(3)}
+    if draft.config.norm_before_fc:
+        own |= {"input_norm.weight"}
     cut = {"d2t", "t2d", "lm_head.weight"} if smaller else set()
     assert tensors.keys() == names | own | cut | (normed if kind == "eagle3" else set())
     if smaller:
@@ -100,7 +104,7 @@ def test_what_even_the_plugin_cannot_express_is_refused(target):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"window": 8}, "a window of 8 slots, which this layout's code does not know"),
+        ({"window": 8}, "it has window, which this layout's code does not know"),
     ],
     ids=str,
 )

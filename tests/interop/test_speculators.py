@@ -17,6 +17,7 @@ from poss_lightning.target.model import Target
 from tests.interop.test_eagle3 import DEEP, FUSED, KEY, SOME, agree, random_file
 from tests.support.layouts import INNER, VOCABULARY, D, put, read, refused, same
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.unrolling import LLAMA3
 
 # What `Eagle3DraftModel.save_pretrained` of speculators 0.9.0 wrote for sizes like these, with transformers 5.19.
 LAYER = {
@@ -99,7 +100,9 @@ def flat(folder: Path) -> dict:
     """The keys that the twin of EAGLE-3 asks for."""
     config = json.loads((folder / "config.json").read_text())
     layer = config["transformer_layer_config"]
-    return layer | config | {"rope_theta": layer["rope_parameters"]["rope_theta"]}
+    rope = layer["rope_parameters"]
+    scaling = None if rope["rope_type"] == "default" else rope
+    return layer | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 def test_theirs_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_path, tiny_folder):
@@ -121,8 +124,16 @@ def test_theirs_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_path, tiny_f
     assert known.keys() - back.keys() == untold
 
 
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True}, {"norm_output": True}], ids=str)
-@pytest.mark.parametrize("ids", [SOME, None], ids=["some", "all"])
+@pytest.mark.parametrize(
+    ("switches", "ids"),
+    [
+        ({"fc_norm": True, "norm_output": True}, SOME),
+        ({"norm_before_residual": True}, None),
+        ({"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}, SOME),  # its trainer's defaults
+        ({"rope_scaling": LLAMA3, "rope_theta": 50.0}, SOME),
+    ],
+    ids=["EAGLE-3.1", "residual", "defaults", "llama3"],
+)
 def test_ours_goes_there_and_comes_back(convert, deep, tmp_path, capsys, switches, ids):
     draft = tiny_draft(deep, [5], kind="eagle3", detach=False, vocabulary=ids, **switches)
     draft.scale.uniform_(0.5, 2)
@@ -130,13 +141,12 @@ def test_ours_goes_there_and_comes_back(convert, deep, tmp_path, capsys, switche
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "speculators")
     assert f"vllm serve {tmp_path / 'theirs'}" in capsys.readouterr().out
     given = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert {name: given[name] for name in ("fc_norm", "norm_output") if given[name]} == switches
     assert given[KEY] == (VOCABULARY if ids is None else len(ids))
     assert given["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
     agree(tmp_path / "theirs", draft, deep, config=flat(tmp_path / "theirs"))
     convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "speculators")
     back = Specialists.from_pretrained(tmp_path / "back")
-    assert back.config.allocation == (5,)
+    assert back.config == replace(draft.config, target=back.config.target, depth=7)
     agree(tmp_path / "theirs", back, deep, config=flat(tmp_path / "theirs"))
 
 
@@ -204,9 +214,9 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "layer", "words"),
     [
-        ({"norm_before_residual": True}, {}, "norm_before_residual is True; a draft of ours for"),
-        ({"norm_before_residual": None}, {}, "norm_before_residual is True; a draft of ours for"),  # vLLM's default
-        ({"norm_before_fc": True}, {}, "norm_before_fc is True; a draft of ours for"),
+        ({"norm_before_residual": None}, {}, "has no norm_before_residual, which vLLM takes for true and"),
+        ({"norm_before_fc": True}, {}, "input_norm.weight is missing"),
+        ({"norm_before_fc": True, "fc_norm": True}, {}, "fc_norm.0.weight is missing"),
         ({"fc_norm": True}, {}, "fc_norm.0.weight is missing (and 2 more)"),
         ({"speculators_model_type": "dflash"}, {}, "speculators_model_type is 'dflash'; a draft of ours has 'eagle3'"),
         ({"speculators_model_type": None}, {}, "has no speculators_model_type"),
@@ -216,7 +226,7 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
         ({KEY: 106}, {}, "draft_vocab_size is 106"),
         ({}, {"model_type": "qwen3"}, "transformer_layer_config.model_type is 'qwen3'; a draft of ours has 'llama'"),
         ({}, {"num_hidden_layers": 2}, "transformer_layer_config.num_hidden_layers is 2; a draft of ours has 1"),
-        ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling is 'llama3'"),
+        ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling's factor is None"),
         ({}, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; a draft of ours for"),
         ({}, {"layer_types": ["sliding_attention"]}, "sliding_window is None; it must be the slots that a query sees"),
         ({}, {"layer_types": 3}, "layer_types is 3; all must be full_attention"),

@@ -9,12 +9,10 @@ import pytest
 import torch
 import yaml
 from huggingface_hub.cli.download import download
-from omegaconf import OmegaConf
 from torch.distributed.run import get_args_parser
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.files import find_config
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, shapes
@@ -84,14 +82,8 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj",
 
 def experiment(name: str) -> dict[str, Cell]:
     """The cells of a target's experiment by choice."""
-    own = Sweep.load(ROOT / f"experiments/{name}/sweep.yaml")
+    own = Sweep.load(ROOT / f"conf/reproduce/{name}.yaml")
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
-
-
-def whole(cell: Cell) -> dict:
-    """All that a training is given, in the order in which it is read."""
-    configs = [OmegaConf.load(find_config(name)) for name in cell.configs]
-    return OmegaConf.to_container(OmegaConf.merge(*configs, cell.fit))
 
 
 # --- sizes ---
@@ -124,7 +116,7 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
 def test_the_drafts_of_a_target_s_experiment(name):
     cells, spec, depths = experiment(name), TARGETS[name], THIRTEEN_B if name == "llama-2-13b" else EIGHT_B
     assert {
-        choice: tuple(c.fit["model"][key] for key in ("allocation", "depth")) for choice, c in cells.items()
+        choice: tuple(c.training["model"][key] for key in ("allocation", "depth")) for choice, c in cells.items()
     } == depths
     for allocation, depth in depths.values():
         config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth)
@@ -146,7 +138,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
     cells = experiment("llama-3.1-8b-speed")
     assert list(cells) == ["eagle3", "eagle3-on", "speed", "speed134"]
     for cell in cells.values():
-        model = whole(cell)["model"]
+        model = cell.training["model"]
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
         config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
         vocabulary = torch.arange(32000)
@@ -167,15 +159,15 @@ def test_an_experiment_trains_as_published_from_the_head_that_it_trains_first(na
     cells, conf = experiment(name), yaml.safe_load((ROOT / f"conf/target/{name}.yaml").read_text())
     assert conf["target"].rpartition("/")[2].lower().removeprefix("meta-").startswith(name)
     first, *others = cells.values()
-    assert first.choice == "eagle" and first.fit["model"]["start_from"] is None
-    assert {cell.fit["model"]["start_from"] for cell in others} == {str(first.folder / "draft-last")}
-    assert all(cell.configs == ["trainer/zero2.yaml", "published.yaml"] for cell in cells.values())
+    assert first.choice == "eagle" and first.training["model"]["start_from"] is None
+    assert {cell.training["model"]["start_from"] for cell in others} == {str(first.folder / "draft-last")}
+    assert all(cell.layers[:2] == ["trainer/zero2.yaml", "published.yaml"] for cell in cells.values())
 
 
 def test_eagle_3_and_speed_are_trained_as_published():
     """Each in turn from the one before; the files of draft/ have the last word over published.yaml."""
     cells = experiment("llama-3.1-8b-speed")
-    found = {choice: whole(cell) for choice, cell in cells.items()}
+    found = {choice: cell.training for choice, cell in cells.items()}
     law = ("learning_rate", "warmup", "gamma", "detach", "mean_over", "normalise")
     said = {choice: tuple(own["model"][name] for name in law) for choice, own in found.items()}
     eagle3, speed = (5e-5, 12 / 800, 0.9, False, "tokens", False), (1e-4, 0.015, 0.9, False, "tokens", False)
@@ -207,7 +199,7 @@ def lines(target: str) -> Iterator[list[str]]:
         yield shlex.split(line)
 
 
-OUTPUTS = dict.fromkeys(("convert", "extract", "answer", "benchmark", "replay", "report"), "out")
+OUTPUTS = dict.fromkeys(("convert", "extract", "answer", "benchmark", "replay"), "out")
 INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what is there already
 
 
@@ -224,7 +216,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
             made.add(downloaded(line[2:]))
         elif line[0] == "poss":
             given = parsed(Command(0, *line[:1], line[1:]))
-            read = [given[name] for name in INPUTS if name in given] + list((given.get("drafts") or {}).values())
+            read = [given[name] for name in INPUTS if given.get(name)] + list((given.get("drafts") or {}).values())
             if line[1] == "sweep":
                 read += sweep_reads(Path(given["folder"]).name, made)
             for place in read:
@@ -235,11 +227,12 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
                 assert given["depth"] == (8 if "speed" in given["out"] else 6)
                 own = Path(given["out"]).parts[1]
                 assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{own}.yaml").read_text())["target"]
+        elif line[0] == "cp":
+            assert (ROOT / line[1]).is_file()
+            made |= {line[2], str(Path(line[2]).parent)}
         else:
-            assert line[0] == "make" or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
-    asked = {
-        f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "report", "replay")
-    }
+            assert line[0] in ("make", "mkdir") or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
+    asked = {f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "replay")}
     assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
 
@@ -247,9 +240,9 @@ def sweep_reads(name: str, made: set[str]) -> list[str]:
     """The stores of an experiment; what it writes goes to `made`, and its starts must be there in time."""
     cells = experiment(name).values()
     for cell in cells:
-        assert cell.fit["model"]["start_from"] in {None, *made}
+        assert cell.training["model"]["start_from"] in {None, *made}
         made |= {str(cell.folder), str(cell.folder / "draft-last")}
-    return [store for cell in cells for store in (cell.fit["data"]["store"], cell.options["store"])]
+    return [store for cell in cells for store in (cell.training["data"]["store"], cell.options["store"])]
 
 
 def downloaded(line: list[str]) -> str:

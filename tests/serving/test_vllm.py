@@ -20,6 +20,7 @@ from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.support.serving import answer_plainly, draft_here, serve, teach
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+from tests.support.unrolling import LLAMA3
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm installs it")
@@ -62,6 +63,20 @@ CASES = {
     "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
     "eagle3, fc_norm": Case([6], {"kind": "eagle3", "fc_norm": True}, plugin=False),
     "eagle3, norm_output": Case([6], {"kind": "eagle3", "norm_output": True}, plugin=False),
+    "eagle3, normed residual": Case([6], {"kind": "eagle3", "norm_before_residual": True}, plugin=False, steps=20),
+    "eagle3, norm before fc": Case(
+        [2, 2, 2],
+        {"kind": "eagle3", "norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3},
+        steps=20,
+    ),
+    "speculators' defaults": Case(
+        [6],
+        {"kind": "eagle3", "norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+        plugin=False,
+        output_format="speculators",
+        steps=20,
+    ),
+    "eagle3, Llama 3.1's angles": Case([6], {"kind": "eagle3", "rope_scaling": LLAMA3}, plugin=False, steps=60),
     "eagle3.1, specialists": Case([2, 2, 2], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),

@@ -11,9 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.cli import LightningCLI
 
 from poss_lightning import cli
+from poss_lightning.training.command import Training
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -120,7 +120,7 @@ def commands(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[Command
     """Commands of `poss` and `make`, alone or behind another program."""
     for number, line in expanded(lines, **names):
         for part in line.partition("$(")[0].split(" && "):
-            words = shlex.split(part, comments=True)
+            words = shlex.split(part.partition(" > ")[0], comments=True)  # what is printed may go into a file
             begin = next((place for place, word in enumerate(words) if Path(word).name in ("poss", "make")), None)
             if begin is not None:
                 program, *words = words[begin:]
@@ -137,7 +137,7 @@ def parsed(command: Command) -> dict:
     (name, *words), given = command.words, {}
     with pytest.MonkeyPatch.context() as patch:
         if name in cli.TRAINER:
-            patch.setattr(LightningCLI, "before_instantiate_classes", _stop)
+            patch.setattr(Training, "before_instantiate_classes", _stop)
             words = words if command.whole else ["--data.store", "any", "--model.allocation", "[1]", *words]
         else:
             module = import_module(cli.TOOLS[name][0])

@@ -4,6 +4,7 @@ A process forked for it runs the command with an audit hook, which sees every fi
 is done, and counts them. A fault is `KIND:AT`:
 
   kill:N       the process ends at once before its N-th operation
+  foreign:N    the same, and then somebody puts files into every folder, and beside what is written
   torn:N       the same, and the file that it was writing has half of its bytes
   time:S       the process is killed after S seconds
   full:N       from the N-th operation on the disk is full, as the hook says
@@ -257,6 +258,7 @@ def _remove(operation: Operation, written: Path) -> None:
 
 ACTS = {
     "kill": _kill,
+    "foreign": _kill,
     "torn": _tear,
     "full": _fill,
     "beside": _stop,

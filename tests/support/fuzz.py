@@ -174,8 +174,6 @@ ALWAYS = {  # or a command may take minutes, or print pages
     "generate": {"max_new_tokens": "4"},
     "convert": {"output_format": "poss"},
     "vocabulary": {"size": "40"},
-    "report": {"resamples": "10"},
-    "compare": {"resamples": "10"},
     "extract": {"batch_tokens": "64"},
     "replay": {"drafts.d": "{inputs}/draft"},
     "demo": {"minutes": "nan"},  # it trains for minutes: only refusals are looked at
@@ -193,7 +191,7 @@ def command_lines(draw: Callable, name: str) -> Command:
         return Command(*_with_config([name, *FIT, *draw(_training())], files, draw(_config(names))))
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
-    ending = {"synthesize": ".jsonl", "answer": ".jsonl", "copy": ".yaml"}.get(name, "")
+    ending = {"synthesize": ".jsonl", "answer": ".jsonl"}.get(name, "")
     arguments = [name, *(f"{draw(_argument(each))}{ending * (each.name == 'out')}" for each in needed)]
     given = {option: text for option, text in TINY.items() if option in parameters} | ALWAYS.get(name, {})
     optional = {each.name: each.annotation for each in parameters.values() if each not in needed}

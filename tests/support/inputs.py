@@ -20,9 +20,6 @@ def write_inputs(folder: Path, target: Target, tiny_folder: str) -> None:
     (folder / "corpus.jsonl").write_text("".join(json.dumps(TALK | {"id": i}) + "\n" for i in range(40)))
     (folder / "malformed.jsonl").write_text(json.dumps(TALK) + "\n{oops\n" + json.dumps(TALK) + "\n[]\n")
     (folder / "empty.jsonl").write_text("\n")
-    stats = {"acceptance_histogram": {"0": 3, "2": 1}, "num_draft_tokens": 24}
-    lines = [{"spec_decode_acceptance": stats}, {"spec_decode_acceptance": "x"}, {"metrics": [1]}]
-    (folder / "acceptance.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "suite.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["How many legs?"]}) + "\n")
     (folder / "long.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["word " * 600]}) + "\n")
     extract(str(folder / "corpus.jsonl"), str(folder / "store"), tiny_folder, dtype="float32")

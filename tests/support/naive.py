@@ -102,6 +102,8 @@ def fuse(draft, read: Tensor) -> Tensor:
     if draft.config.fc_norm:
         thirds = read.chunk(3)
         read = torch.cat([rms_norm(third, norm) for third, norm in zip(thirds, draft.fc_norm, strict=True)])
+    if draft.config.norm_before_fc:
+        read = rms_norm(read, draft.fc_norm[0])
     return draft.fc.weight @ (draft.scale * read)
 
 
@@ -269,13 +271,28 @@ class PublishedDraft:
         """Queries, keys or values of slots (T, D), head by head: (T, d) each."""
         return list(self.linear(name, x).chunk(count, dim=-1))
 
+    def frequency(self, i: int, half: int) -> float:
+        """Of pair i: theta^(-2i/d), and with rope_scaling as Llama 3.1's reference code (`apply_scaling`) has it."""
+        frequency, scaling = self.config["rope_theta"] ** (-i / half), self.config.get("rope_scaling")
+        if not scaling:
+            return frequency
+        assert scaling["rope_type"] == "llama3"
+        length, wave = scaling["original_max_position_embeddings"], 2 * math.pi / frequency
+        if wave < length / scaling["high_freq_factor"]:
+            return frequency
+        if wave > length / scaling["low_freq_factor"]:
+            return frequency / scaling["factor"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        smooth = (length / wave - low) / (high - low)
+        return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+
     def rope(self, x: Tensor) -> Tensor:
-        """Pairs (i, i + d/2) of slot t by t * theta^(-2i/d)."""
+        """Pairs (i, i + d/2) of slot t by t times their frequency."""
         half = x.shape[-1] // 2
         turned = x.clone()
         for t in range(len(x)):
             for i in range(half):
-                angle = torch.tensor(t * self.config["rope_theta"] ** (-i / half))
+                angle = torch.tensor(t * self.frequency(i, half))
                 turned[t, i] = x[t, i] * angle.cos() - x[t, i + half] * angle.sin()
                 turned[t, i + half] = x[t, i + half] * angle.cos() + x[t, i] * angle.sin()
         return turned
@@ -348,11 +365,15 @@ class PublishedEagle3(PublishedDraft):
         if self.config.get("fc_norm"):
             thirds = read.chunk(3, dim=-1)
             read = torch.cat([self.norm(f"fc_norm.{i}", third) for i, third in enumerate(thirds)], dim=-1)
+        if self.config.get("norm_before_fc"):
+            read = self.norm("input_norm", read)
         h, said, cache = self.linear("fc", read), [], []
         for k in range(depth):
             of, e = self.names[min(k, len(self.names) - 1)], embedding[tokens[: len(h)]].float()
-            joined = torch.cat([self.norm(f"{of}.input_layernorm", e), self.norm(f"{of}.hidden_norm", h)], dim=-1)
-            output = self.rest(of, h + self.attend(of, joined, cache))[-1:]
+            hidden = self.norm(f"{of}.hidden_norm", h)
+            joined = torch.cat([self.norm(f"{of}.input_layernorm", e), hidden], dim=-1)
+            residual = hidden if self.config.get("norm_before_residual") else h
+            output = self.rest(of, residual + self.attend(of, joined, cache))[-1:]
             normed = self.norm("norm", output)
             h = torch.cat([h, normed if self.config.get("norm_output") else output])
             said.append(torch.full((len(embedding),), -torch.inf))

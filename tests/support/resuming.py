@@ -58,7 +58,6 @@ def fit(store, folder, kill=None, goes_on=None, every=1, model=None, **options):
             "num_sanity_val_steps": 0,
             "gradient_clip_val": 0.5,
             "default_root_dir": folder,
-            "use_distributed_sampler": False,
             "callbacks": [kill, keep],
             **options,
         }

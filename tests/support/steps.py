@@ -64,7 +64,7 @@ def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[l
     """The conversations of every optimizer step."""
     data = FeatureData(store, **DATA)
     data.source = data.source.select(layers)
-    schedule, steps = data.train_dataloader().sampler, []
+    schedule, steps = data.train_dataloader().schedule, []
     for epoch in range(2):
         schedule.set_epoch(epoch)
         batches = schedule.batches()

@@ -4,6 +4,7 @@ import os
 import random
 from pathlib import Path
 
+from poss_lightning import files
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.target.model import Target
 
@@ -44,15 +45,14 @@ def dies_after(monkeypatch, target: Target, forwards: int) -> None:
 
 def dies_at(monkeypatch, name: str, when: str) -> None:
     """As SIGKILL does it: nothing is cleaned up."""
-    replace, unlink = os.replace, Path.unlink
+    replace = os.replace
 
     def dying_replace(source, destination):
         if Path(destination).name == name:
             if when == "after":
                 replace(source, destination)
-            monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)
+            monkeypatch.setattr(files, "_remove", lambda folder: None)
             raise KeyboardInterrupt
         replace(source, destination)
 
-    monkeypatch.setattr(Path, "unlink", unlink)
     monkeypatch.setattr(os, "replace", dying_replace)

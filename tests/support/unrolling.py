@@ -9,10 +9,13 @@ from torch import Tensor
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.target.model import Target
 
+# of a context so short that the tiny target's four frequencies are kept, mixed and slowed
+LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=80)
 KINDS = [
     *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
     pytest.param([2, 2, 2], {"kv": "shared"}, id="one cache for all"),
@@ -24,6 +27,8 @@ KINDS = [
     pytest.param([3, 3], {"kind": "eagle3", "kv": "shared", "window": 8}, id="SPEED with a window"),
     pytest.param([3], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, id="EAGLE-3.1"),
     pytest.param([1, 3, 2], {"kind": "eagle3", "norm_output": True}, id="specialists that read normed outputs"),
+    pytest.param([1, 3, 2], {"kind": "eagle3", "norm_before_residual": True}, id="a normed residual"),
+    pytest.param([3, 3], {"kind": "eagle3", "norm_before_fc": True, "rope_scaling": LLAMA3}, id="Llama 3.1's angles"),
 ]
 
 HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask

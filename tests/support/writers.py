@@ -36,6 +36,7 @@ TRAINER = {
 }
 THERE = "is there already"  # to whoever asks for what is finished
 OTHER = f"another process writes there|{THERE}|holds a training already"  # to a second writer
+FOREIGN = "has files of others|is not empty, and nothing to go on with|holds a training"
 LAST = "run/checkpoints/last.ckpt"
 # As conf/trainer/base.yaml has them, but with a checkpoint at step 3, between two validations: Lightning takes a
 # validation for done that a kill ended, if the checkpoint is of the same step.
@@ -80,7 +81,8 @@ def go_on_fit(folder: Path) -> list[str]:
     """As its messages say: go on with the checkpoint, or begin anew where a kill left none."""
     if (folder / LAST).exists():
         return [f"--ckpt_path={LAST}"]
-    shutil.rmtree(folder / "run", ignore_errors=True)
+    if not any(folder.rglob("thesis.*")):
+        shutil.rmtree(folder / "run", ignore_errors=True)
     return []
 
 
@@ -110,9 +112,7 @@ WRITERS = {
         )
     ),
     "replay": Writer(("replay", "store", "out", "--drafts.d={inputs}/draft", *TARGET[1:]), (STORE,)),
-    "copy": Writer(("copy", "draft/poss2.yaml", "out.yaml")),
-    "histogram": Writer(("histogram", "{inputs}/records", "--out=out.jsonl", "--resamples=10")),
-    "report": Writer(("report", "{inputs}/records", "--out=out.html", "--resamples=10")),
+    "compare": Writer(("compare", "{inputs}/records", "--html=out.html")),
     "fit": Writer(FIT_LINE, (STORE,), go_on_fit),
     "fit-two": Writer((*FIT_LINE, "--trainer.devices=2", "--trainer.strategy=ddp"), (STORE,), go_on_fit, processes=2),
     "sweep": Writer(("sweep", "."), (STORE, "sweep.yaml")),
@@ -132,6 +132,22 @@ MADE = {  # inputs that take a command, by name: made where one of the above nam
     ),
     "run": Writer(FIT_LINE, (STORE,)),
 }
+
+
+def plant(folder: Path, writer: Writer) -> dict[Path, str]:
+    """Files of others wherever a command might clear: in every folder but the inputs, and beside what it writes."""
+    outs = re.findall(r"\bout[\w.]*", " ".join(writer.arguments)) or ["run"]
+    inside = [folder, *(each for each in folder.rglob("*") if each.is_dir() and ".poss." not in str(each))]
+    ours = [each for each in inside if not {STORE, "more"} & {*each.relative_to(folder).parts}]
+    paths = [each / name for each in ours for name in ("thesis.txt", ".thesis.tmp", "thesis.json", "thesis.ckpt")]
+    for out in outs:
+        names = (f".{out}.tmp", f"{out}.unfinished/a.json", f".{out}.unfinished.finished/a", f".poss.x.{out}.tmp/a")
+        paths += [folder / name for name in (*names, f"{out}.parts/thesis.txt")]
+    planted = {path: f"{path.name}, mine" for path in paths}
+    for path, text in planted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return planted
 
 
 # --- where they run ---
@@ -232,7 +248,9 @@ class Place:
         try:
             if fault.kind == "disk" and not mount(self.work, int(fault.at)):
                 return None
-            problem = self._meet(writer, fault, whole) or self._go_on(writer, whole)
+            problem = self._meet(writer, fault, whole)
+            planted = plant(self.work, writer) if fault.kind == "foreign" else {}
+            problem = problem or self._go_on(writer, whole, planted)
         finally:
             unmount(self.work)
         return problem
@@ -244,7 +262,7 @@ class Place:
         if fault.kind == "beside":
             return self._run_two(writer, fault)
         outcome = self.run(writer, fault)
-        if fault.kind in ("kill", "torn", "time"):
+        if fault.kind in ("kill", "torn", "time", "foreign"):
             ended = (KILLED, -signal.SIGKILL) if fault.kind != "time" else (0, -signal.SIGALRM, -signal.SIGKILL)
             return None if outcome.code in ended else f"ended with {_shown(outcome)}"
         if outcome.code and not outcome.is_refusal(writer.command):
@@ -275,9 +293,17 @@ class Place:
             return f"both of two were refused: {[each.last for each in outcomes]}"
         return None
 
-    def _go_on(self, writer: Writer, whole: dict[str, object]) -> str | None:
-        """Problems of the same command, given again."""
+    def _go_on(self, writer: Writer, whole: dict[str, object], planted: dict[Path, str]) -> str | None:
+        """Problems of the same command, given again; it may do nothing where files of others stand in its way."""
         outcome = self.run(writer, more=writer.again(self.work))
+        if lost := [path for path, text in planted.items() if not path.is_file() or path.read_text() != text]:
+            return f"took files of others for its own: {[str(path.relative_to(self.work)) for path in lost]}"
+        if planted and re.search(FOREIGN, outcome.last):
+            return None
+        for path in planted:
+            path.unlink()
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
         if outcome.code and not re.search(THERE, outcome.last):
             return f"does not go on: {_shown(outcome)}"
         wrong = differences(whole, result(self.work))

@@ -1,14 +1,21 @@
 """Chat: where an answer begins and ends, for templates of every kind."""
 
+import inspect
+import json
+import random
+from datetime import date
+
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from poss_lightning.target.chat import GUARD, Chat
-from tests.support.tiny import CHATML, tiny_tokenizer
-
-HEAD = "<|im_start|>{{ message['role'] }}\n"
-OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.target.chat import Chat
+from poss_lightning.target.spelling import GUARD
+from poss_lightning.target.template import thinking
+from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLAMA_3, MISTRAL, OPEN, QWEN3, R1, VICUNA
+from tests.support.templates import QWEN3_THINKING as THINKING
+from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 
 
 def marked(answer: str) -> str:
@@ -26,25 +33,6 @@ MARKED_WITH_HEAD = marked("{% generation %}" + HEAD + "{{ message['content'] }}<
 SYSTEM_DEFAULT = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are helpful<|im_end|>\n{% endif %}" + HEAD + "{{ message['content'] }}<|im_end|>\n{% endfor %}" + OPEN
-)
-LLAMA_3 = (
-    "{{ bos_token }}{% for message in messages %}<|head|>{{ message['role'] }}<|/head|>\n\n"
-    "{{ message['content'] | trim }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
-)
-LLAMA_2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<SYS>>\n' + "
-    "messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
-    "{% for message in rest %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{% if message['role'] == 'user' %}"
-    "{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
-    "[INST]{{ message['content'] }}[/INST]{% elif message['role'] == 'assistant' %}"
-    "{{ message['content'] }}{{ eos_token }}"
-    "{% else %}{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}"
 )
 NO_STOP = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -74,9 +62,10 @@ def chat_of(answers: list[str]) -> list[dict[str, str]]:
 
 
 def words(chat: Chat, messages: list[dict[str, str]]) -> list[str]:
-    """The rendered spans as text, special tokens kept."""
-    rendered = chat.render(messages)
-    return [chat._tokenizer.decode(rendered.tokens[start:end]) for start, end in rendered.spans]
+    """The answers as they are in the loss, special tokens kept."""
+    return [
+        chat._tokenizer.decode(text.tokens[start:end]) for text in chat.texts(messages) for start, end in text.spans
+    ]
 
 
 def metaspace_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -169,18 +158,173 @@ def test_text_that_would_merge_with_the_prompt_is_tokenised_apart():
     assert tokenizer.decode(rendered.tokens) == tokenizer.decode(merged)
 
 
-def test_an_answer_that_history_rewrites_is_context_only():
+def test_an_answer_that_history_rewrites_ends_a_text_of_its_own():
     messages = chat_of(["<think>hm</think>four", "plain", "<think>oh</think>five"])
     chat = Chat(tiny_tokenizer(REASONING))
-    assert words(chat, messages) == ["plain<|im_end|>", "<think>oh</think>five<|im_end|>"]
-    for i, (start, _) in zip((3, 5), chat.render(messages).spans, strict=True):
-        assert chat.prompt(messages[:i]) == chat.render(messages).tokens[:start]
+    first, rest = chat.texts(messages)
+    assert words(chat, messages) == [
+        "<think>hm</think>four<|im_end|>",
+        "plain<|im_end|>",
+        "<think>oh</think>five<|im_end|>",
+    ]
+    assert first == chat.render(messages[:2]) and rest == chat.render(messages)
+    for text, i, span in ((first, 1, 0), (rest, 3, 0), (rest, 5, 1)):
+        assert chat.prompt(messages[:i]) == text.tokens[: text.spans[span][0]]
 
 
 def test_an_answer_that_does_not_follow_its_prompt_is_refused():
-    thinks = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    with pytest.raises(ValueError, match=r"message 3: .*opens an answer with '<think>'"):
-        Chat(tiny_tokenizer(thinks)).render(chat_of(["<think>yes", "no"]))
+    with pytest.raises(ValueError, match=r"message 3: .*opens an answer with '<think>"):
+        Chat(tiny_tokenizer(R1)).render(chat_of(["yes</think>no", "no"]))
+
+
+# --- answers that a target wrote: the loss has the very tokens ---
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_has_the_very_tokens_that_a_target_wrote(family, make, tmp_path):
+    chat = Chat(make(FAMILIES[family]))
+    size, generator = len(chat._tokenizer), random.Random(0)
+    for cut in (False, True):
+        written = [[generator.randrange(size) for _ in range(12)] for _ in range(3)]
+        written = [tokens if cut else [*tokens, min(chat.stops)] for tokens in written]
+        messages = []
+        for tokens in written:
+            messages += [user("How many legs?"), chat.message(tokens)]
+        (tmp_path / "answers.jsonl").write_text(json.dumps({"messages": messages}))
+        [conversation] = read_conversations(str(tmp_path / "answers.jsonl"))
+        texts = chat.texts(conversation.messages, conversation.template)
+        found = [text.tokens[start:end] for text in texts for start, end in text.spans]
+        assert found == written
+        for text in texts:
+            for start, end in text.spans:
+                i = written.index(text.tokens[start:end])
+                assert text.tokens[:start] == chat.prompt(messages[: 2 * i + 1])
+
+
+def test_tokens_of_another_tokenizer_or_changed_text_are_refused():
+    chat = Chat(tiny_tokenizer())
+    answer = chat.message([70, 71, 72])
+    assert chat.render([user("Hi"), answer]).spans
+    with pytest.raises(ValueError, match="message 1: its tokens do not spell its content"):
+        chat.render([user("Hi"), answer | {"content": "else"}])
+
+
+def test_a_cut_answer_has_no_stop_token():
+    chat = Chat(tiny_tokenizer())
+    assert words(chat, [user("Hi"), assistant("four") | {"finish_reason": "length"}]) == ["four"]
+    assert chat.message([70, 71])["finish_reason"] == "length" != chat.message([70, 1])["finish_reason"]
+
+
+# --- thoughts and tools ---
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def thinks(content: str, thoughts: str) -> dict[str, str]:
+    return assistant(content) | thinking(thoughts)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (QWEN3, thinks("Yes.", "Two."), "<think>\nTwo.\n</think>\n\nYes.<|im_end|>"),
+        (QWEN3, assistant("<think>\nTwo.\n</think>\n\nYes."), "<think>\nTwo.\n</think>\n\nYes.<|im_end|>"),
+        (QWEN3, assistant("Yes."), "Yes.<|im_end|>"),  # nobody wrote the empty thought before it
+        (QWEN3, assistant("") | {"tool_calls": [CALL]}, "\n<tool_call>\n"),
+        (QWEN3, assistant("<think>\n\n</think>\n\nYes."), "<think>\n\n</think>\n\nYes.<|im_end|>"),
+        (THINKING, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (THINKING, assistant("Yes."), "Yes.<|im_end|>"),
+        (R1, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (R1, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (HARMONY, assistant("Yes."), "<|channel|>final<|message|>Yes.<|im_end|>"),
+        (
+            HARMONY,
+            thinks("Yes.", "Two."),
+            "<|channel|>analysis<|message|>Two.<|end|><|im_start|>assistant<|channel|>final",
+        ),
+        (
+            LLAMA_3,
+            assistant("") | {"tool_calls": [CALL]},
+            '{"name": "weather", "arguments": {"city": "Oslo"}}<|im_end|>',
+        ),
+    ],
+)
+def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expected):
+    chat, messages = Chat(tiny_tokenizer(template)), [user("Prime?"), answer]
+    [found] = words(chat, messages)
+    assert found.startswith(expected)
+    prompt = chat.prompt(messages[:1])
+    assert chat.render(messages).tokens[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "given", "reason"),
+    [
+        (CHATML, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
+        (R1, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
+        (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
+        (CHATML, chat_of(["b"]), {"tools": TOOLS}, "leaves out the tools"),
+        (CHATML.replace("{{ message['content'] }}", "{{ message['content'] if message['role'] != 'system' }}"),
+         [{"role": "system", "content": "Be brief."}, *chat_of(["b"])], {}, "message 0: .* what a system says"),
+        (CHATML.replace("['content'] }}", "['content'] | upper }}"), chat_of(["b"]), {}, "message 1: .* 'B' for 'b'"),
+    ],
+)  # fmt: skip
+def test_what_a_template_leaves_out_is_refused(template, messages, given, reason):
+    with pytest.raises(ValueError, match=reason):
+        Chat(tiny_tokenizer(template)).texts(messages, given)
+
+
+def test_tools_and_their_results_are_rendered():
+    chat = Chat(tiny_tokenizer(QWEN3))
+    messages = [
+        user("Oslo?"),
+        assistant("") | {"tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        assistant("Cold."),
+    ]
+    first, last = chat.texts(messages, {"tools": TOOLS})
+    assert "<tools>" in chat._tokenizer.decode(first.tokens) and "<tool_response>\n4" in chat._tokenizer.decode(
+        last.tokens
+    )
+
+
+def test_templates_that_want_a_calls_arguments_as_text_get_it():
+    called = "{% set call = message.tool_calls[0].function %}{{ call.name + call.arguments }}"
+    written = "{% if message.tool_calls %}" + called + "{% else %}{{ message['content'] }}{% endif %}"
+    template = CHATML.replace("{{ message['content'] }}", written)
+    [found] = words(Chat(tiny_tokenizer(template)), [user("Oslo?"), assistant("") | {"tool_calls": [CALL]}])
+    assert found == 'weather{"city": "Oslo"}<|im_end|>'
+
+
+def test_excluded_answers_and_answers_to_an_answer_are_context():
+    chat = Chat(tiny_tokenizer())
+    messages = [user("a"), assistant("b") | {"weight": 0}, user("c"), assistant("d"), assistant("e")]
+    assert words(chat, messages) == ["d<|im_end|>"]
+    assert "e<|im_end|>" in chat._tokenizer.decode(chat.render(messages + chat_of(["f"])).tokens)
+
+
+def test_variables_reach_the_template_and_a_conversations_own_go_first():
+    chat = Chat(tiny_tokenizer(QWEN3), variables={"enable_thinking": False})
+    assert chat._tokenizer.decode(chat.prompt([user("a")])).endswith("<think>\n\n</think>\n\n")
+    assert chat._tokenizer.decode(chat.prompt([user("a")], {"enable_thinking": True})).endswith("assistant\n")
+    three = chat_of(["one", "two", "three"])
+    assert words(chat, three) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    with pytest.raises(ValueError, match="chat_template_kwargs has 'messages'"):
+        Chat(tiny_tokenizer(), variables={"messages": []})
+
+
+def test_the_date_is_that_of_the_day_when_work_began():
+    chat = Chat(tiny_tokenizer(DATED))
+    today = chat.template.variables["strftime_now"]
+    assert today == date.today().isoformat()
+    chat.template.freeze({"strftime_now": "2024-07-26"})
+    assert chat._tokenizer.decode(chat.prompt([user("a")])).startswith("Today is 26 Jul 2024\n")
+    given = Chat(tiny_tokenizer(DATED), variables={"strftime_now": "2020-01-02"})
+    given.template.freeze({"strftime_now": "2024-07-26"})
+    assert given._tokenizer.decode(given.prompt([user("a")])).startswith("Today is 02 Jan 2020\n")
+    assert not Chat(tiny_tokenizer()).template.variables
 
 
 def test_a_template_without_generation_prompt_is_refused():
@@ -209,20 +353,23 @@ def test_prompts_need_somebody_to_answer(messages, reason):
         Chat(tiny_tokenizer()).prompt(messages)
 
 
-@pytest.mark.parametrize(
-    ("messages", "index"), [([assistant("a")], 0), ([user("a"), assistant("b"), assistant("c")], 1)]
-)
-def test_answers_to_nobody_are_refused(messages, index):
-    with pytest.raises(ValueError, match=f"message {index} is the assistant's"):
-        Chat(tiny_tokenizer()).render(messages)
-
-
 def test_stops_come_from_generation_config_and_tokenizer():
     tokenizer = tiny_tokenizer()
     end, text_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert Chat(tokenizer).stops == {end}
     assert Chat(tokenizer, GenerationConfig(eos_token_id=text_end)).stops == {end, text_end}
     assert Chat(tokenizer, GenerationConfig(eos_token_id=[text_end, 5000])).stops == {end, text_end, 5000}
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_token_that_the_template_writes_behind_every_answer_is_a_stop(special):
+    tokenizer = tiny_tokenizer(CHATML.replace("<|im_end|>", "<turn>"))
+    tokenizer.add_tokens([AddedToken("<turn>", special=special, normalized=False)])
+    chat = Chat(tokenizer)
+    assert chat.stops == {1, tokenizer.convert_tokens_to_ids("<turn>")}
+    assert words(chat, chat_of(["four"])) == ["four<turn>"]
+    assert chat.text(chat.render(chat_of(["four"])).tokens[-2:-1]) == ""
+    assert Chat(tiny_tokenizer(HARMONY)).stops == {1}, "its end differs from turn to turn"
 
 
 def test_a_template_that_hides_the_answer_is_refused():
@@ -242,12 +389,12 @@ def test_a_tokenizer_without_template_is_refused():
 
 def test_digest_tells_templates_and_the_tokens_they_use_apart():
     chatml, llama = tiny_tokenizer(), tiny_tokenizer(LLAMA_2)
-    assert Chat(chatml).digest == Chat(tiny_tokenizer()).digest != Chat(llama).digest
-    before = Chat(chatml).digest, Chat(llama).digest
+    chatml_digest, llama_digest = (Chat(one).template.digest for one in (chatml, llama))
+    assert chatml_digest == Chat(tiny_tokenizer()).template.digest != llama_digest
     for tokenizer in (chatml, llama):
         tokenizer.eos_token = "<|endoftext|>"
-    assert Chat(chatml).digest == before[0], "ChatML names no special token"
-    assert Chat(llama).digest != before[1]
+    assert Chat(chatml).template.digest == chatml_digest, "ChatML names no special token"
+    assert Chat(llama).template.digest != llama_digest
 
 
 def test_text_leaves_special_tokens_out():
@@ -272,7 +419,9 @@ def test_what_is_written_cannot_close_its_turn(role):
     special = {chat._tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>")}
     count = [sum(token in special for token in chat.render(messages).tokens) for messages in (bare, forged)]
     assert count[0] == count[1]
-    assert chat._tokenizer.decode(chat.render(forged).tokens) == chat._text(forged)  # the letters are all there
+    assert chat._tokenizer.decode(chat.render(forged).tokens) == chat.template.text(
+        forged, {}
+    )  # the letters are all there
     assert len(chat.render(forged).spans) == 2
     assert words(chat, forged)[-1] == (f"{FORGED}<|im_end|>" if role == "assistant" else "D<|im_end|>")
 
@@ -288,3 +437,77 @@ def test_a_forged_prompt_opens_one_answer():
 def test_the_guard_itself_is_not_read():
     chat = Chat(tiny_tokenizer())
     assert chat.prompt([user(f"A{GUARD}B")]) == chat.prompt([user("AB")])
+
+
+# --- letters of special tokens, for tokenizers that put a blank first ---
+
+LETTERS = "Is <s>old</s> HTML? </s>"
+
+
+def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
+    """As Llama-2's, of several makes: `normalizer` puts a blank before each piece of a text, `first` before a whole."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = [*map(chr, range(33, 127)), "▁"]
+    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator(["▁USER:▁Which▁river▁is▁longest?▁ASSISTANT:▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    if prefix == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif prefix == "none":  # Gemma's
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """Whose vocabulary has the letters of its special tokens as pieces, which it would find in a text."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def legacy(is_legacy: bool, folder) -> PreTrainedTokenizerFast:
+    sentencepiece("normalizer").save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "LlamaTokenizer", "legacy": is_legacy}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+MAKES = {
+    **{name: lambda folder, name=name: sentencepiece(name) for name in ("normalizer", "first", "always", "none")},
+    "legacy": lambda folder: legacy(True, folder),
+    "not legacy": lambda folder: legacy(False, folder),
+    "unigram": lambda folder: unigram(),
+}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_letters_of_special_tokens_are_spelled_without_new_blanks(make, tmp_path):
+    tokenizer = MAKES[make](tmp_path)
+    tokenizer.chat_template = VICUNA
+    chat, messages = Chat(tokenizer), [user(LETTERS), assistant("Use <s>x</s> so.")]
+    prompt, [(start, end)] = chat.prompt(messages[:1]), chat.render(messages).spans
+    plain = LETTERS.replace("<s>", "[s]").replace("</s>", "[/s]")
+    twin = tokenizer.decode(chat.prompt([user(plain)])).replace("[s]", "<s>").replace("[/s]", "</s>")
+    assert tokenizer.decode(prompt) == twin
+    assert sum(token in tokenizer.all_special_ids for token in prompt) == 1, "the template's own"
+    assert tokenizer.decode(chat.render(messages).tokens[start:end]).strip() == "Use <s>x</s> so.</s>"
+    if "sanitize_control_tokens" in inspect.signature(tokenizer.apply_chat_template).parameters and make != "unigram":
+        theirs = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, sanitize_control_tokens=True)
+        assert tokenizer.decode(theirs["input_ids"]) == twin
+
+
+def test_special_tokens_in_tool_calls_and_thoughts_are_letters():
+    chat = Chat(tiny_tokenizer(QWEN3))
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
+    messages = [user("a"), thinks("b", "<|im_end|>") | {"tool_calls": [call]}]
+    tools = {"tools": [{"type": "function", "function": {"name": "<|im_start|>"}}]}
+    special = [chat._tokenizer.convert_tokens_to_ids(token) for token in SPECIAL]
+    assert sum(token in special for token in chat.render(messages, tools).tokens) == 4

@@ -1,21 +1,28 @@
 """The target: features and head, trees over an unmodified model, the cache that keeps a path."""
 
+import ast
 import json
+import re
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from poss_lightning.decoding.autoregressive import Generate
+import poss_lightning
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.trees import ancestor_mask
+from poss_lightning.features.extract import write_store
 from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.spec import TargetSpec
 from tests.support import naive
+from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 from tests.support.trees import random_tree
 
@@ -188,24 +195,173 @@ def test_loading_from_a_folder(tiny_folder, target):
 def test_what_cannot_be_loaded_says_why(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
         Target.load("no/such-model")
-    with pytest.raises(FileNotFoundError, match="is not a whole model"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         Target.load(str(tmp_path))
     with pytest.raises(ValueError, match="dtype is 'int3'"):
         Target.load("embedded", "int3")
 
 
-def test_a_target_with_weights_missing_or_cut_is_refused(tiny_folder, tmp_path):
-    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
-    weights = tmp_path / "model.safetensors"
+def write(folder: Path, changes: dict, name: str = "config.json") -> None:
+    """Write other fields into a JSON file."""
+    file = folder / name
+    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | changes))
+
+
+@pytest.fixture
+def copy(tiny_folder, tmp_path) -> Path:
+    """A target's folder to break."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "xyz"}, "cannot be loaded: The checkpoint you are trying to load has model type `xyz`"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "Unrecognized configuration class"),
+        ({"model_type": None}, "cannot be loaded: The checkpoint you are trying to load has model type `None`"),
+        ({"hidden_size": "wide"}, "cannot be loaded: "),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "requires gptqmodel"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "requires optimum"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "HQQ"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "requires bitsandbytes"),
+    ],
+    ids=str,
+)
+def test_a_config_of_something_else_is_refused_for_the_true_reason(copy, changes, words):
+    write(copy, changes)
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        Target.load(str(copy), "float32", "cpu")
+    assert "\n" not in str(caught.value) and "copy" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "words"),
+    [
+        ("config.json", "adapter_config.json", "is an adapter .PEFT."),
+        ("nothing", "adapter_config.json", "is an adapter .PEFT."),  # else it would silently be left out
+        ("model.safetensors", "README.md", "no file named model.safetensors"),
+        ("tokenizer.json", "README.md", "cannot be loaded"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_for_the_true_reason(copy, removed, added, words):
+    (copy / removed).unlink(missing_ok=True)
+    (copy / added).write_text("{}")
+    with pytest.raises(ValueError, match=words):
+        Target.load(str(copy), "float32", "cpu")
+
+
+def test_an_error_of_the_device_is_not_blamed_on_the_model(copy, monkeypatch):
+    for error, words in (
+        (torch.OutOfMemoryError("CUDA out of memory."), "does not fit on cpu: CUDA out of memory"),
+        (torch.AcceleratorError("CUDA error: device busy"), "cannot run on cpu: CUDA error: device busy"),
+    ):
+        for where in ("transformers.PreTrainedModel.to", "poss_lightning.target.model.Target._check"):
+
+            def fail(*args, error=error, **options):
+                raise error
+
+            with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"copy' {words}"):
+                patch.setattr(where, fail)
+                Target.load(str(copy), "float32", "cpu")
+
+
+CODE = "import pathlib\npathlib.Path({ran!r}).touch()\nfrom transformers import *\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        (
+            "config.json",
+            {"model_type": "xyz", "auto_map": {"AutoConfig": "code.XConfig", "AutoModelForCausalLM": "code.X"}},
+        ),
+        ("config.json", {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "code.X"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "XT", "auto_map": {"AutoTokenizer": ["code.XT", "code.XT"]}}),
+        ("config.json", {"model_type": "xyz", "auto_map": {"AutoConfig": "owner/name--code.XConfig"}}),
+    ],
+    ids=["all", "model", "tokenizer", "hub"],
+)
+def test_no_code_of_a_folder_runs_whatever_is_answered(copy, tmp_path, monkeypatch, file, changes):
+    ran = tmp_path / "ran"
+    classes = (
+        "class XConfig(LlamaConfig):\n  model_type = 'xyz'\nclass X(LlamaForCausalLM):\n  config_class = XConfig\n"
+    )
+    (copy / "code.py").write_text(CODE.format(ran=str(ran)) + classes + "class XT(PreTrainedTokenizerFast): pass\n")
+    write(copy, changes, file)
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
+    with pytest.raises(ValueError, match="needs code that its files bring or name, and none of that is ever run"):
+        Target.load(str(copy), "float32", "cpu")
+    assert not ran.exists()
+
+
+def test_attention_that_a_config_names_is_not_fetched_from_the_hub(copy):
+    write(copy, {"attn_implementation": "kernels-community/other"})
+    assert Target.load(str(copy), "float32", "cpu").model.config._attn_implementation == "sdpa"
+
+
+def test_transformers_loads_nothing_but_by_the_function_that_runs_no_code():
+    """The syntax trees of the package: `from_pretrained` and `from_config` are our own, or forbid it."""
+    found = []
+    for path in sorted(Path(poss_lightning.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in (
+                "from_pretrained",
+                "from_config",
+                "load_custom_generate",
+            ):
+                found.append((path.name, ast.unparse(node.value)))
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                assert ast.unparse(node.value) == "False", path
+    assert [each for each in found if each[1] not in ("Specialists", "cls", "super()")] == [("loading.py", "kind")]
+
+
+def test_a_quantised_target_is_the_model_that_it_stands_for(copy):
+    """FP8 of 128 x 128 blocks, as DeepSeek and Qwen publish it; without a GPU transformers makes floats of it."""
+    state, model = load_file(copy / "model.safetensors"), tiny_model()
+    for name in [name for name in state if "_proj" in name]:
+        scale = state[name].abs().max() / 448
+        state[name] = (state[name] / scale).to(torch.float8_e4m3fn)
+        state[f"{name}_scale_inv"] = scale.reshape(1, 1)
+        model.get_parameter(name).data = state[name].float() * scale
+    save_file(state, copy / "model.safetensors", {"format": "pt"})
+    write(copy, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    loaded, expected = Target.load(str(copy), "float32", "cpu"), Target(model, tiny_tokenizer(), "plain")
+    assert fresh(loaded, [5, 6, 7]).equal(fresh(expected, [5, 6, 7]))
+    assert loaded.spec.difference(expected.spec) is None
+    write(copy, {"quantization_config": {"quant_method": "modelopt"}})  # else read without its scales
+    with pytest.raises(ValueError, match=r"quantised in a way that transformers does not read: see .*weight_scale"):
+        Target.load(str(copy), "float32", "cpu")
+
+
+def test_a_token_without_a_row_is_refused_by_name_wherever_text_is_read(tmp_path):
+    """Of a tokenizer that got tokens, while its model's embedding did not."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    target = Target(tiny_model(vocab_size=len(tokenizer) - 1), tokenizer, "rare")
+    beyond, words = len(tokenizer) - 1, r"token \d+ of .* \('<image>'\) is none of rare's"
+    talk = [{"role": "user", "content": "<image> what?"}, {"role": "assistant", "content": "A horse."}]
+    for work in (
+        lambda: write_store(tmp_path / "store", target, [*make_conversations(), Conversation("img", talk)], **SIZES),
+        lambda: generate(target, [[beyond]], 4, frozenset()),
+        lambda: Autoregressive(target).decode([[5, beyond]], 4, frozenset()),
+    ):
+        with pytest.raises(ValueError, match=words):
+            work()
+    assert not (tmp_path / "store").exists()
+    target.check_tokens(range(beyond), "all others")
+
+
+def test_a_target_with_weights_missing_or_cut_is_refused(copy):
+    weights = copy / "model.safetensors"
     state = load_file(weights)
     save_file(
         {name: value for name, value in state.items() if "layers.1.mlp.up" not in name}, weights, {"format": "pt"}
     )
     with pytest.raises(ValueError, match=r"lacks 1 weights, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
-        Target.load(str(tmp_path))
+        Target.load(str(copy))
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(FileNotFoundError, match="is not a whole model"):
-        Target.load(str(tmp_path))
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*incomplete"):
+        Target.load(str(copy))
 
 
 def test_a_device_that_is_not_there_is_refused(tiny_folder):

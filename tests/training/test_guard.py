@@ -108,7 +108,7 @@ def overflow(store, folder, stages):
         module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)
         data = FeatureData(store, batch_tokens=256, validation=0.2)
         with pytest.raises(NotFinite, match="step 0: the gradient of"):
-            fit(data, module, folder / str(stage), strategy=DeepSpeed(stage), use_distributed_sampler=False)
+            fit(data, module, folder / str(stage), strategy=DeepSpeed(stage))
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
@@ -117,10 +117,3 @@ def test_deepspeed_s_own_skipping_is_not_silent(store, tmp_path):
     assert forked(log, 1, overflow, store, tmp_path, stages) == [0], printed(log)
     for stage in stages:
         assert list((tmp_path / str(stage)).glob("not-finite-*/rank-0/0-batch.safetensors"))
-
-
-def test_lightning_s_own_sampler_is_refused(store, tmp_path):
-    with pytest.raises(ValueError, match=r"give Trainer\(use_distributed_sampler=False\)"):
-        data = FeatureData(store, validation=0.2)
-        data.trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
-        data.train_dataloader()

@@ -190,7 +190,7 @@ def rounding(store, initial, reference, tmp_path_factory) -> float:
 
 
 def test_processes_have_uneven_slot_counts(store):
-    schedule = FeatureData(store, **DATA).train_dataloader().sampler
+    schedule = FeatureData(store, **DATA).train_dataloader().schedule
     sums = [sum(int(collate([[source]]).counts.sum()) for source in step) for step in step_by_step(store, 1)]
     assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
 

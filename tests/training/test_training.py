@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -20,7 +19,6 @@ from poss_lightning.evaluation.probe import Probe
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError
-from poss_lightning.features.schedule import split
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
@@ -300,18 +298,6 @@ def test_throughput_is_seen(store, tmp_path):
     assert 0 < seen["throughput/waiting"] < 1 and seen["throughput/teraflops"] > 0
     assert seen["slots/s"] / seen["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
     assert {"slots/s", "throughput/waiting"} <= set(trainer.progress_bar_metrics)
-
-
-@pytest.mark.parametrize("validation", [1e-3, 0.999])
-def test_a_validation_that_is_proposed_leaves_no_side_empty(validation):
-    for count in (2, 5, 12):
-        ids = [str(i) for i in range(count)]
-        with pytest.raises(ValueError, match=f"--data.validation {validation} of {count} conversations") as told:
-            split(ids, validation, 0)
-        share = float(re.search(r"([\d.]+) does not$", str(told.value))[1])
-        assert all(split(ids, share, 0))
-    with pytest.raises(ValueError, match=r"leaves a side empty: use more of them$"):
-        split(["0"], validation, 0)
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):

@@ -1,0 +1,175 @@
+"""Every curve, interval and bar that is drawn: on the page of `poss compare`, in TensorBoard, documents and notebooks.
+
+A function gives a figure of matplotlib, without a display and without pyplot's state. Values come with the ends of
+their 95 % intervals, nan where there is none.
+"""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from itertools import cycle
+from typing import Any, NamedTuple, Protocol
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+INK, QUIET = "#222222", "#8a8a8a"
+COLOURS = ("#2f6fd0", "#d2691e", "#1f9d6b", "#b04fb0", "#a08400", "#1692a8", "#d0465d", "#7a8694")
+LARGER, SMALLER = "#1f9d6b", "#d0465d"  # effects that are shown
+DASHES = ("-", "--", ":", "-.")  # after the eighth series, colours repeat, dashed
+MARKED = 12  # points of a curve that has its points marked and intervals as bars; more have a band
+SIZE = (4.4, 3.3)  # inches of a panel: its letters stay readable on a phone
+STYLE: Any = {
+    "font.size": 9,
+    "text.parse_math": False,  # a $ in a name is a $
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": QUIET,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
+    "svg.hashsalt": "poss_lightning",  # the same input gives the same file
+}
+
+
+class Point(Protocol):
+    """A value and the ends of its interval."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+class Value(NamedTuple):
+    """A point without an interval."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+
+
+class Gain(Point, Protocol):
+    """A comparison; `direction` is `larger` or `smaller` where it is shown, else nothing."""
+
+    @property
+    def direction(self) -> str: ...
+
+
+Curves = Mapping[str, Mapping[Any, Point]]  # by name, then by x, a number
+
+
+def curves(
+    panels: Mapping[str, Curves],
+    x_label: str,
+    y_label: str,
+    *,
+    share: bool = False,
+    colours: Mapping[str, str] | None = None,
+    size: tuple[float, float] = SIZE,
+) -> Figure:
+    """Curves with their intervals, panels side by side with the same y axis and one legend.
+
+    Args:
+        panels: by title.
+        share: values lie between 0 and 1, and so does the axis.
+        colours: by name; else in order, the same in all panels.
+    """
+    names = list(dict.fromkeys(name for drawn in panels.values() for name in drawn))
+    looks = {name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)}
+    looks |= {name: (colour, "-") for name, colour in (colours or {}).items()}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")
+        every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (title, drawn) in zip(every, panels.items(), strict=True):
+            for place, (name, points) in enumerate(drawn.items()):
+                aside = min(0.06, 0.5 / len(drawn)) * (place - (len(drawn) - 1) / 2)
+                _curve(axes, name, points, looks[name], aside)
+            if all(float(x).is_integer() for points in drawn.values() for x in points):
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(xlabel=x_label, title=title)
+        every[0].set_ylabel(y_label)
+        if share:
+            low, high = every[0].get_ylim()
+            every[0].set_ylim(max(low, 0.0), min(high, 1.0))
+        if len(names) > 1 or not any(panels):
+            handles = {h.get_label(): h for axes in every for h in axes.get_lines() if h.get_label() in names}
+            figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=4 * len(panels))
+    return figure
+
+
+def forest(gains: Mapping[str, Gain], title: str, no_effect: float = 0.0) -> Figure:
+    """A forest plot: a row for each effect, the largest on top, and a line at no effect."""
+    known = sorted((gain.value, name) for name, gain in gains.items() if math.isfinite(gain.value))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(known)), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axvline(no_effect, color=QUIET, linestyle="--", linewidth=1)
+        for place, (value, name) in enumerate(known):
+            gain = gains[name]
+            colour = {"larger": LARGER, "smaller": SMALLER}.get(gain.direction, QUIET)
+            axes.plot([gain.low, gain.high], [place, place], color=colour, linewidth=1.6)
+            axes.plot([value], [place], "o", color=colour, markersize=5)
+        axes.set_yticks(range(len(known)), [name for _, name in known])
+        axes.set(title=title, ylim=(-0.6, len(known) - 0.4))
+        axes.grid(False, axis="y")
+    return figure
+
+
+def bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
+    """A horizontal bar for each row, made of its parts."""
+    parts = list(dict.fromkeys(part for values in rows.values() for part in values))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE[0], 1.1 + 0.28 * len(rows)), layout="constrained")
+        axes = figure.add_subplot()
+        ends = dict.fromkeys(rows, 0.0)
+        for part, colour in zip(parts, cycle(COLOURS)):
+            widths = [values.get(part, 0.0) for values in rows.values()]
+            axes.barh(list(rows), widths, left=list(ends.values()), color=colour, label=part, height=0.6)
+            ends = {name: ends[name] + width for name, width in zip(rows, widths, strict=True)}
+        axes.set(xlabel=x_label)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        figure.legend(loc="outside lower center", ncols=len(parts))
+    return figure
+
+
+def to_svg(figure: Figure, label: str) -> str:
+    """The figure as inline SVG for a page: letters are text, ink takes the page's colour, nothing is asked for."""
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that its own font lacks: the page's has them
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
+    _, _, inside = drawn.partition("<svg")
+    opening, _, inside = inside.partition(">")
+    box = re.search(r'viewBox="[^"]*"', opening)
+    start = f'<svg {box[0] if box else ""} role="img" aria-label="{_attribute(label)}">'
+    return start + inside.replace(INK, "currentColor").strip()
+
+
+def _curve(axes: Axes, name: str, points: Mapping[float, Point], look: tuple[str, str], aside: float) -> None:
+    """A line; with few points these are marked, and bars stand a little beside those of other curves."""
+    few = len(points) <= MARKED
+    places = [x + (aside if few else 0.0) for x in points]
+    values, lows, highs = ([getattr(point, end) for point in points.values()] for end in ("value", "low", "high"))
+    style: dict[str, Any] = {"color": look[0], "linestyle": look[1], "linewidth": 1.4, "label": name}
+    axes.plot(places, values, marker="o" if few else "", markersize=3.5, **style)
+    if few:
+        axes.vlines(places, lows, highs, color=look[0], linewidth=1)
+    else:
+        axes.fill_between(places, lows, highs, color=look[0], alpha=0.18, linewidth=0)
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")

@@ -1,0 +1,182 @@
+"""The page of `poss compare --html`: tables, curves, rounds and decoded text in one file that asks for nothing else."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from poss_lightning import __version__, plots
+from poss_lightning.evaluation.records import as_object, by_cell, by_folder
+from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.files import atomic, public_name
+from poss_lightning.reports.explorer import decoded_texts
+from poss_lightning.reports.findings import Findings, name_sources
+from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
+from poss_lightning.reports.statistics import Estimate
+from poss_lightning.reports.summary import LOGS, Answers
+from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, verdict
+
+# HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
+CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
+PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is timed as one part, `round`
+DRIFT = {  # tag -> what it is
+    "val_drift_cosine": "cosine to the target's feature (1 is best)",
+    "val_drift_l2": "relative L2 distance to the target's feature (0 is best)",
+    "val_drift_norm_ratio": "norm over the target's (1 is best)",
+}
+BY_DEPTH = {
+    "val_pos_acc_tree": "pos-acc in trees, held-out answers replayed",
+    "val_pos_acc_unroll": "pos-acc in the unroll, teacher-forced",
+    **DRIFT,
+}
+BY_STEP = {"val/loss": "validation loss, all depths", "val/tau_tree": "τ in trees, held-out answers replayed"}
+Figures = dict[str, Markup]  # by title
+
+
+def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -> None:
+    """Write the page.
+
+    Args:
+        found: what records say.
+        out: file to write.
+        runs: folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
+    """
+    facts = by_folder(found.sources)
+    is_sweep = bool(by_cell(found.sources[:1]))
+    trained = group_by_choice(_read_runs(runs) if runs else read_scalars(list(facts)) if is_sweep else {})
+    shown = [source.folder for source in found.sources if _is_shown(source.folder, found, is_sweep)]
+    page = _template().render(
+        title=name_sources(found.sources),
+        circumstances=describe_runs(facts.values()),
+        verdict=verdict(found),
+        notes=found.notes,
+        overview=_html(overview(found)),
+        legend=LEGEND,
+        figures=_figures(found),
+        tables={title: _html(table) for title, table in all_tables(found).items()},
+        training=training_figures(trained),
+        texts=decoded_texts(found.answers, read_rounds(shown)),
+        facts={
+            public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
+        },
+        made=f"poss_lightning {__version__}",
+    )
+    with atomic(out) as path:
+        path.write_text(page.translate(CONTROLS), encoding="utf-8")
+
+
+PATH = re.compile(r"""(?<![^\s,=\[{('"])(?:~|\.\.|/(?=\w)|[A-Za-z]:\\|\\\\|[\w+.-]+://)[^,=\]})'"]*""")
+
+
+def public(value: Any) -> Any:
+    """A run.json as strangers may read it: of paths outside this folder the last name, no secrets of addresses."""
+    if isinstance(value, dict):
+        return {public(name): public(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [public(each) for each in value]
+    return PATH.sub(lambda found: public_name(found[0].rstrip()), value) if isinstance(value, str) else value
+
+
+def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
+    """Target, dates and machines of runs, in this order, as far as their run.json have them."""
+    runs = list(runs)
+    targets = [as_object(run.get("config")).get("target") for run in runs]
+    machines = [", ".join(str(run[fact]) for fact in ("machine", "device") if run.get(fact)) for run in runs]
+    days = sorted(filter(None, (str(run.get("started") or "")[: len("2026-11-22")] for run in runs)))
+    named = [f"target {public_name(target)}" for target in dict.fromkeys(filter(None, targets))]
+    return [
+        *named,
+        *filter(None, [" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]),
+        *filter(None, dict.fromkeys(machines)),
+    ]
+
+
+def _figures(found: Findings) -> Figures:
+    """Comparisons with the reference, acceptance by position, and the time of each part."""
+    drawn: Figures = {}
+    for measure in ("tau_macro", found.speed):
+        gains = {row.method: row.gains[measure] for row in found.overall if measure in row.gains}
+        if any(gain.value == gain.value for gain in gains.values()):
+            title = f"{WORDS[measure]} {'×' if measure in LOGS else '−'} {found.reference}"
+            drawn[title] = _svg(plots.forest(gains, "", float(measure in LOGS)), title)
+    shares = {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}
+    if shares:
+        figure = plots.curves({"": shares}, "draft position k", "accepted, if k−1 was", share=True)
+        drawn["pos-acc by position"] = _svg(figure, "pos-acc by position")
+    if found.speed == "tokens_per_second" and (rows := seconds_by_part(found.answers)):  # others were timed apart
+        drawn["Milliseconds per new token"] = _svg(plots.bars(rows, "ms"), "Milliseconds per new token")
+    return drawn
+
+
+def seconds_by_part(methods: Mapping[str, Answers]) -> dict[str, dict[str, float]]:
+    """Milliseconds per new token by method and part; `rest` is the time outside the named parts."""
+    rows = {}
+    for name, answers in methods.items():
+        records = [record for record in answers.values() if record.seconds]
+        if records:
+            per_token = 1000 / sum(record.new_tokens for record in records)
+            sums = {part: per_token * sum(r.seconds.get(part, 0.0) for r in records) for part in (*PARTS, "total")}
+            total = sums.pop("total")
+            rows[name] = {**sums, "rest": max(total - sum(sums.values()), 0.0)}
+    measured = [part for part in (*PARTS, "rest") if any(row[part] for row in rows.values())]
+    return {name: {part: row[part] for part in measured} for name, row in rows.items()}
+
+
+def training_figures(trained: Mapping[str, list[Scalars]]) -> Figures:
+    """What trainings logged: at their last validation by depth, and by step; means over the runs of a choice."""
+    drawn: Figures = {}
+    for tag, title in BY_DEPTH.items():
+        by_choice = {choice: last_by_depth(runs, tag) for choice, runs in trained.items()}
+        if known := {choice: means for choice, means in by_choice.items() if means}:
+            drawn[title] = _svg(plots.curves({"": known}, "depth", "", share="pos_acc" in tag), title)
+    for tag, title in BY_STEP.items():
+        by_choice = {
+            choice: mean_over_runs([run[tag] for run in runs if tag in run]) for choice, runs in trained.items()
+        }
+        if known := {choice: means for choice, means in by_choice.items() if len(means) > 1}:
+            drawn[title] = _svg(plots.curves({"": known}, "step", ""), title)
+    return drawn
+
+
+def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
+    """`tag` at the last validation by depth, averaged over the runs that have it."""
+    last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in runs]
+    return {k: mean([one[k] for one in last if k in one]) for k in sorted(set().union(*last))}
+
+
+def _svg(figure: Any, title: str) -> Markup:
+    return Markup(plots.to_svg(figure, title))
+
+
+def _html(table: pd.DataFrame) -> Markup:
+    return Markup(table.to_html(index=False, border=0, escape=True, justify="unset"))
+
+
+def _read_runs(runs: list[str] | str) -> dict[str, Scalars]:
+    """The scalars of folders that the user named, each of which must have some."""
+    found = {folder: read_scalars(folder) for folder in ([runs] if isinstance(runs, str) else runs)}
+    if empty := [folder for folder, scalars in found.items() if not scalars]:
+        raise ValueError(f"runs has {empty[0]}, which holds no TensorBoard files of a training, nor has any below")
+    return {place: scalars for by_place in found.values() for place, scalars in by_place.items()}
+
+
+def _is_shown(folder: Path, found: Findings, is_sweep: bool) -> bool:
+    """Whether the answers that are shown one by one lie there: of a sweep, those of one seed."""
+    if not is_sweep:
+        return True
+    *_, choice, seed = folder.absolute().parts
+    seeds = {row.method: row.seeds for row in found.overall}
+    shared = set.intersection(*map(set, seeds.values()))
+    return choice in seeds and int(seed.removeprefix("seed-")) == min(shared or seeds[choice])
+
+
+def _template() -> Any:
+    folder = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    return pages.get_template("page.html.j2")

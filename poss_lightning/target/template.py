@@ -1,0 +1,121 @@
+"""A target's chat template: messages -> text, as transformers renders it, and what it leaves out of them."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import date
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+Message = dict[str, Any]  # role and content, and what else a template reads: tool_calls, thoughts, name
+Variables = Mapping[str, Any]  # of a template, beside the messages: tools, enable_thinking
+
+MARK, OTHER_MARK = "\u241f one \u241f", "\u241f two \u241f"
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that templates have for an answer's thoughts
+_TODAY = "strftime_now"  # a function of the templates that ask for the date; here its day, as 2026-11-25
+_ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
+_TAKEN = ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "return_dict")
+
+
+def thinking(text: str) -> Message:
+    """The thoughts of a message, under each of the names that templates have for them."""
+    return dict.fromkeys(THOUGHTS, text)
+
+
+class Template:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: has it.
+        variables: of the template, for all conversations: `{"enable_thinking": False}`. Where a template asks for the
+            date, it is that of `strftime_now`, today by default.
+
+    Raises:
+        ValueError: there is no template, or a variable cannot be one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: Variables | None = None):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template: name an instruction-tuned target, or "
+                "save a template as chat_template.jinja beside tokenizer.json"
+            )
+        self._tokenizer, self._source = tokenizer, tokenizer.get_chat_template()
+        given = dict(variables or {})
+        if taken := [name for name in given if name in _TAKEN]:
+            raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template's own")
+        self._today = self._render([{"role": "user", "content": ""}], {}, template=_ISO_DATE)  # by the templates' clock
+        self.variables: dict[str, Any] = ({_TODAY: self._today} if _TODAY in self._source else {}) | given
+        used = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in self._source}
+        self.digest = hashlib.sha256(json.dumps([self._source, used], sort_keys=True).encode()).hexdigest()[:16]
+        self.opens_answers = "add_generation_prompt" in self._source
+
+    def freeze(self, earlier: Variables) -> None:
+        """Take the date of work that was begun on another day, unless the user has given one."""
+        if _TODAY in earlier and self.variables.get(_TODAY) == self._today:
+            self.variables[_TODAY] = earlier[_TODAY]
+
+    def text(self, messages: list[Message], variables: Variables, open_answer: bool = False) -> str:
+        """What the target reads, up to where an answer begins if `open_answer`.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        given = {**self.variables, **variables}
+        try:
+            return self._render(messages, given, open_answer)
+        except Exception as error:  # whatever a template's code raises
+            if any(message.get("tool_calls") for message in messages):
+                try:  # some templates want a call's arguments as an object, and others as a text
+                    return self._render(list(map(_with_text_arguments, messages)), given, open_answer)
+                except Exception:  # the first reason is the better one
+                    pass
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+
+    def _render(self, messages: list[Message], given: Variables, open_answer: bool = False, template: str = "") -> str:
+        rest = {name: value for name, value in given.items() if name != _TODAY}
+        template = template or self._tokenizer.get_chat_template(tools=given.get("tools"))
+        if _TODAY in given:
+            template = _dated(template, date.fromisoformat(given[_TODAY]))
+        render = self._tokenizer.apply_chat_template
+        return str(render(messages, chat_template=template, tokenize=False, add_generation_prompt=open_answer, **rest))
+
+    def check_rendered(self, messages: list[Message], variables: Variables) -> None:
+        """Raise ValueError where the template leaves out the tools, or what a system or a tool says."""
+        others = [i for i, message in enumerate(messages) if message["role"] in ("system", "tool")]
+        if not others and not variables.get("tools"):
+            return
+        text = self.text(messages, variables)
+        if variables.get("tools") and text == self.text(messages, {**variables, "tools": None}):
+            raise ValueError("the chat template leaves out the tools")
+        for i in others:
+            message, said = messages[i], messages[i]["content"].strip()
+            changed = [*messages[:i], message | {"content": MARK}, *messages[i + 1 :]]
+            if said and said not in text and text == self.text(changed, variables):
+                raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
+
+    def behind_answers(self) -> Iterable[str]:
+        """What follows an answer, as the last one and where the chat goes on; nothing where that cannot be told."""
+        turns = [(role, MARK if role == "assistant" else role) for role in ("user", "assistant", "user", "assistant")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            return [self.text(some, {}).split(MARK)[1] for some in (messages[:2], messages)]
+        except (ValueError, IndexError):  # it refuses them, or changes what is said
+            return []
+
+
+def _dated(template: str, day: date) -> str:
+    """The template with a fixed day where it asks for today's date."""
+    return re.sub(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", lambda call: json.dumps(day.strftime(call[2])), template)
+
+
+def _with_text_arguments(message: Message) -> Message:
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+    calls = message.get("tool_calls")
+    return message | {"tool_calls": [as_text(call) for call in calls]} if calls else message

@@ -1,0 +1,367 @@
+"""`poss fit`, `validate` and `test`: Lightning's command line over the module and the data of this package.
+
+Everything that trains takes this road: the terminal, a sweep's cell, the demo, a user's Python (`training/fit.py`).
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import yaml
+from lightning import Trainer
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from poss_lightning.configs import config_files, explain, read_config, set_up_parser
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.files import atomic, conf
+from poss_lightning.machine import choose_precision
+from poss_lightning.ranges import Seed, refuse_numbers
+from poss_lightning.terminal import is_verbose
+from poss_lightning.training.callbacks import StepLines
+from poss_lightning.training.export import load_checkpoint
+from poss_lightning.training.help import PRECISION, choose_help
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.resume import fetch_checkpoint, folder_of, has_outputs, stay_in_folder
+from poss_lightning.training.strategies import prepare
+from poss_lightning.work import Work
+
+BASE = "trainer/base.yaml"  # what every training reads first
+CONFIG = "config.yaml"
+COMMANDS = ("fit", "validate", "test")
+HELD_OUT = ("store", "corpus", "validation", "split_seed")  # of the data: what decides which conversations are
+
+logger = logging.getLogger(__name__)
+
+
+class Training(LightningCLI):
+    """Runs a command, or the first part of it.
+
+    Args:
+        command: one of `COMMANDS`.
+        arguments: of the command line.
+        until: "parsed", the options are there; "built", module, data and trainer too; "done".
+
+    Attributes:
+        options: all of them, defaults included.
+
+    Raises:
+        ArgumentError: an option that a part does not have, or a value that it does not take.
+        FileExistsError: the logger's folder holds another training.
+        OSError, ValueError: as the parts say.
+    """
+
+    def __init__(self, command: str, arguments: list[str], until: Literal["parsed", "built", "done"] = "done"):
+        self.arguments, self.until = arguments, until
+        parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False, "allow_abbrev": False}
+        begins = parser | {"default_config_files": [str(conf(BASE))]}
+        set_up_parser()
+        _quieten()
+        try:
+            with ExitStack() as self._held:
+                super().__init__(
+                    SpecialistTraining,
+                    FeatureData,
+                    args=[command, *arguments],
+                    parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
+                    save_config_callback=_SaveConfig,
+                    save_config_kwargs={"overwrite": True},
+                    seed_everything_default=0,
+                    trainer_defaults={"callbacks": [StepLines()]},
+                    auto_configure_optimizers=False,  # the module makes its own, and their schedule
+                )
+        except MisconfigurationException as error:
+            raise ValueError(str(error)) from error
+        except SystemExit as ended:  # of Lightning, which would end a process that SIGTERM stopped with 0
+            if not (hasattr(self, "trainer") and self.trainer.interrupted):
+                raise
+            self._say_how_to_go_on()
+            if isinstance(ended, SIGTERMException):
+                sys.exit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt from None
+
+    @property
+    def options(self) -> Any:
+        return self.config[self.config.subcommand]
+
+    def printed(self) -> dict[str, Any]:
+        """The options as `--print_config` prints them."""
+        return yaml.safe_load(self._parser(self.config.subcommand).dump(self.options, skip_unset=False))
+
+    # --- its options ---
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Whether a checkpoint is unpickled is nobody's to choose: it never is."""
+        return {name: LightningCLI.subcommands()[name] | {"weights_only"} for name in COMMANDS}
+
+    def setup_parser(self, add_subcommands: bool, main_kwargs: dict, subparser_kwargs: dict) -> None:
+        """What only parses shares one parser: a sweep has many trainings."""
+        if self.until != "parsed":
+            return super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+        if not (shared := _shared_parser()):
+            super().setup_parser(add_subcommands, main_kwargs, subparser_kwargs)
+            names = ("parser", "_subcommand_method_arguments", "_subcommand_parsers")
+            shared.update({name: getattr(self, name) for name in names})
+        vars(self).update(shared)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Of model, data and trainer, in the order of the help: what is ours goes first."""
+        parser.add_lightning_class_args(SpecialistTraining, "model")
+        parser.add_lightning_class_args(FeatureData, "data")
+        parser.add_class_arguments(
+            Trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
+        )
+        trainer = (parser.groups or {})["trainer"]
+        trainer.add_argument("--trainer.precision", type=str, default="auto", help=PRECISION)
+        parser.link_arguments("data.source", "model.store", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        command, *rest = choose_help(self._parser(args[0]), args)
+        files, types = config_files(rest), _types(self._parser(command))
+        try:
+            with _no_environment():
+                self.config = parser.parse_args([command, *rest])
+        except ArgumentError as error:
+            raise explain(error, files, types, rest) from error
+        except OmegaConfBaseException as error:  # a reference to an option that is not there
+            option = str(error.full_key).removeprefix(f"{command}.")
+            reason = str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
+            raise explain(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
+        _check_numbers(self.options)
+        _expand_home(self.options)
+
+    def _parse_ckpt_path(self) -> None:
+        """Options count as they are given: Lightning would put those of the checkpoint in their place."""
+
+    # --- what it is made of ---
+
+    def _set_seed(self) -> None:
+        if self.until == "done":
+            super()._set_seed()
+
+    def before_instantiate_classes(self) -> None:
+        """A torn checkpoint, which Lightning reads much later, is named before anything is loaded."""
+        path = self.options.ckpt_path
+        if self.until != "done" or not path or path in ("best", "last", "hpc"):  # these Lightning finds
+            return
+        if "://" in path:
+            place = self._held.enter_context(TemporaryDirectory())
+            path = self.options.ckpt_path = str(fetch_checkpoint(path, Path(place)))
+        load_checkpoint(Path(path))
+
+    def instantiate_classes(self) -> None:
+        if self.until != "parsed":
+            super().instantiate_classes()
+
+    def instantiate_trainer(self, **more: Any) -> Trainer:
+        for config in (self.config, self.config_init):  # of which the first goes into config.yaml
+            trainer = self._get(config, "trainer")
+            if self.config.subcommand != "fit":  # in a training's folder it would count as that training's
+                trainer.logger = False
+            if trainer.precision == "auto":
+                trainer.precision = choose_precision(str(trainer.accelerator))
+        trainer = super().instantiate_trainer(**more)
+        prepare(trainer.strategy)
+        if self.options.ckpt_path:
+            stay_in_folder(trainer, self.options.ckpt_path)
+        return trainer
+
+    # --- before and after it runs ---
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.until == "done":
+            super()._run_subcommand(subcommand)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """With Lightning's own default a checkpoint at an address would be unpickled."""
+        return super()._prepare_subcommand_kwargs(subcommand) | {
+            "ckpt_path": self.options.ckpt_path,
+            "weights_only": True,
+        }
+
+    def before_fit(self) -> None:
+        if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        checkpoint = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))  # by a job that SLURM ended
+        begins = not self.options.ckpt_path and not (checkpoint and SLURMEnvironment.detect())  # Lightning resumes
+        folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
+        if begins:
+            _check_unused(folder)
+        if self.trainer.is_global_zero:
+            self._held.enter_context(only_training(folder))
+            if begins:  # again: another process may have ended a training meanwhile
+                _check_unused(folder)
+
+    def after_fit(self) -> None:
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if any(isinstance(callback, _SaveConfig) and not callback.began for callback in callbacks):
+            reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
+            rank_zero_warn(f"nothing was left to train at {reached}")
+
+    def before_validate(self) -> None:
+        if self.options.ckpt_path:
+            return self._compare_data()
+        if (start := self.options.model.start_from) is None:
+            raise ValueError(
+                "no --ckpt_path: this is the draft before training, of random weights; give a training's "
+                "checkpoints/last.ckpt"
+            )
+        rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
+
+    before_test = before_validate
+
+    def _compare_data(self) -> None:
+        """Warn where the data are other ones than the config.yaml beside the checkpoint says."""
+        config, now = folder_of(self.options.ckpt_path) / CONFIG, self.options.data
+        before = read_config(str(config)).get("data") or {}
+        changed = [name for name in HELD_OUT if name in before and _place(before[name]) != _place(now[name])]
+        if changed:
+            differ = " and ".join(f"data.{name} is {now[name]} where it was {before[name]}" for name in changed)
+            rank_zero_warn(f"{differ} ({config}): conversations that it was trained on may be among these")
+
+    def _say_how_to_go_on(self) -> None:
+        """A line, where a training was stopped."""
+        last = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
+            how = f"--ckpt_path {last} goes on" if last.exists() else "there is no checkpoint yet to go on with"
+            how = "the training is finished" if self.trainer.fit_loop.done else how
+            logger.info("stopped at step %d: %s", self.trainer.global_step, how)
+
+
+@cache
+def _shared_parser() -> dict[str, Any]:
+    return {}
+
+
+def _types(parser: LightningArgumentParser) -> dict[str, Any]:
+    """The options of a parser, and their types."""
+    return {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
+
+
+def _check_numbers(options: Any) -> None:
+    """Raise ValueError for a number that is out of its range."""
+    refuse_numbers(_check_seed, {"seed_everything": options.seed_everything})
+    for name, part in (("model", SpecialistTraining), ("data", FeatureData)):
+        refuse_numbers(part, vars(options[name]), f"{name}.")
+
+
+def _check_seed(seed_everything: Seed) -> None: ...
+
+
+@contextmanager
+def _no_environment() -> Iterator[None]:
+    """A config is often somebody else's: what it names may be sent elsewhere, and it is written into config.yaml."""
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # before 2.4
+
+    def refuse(*name: Any) -> None:
+        raise ValueError("a config takes nothing from the environment: write the value, or give it in the terminal")
+
+    register("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        register("oc.env", oc.env, replace=True)
+
+
+def _expand_home(options: Any) -> None:
+    """Put the home folder for `~`: Lightning does so for TensorBoard alone, where it would put in `$NAME` too."""
+    loggers = options.trainer.logger if isinstance(options.trainer.logger, list) else [options.trainer.logger]
+    places = [(logger.init_args, "save_dir") for logger in loggers if hasattr(logger, "init_args")]
+    for owner, name in [(options, "ckpt_path"), (options.trainer, "default_root_dir"), *places]:
+        if "$" in (place := str(owner.get(name) or "")):
+            raise ValueError(f"{name} is {place!r}: a config takes nothing from the environment: write the path")
+        if place:
+            owner[name] = os.path.expanduser(place)
+
+
+def _place(value: Any) -> Any:
+    """A path as it is from everywhere, and other values as they are."""
+    return os.path.abspath(value) if isinstance(value, str) else value
+
+
+def _check_unused(folder: Path) -> None:
+    """Raise FileExistsError where a training has left something."""
+    last = folder / "checkpoints" / "last.ckpt"
+    if has_outputs(folder) and (last.is_file() or "SLURM_RESTART_COUNT" not in os.environ):  # a job may begin once more
+        other = "choose another name or save_dir of its logger"
+        how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
+        raise FileExistsError(f"{folder} holds a training already: {how}")
+
+
+@contextmanager
+def only_training(folder: Path) -> Iterator[None]:
+    """No second process trains in the folder: it raises ValueError before it writes anything."""
+    work, new = Work(folder / "unfinished"), [place for place in (folder, *folder.parents) if not place.exists()]
+    with work.exclusive(wait=False):
+        try:
+            yield
+        finally:
+            work.clear()
+            for place in new:
+                with suppress(OSError):  # it holds something
+                    place.rmdir()
+
+
+class _SaveConfig(SaveConfigCallback):
+    """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it.
+
+    It does not say where that one went on: another training of these settings begins at its own beginning.
+    """
+
+    began = False
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        pass
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.began, self.config.ckpt_path = True, None
+        folder = str(trainer.log_dir)  # which all processes ask for together
+        if "://" in folder:
+            super().setup(trainer, pl_module, "fit")
+        elif trainer.is_global_zero:  # the one before may be all that is left of a training that goes on
+            with atomic(Path(folder) / self.config_filename) as path:
+                path.write_text(self.parser.dump(self.config, skip_unset=False), encoding="utf-8")
+
+
+def _show_thread_error(args: threading.ExceptHookArgs, show=threading.excepthook) -> None:
+    """Of any thread but TensorBoard's that writes: it raises its error in ours, too."""
+    if type(args.thread).__name__ != "_AsyncWriterThread":
+        show(args)
+
+
+def _quieten() -> None:
+    """Drop warnings and lines of Lightning that say what config.yaml tells, or advertise, unless the user asks."""
+    threading.excepthook = _show_thread_error
+    if is_verbose():
+        return
+    for words in (
+        "LightningCLI's args parameter",  # it is the command line's, or the options
+        "`isinstance.treespec, LeafSpec",  # lightning's own business with torch
+        "`torch.distributed",  # DeepSpeed calls what torch has since renamed
+        "It is recommended to use `self.log.*sync_dist=True",  # metrics sum by themselves
+        "The number of training batches .* is smaller than the logging",  # steps count on
+        "Precision .* is not supported by the model summary",  # of megabytes
+        "`ModelCheckpoint.* could not find the monitored key",  # DraftFolders says why
+        "Checkpoint directory .* exists and is not empty",  # of a training that goes on
+    ):
+        warnings.filterwarnings("ignore", words)
+    modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
+    for module in modules:
+        logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)

@@ -1,0 +1,107 @@
+"""A draft knows the texts that it was trained on, however they come back."""
+
+import logging
+from dataclasses import replace
+
+import lightning
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from poss_lightning.corpus.readers import Conversation
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.replay import replay
+from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.extract import write_store
+from poss_lightning.training.callbacks import DraftFolders
+from poss_lightning.training.export import export
+from poss_lightning.training.module import SpecialistTraining
+from tests.support.talks import talks
+from tests.support.tiny import tiny_target
+
+SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+
+
+def extracted(folder, conversations: list[Conversation], **sizes) -> str:
+    write_store(folder, tiny_target(), conversations, **SIZES | sizes)
+    return str(folder)
+
+
+def train(store: str, folder, **options) -> FeatureData:
+    """A step."""
+    data = FeatureData(store, validation=0.3)
+    trainer = lightning.Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=1,
+        logger=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+        callbacks=[DraftFolders("val/loss", "min"), ModelCheckpoint(folder, save_last=True)],
+    )
+    trainer.fit(SpecialistTraining(store, [2], **options), data)
+    return data
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A draft's training, its texts, and names of the texts that it held out."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = train(extracted(folder / "store", talks()), folder)
+    return folder, data
+
+
+def told(caplog, store: str, draft, out) -> str:
+    """What `poss replay` warns of."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        replay(store, str(out), drafts={"own": str(draft)}, nodes=4, tree_width=2, device="cpu", dtype="float32")
+    return "\n".join(line for line in caplog.messages if "trained on" in line)
+
+
+def test_texts_of_the_training_are_counted_and_others_not(trained, tmp_path, caplog):
+    folder, data = trained
+    held = {data.source.ids[i] for i in data.held_out}
+    learnt = [talk for talk in talks() if talk.id not in held]
+    again = [replace(talk, id=f"new{talk.id}") for talk in talks()]
+    stores = {
+        "the same": (talks(), {}, (len(learnt), 40)),
+        "under other names, cut elsewhere": (again, {"max_length": 100}, (len(learnt), 40)),
+        "a part": (learnt[:5] + [talk for talk in talks() if talk.id in held][:2], {}, (5, 7)),
+        "held out alone": ([talk for talk in talks() if talk.id in held], {}, None),
+        "of the same ids": ([Conversation(talk.id, other()) for talk in talks()], {}, None),
+    }
+    for number, (conversations, sizes, found) in enumerate(stores.values()):
+        store = extracted(tmp_path / f"store{number}", conversations, **sizes)
+        words = told(caplog, store, folder / "draft-last", tmp_path / f"out{number}")
+        assert words == "" if found is None else "trained on {} of these {} conv".format(*found) in words
+        assert words.count("\n") == 0
+
+
+def other() -> list[dict]:
+    return [{"role": "user", "content": "another question"}, {"role": "assistant", "content": "another answer"}]
+
+
+def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
+    """Exported, from a checkpoint too, saved again, and as the start of another training on other text."""
+    folder, data = trained
+    known = Specialists.from_pretrained(folder / "draft-last").trained_on
+    assert known == {data.source.digest(i) for i in data.train} and len(known) == len(data.train)
+    for number, source in enumerate((folder / "draft-last", folder / "last.ckpt")):
+        export(str(source), str(tmp_path / str(number)), "bfloat16")
+        assert Specialists.from_pretrained(tmp_path / str(number)).trained_on == known
+    store = extracted(tmp_path / "store", [Conversation(str(i), other() * (i + 1)) for i in range(9)])
+    train(store, tmp_path / "second", start_from=str(folder / "draft-last"))
+    after = Specialists.from_pretrained(tmp_path / "second" / "draft-last").trained_on
+    assert after > known
+    assert Specialists.from_pretrained("embedded-hass").trained_on == frozenset()  # it is from before, and says nothing
+
+
+def test_a_validation_on_other_held_out_texts_warns(trained):
+    folder, data = trained
+    module = SpecialistTraining(str(data.source.folder), [2])
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    others = FeatureData(str(data.source.folder), validation=0.3, split_seed=7)
+    seen = sum(i in data.train for i in others.held_out)
+    with pytest.warns(UserWarning, match=f"was trained on {seen} of these {len(others.held_out)} conversations"):
+        trainer.validate(module, others, ckpt_path=str(folder / "last.ckpt"), verbose=False, weights_only=True)

@@ -1,0 +1,212 @@
+"""`poss compare` in the terminal: one table and one line, and all tables; temperatures, lengths, costs, warnings."""
+
+import gzip
+import json
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from poss_lightning.decoding.costs import Costs
+from poss_lightning.evaluation.cells import pack
+from poss_lightning.evaluation.records import Record, to_line
+from poss_lightning.reports.compare import compare, print_findings
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.lengths import by_category, by_input, by_position, length_tables
+from poss_lightning.reports.summary import group
+from poss_lightning.reports.tables import all_tables, gain_text, overview, verdict
+from tests.support.lab import write_records
+from tests.support.synthetic import make_records
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    write_records(folder, make_records(), {"methods": {"poss-1": {"depth": 6}}})
+    return folder
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    for place, choice in enumerate(("eagle", "poss-1")):
+        for seed in (0, 2, 10):
+            records = make_records(("autoregressive", choice), seed=10 * seed + place, prompts=4)
+            folder = tmp_path / "sweep" / choice / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            lines = "".join(to_line(record) + "\n" for record in records)
+            (folder / "records.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return tmp_path / "sweep"
+
+
+@pytest.mark.parametrize("name", ["run", "sweep"])
+@pytest.mark.parametrize("reference", [None, "eagle", "autoregressive"])
+def test_one_table_and_one_line_fit_a_terminal(name, reference, request, capsys):
+    folder = request.getfixturevalue(name)
+    if reference == "autoregressive" and name == "sweep":
+        pytest.skip("a sweep's choices are compared with each other")
+    compare(str(folder), reference=reference)
+    out = capsys.readouterr().out
+    found = find(folder, reference=reference)
+    assert len(out.splitlines()) <= 25 and max(map(len, out.splitlines())) <= 80
+    for row in found.overall:
+        assert row.method in out
+        for value in ("tau_macro", "speed_up"):
+            known = value in row.values and (value, found.reference) != ("speed_up", "autoregressive")
+            assert not known or row.values[value].text() in out
+    assert verdict(found) in out.replace("\n", " ") and ("Holm" in out) == bool(reference)
+
+
+def test_many_methods_and_long_names_fit_too(tmp_path, capsys):
+    records = make_records(methods=("autoregressive", "eagle"), prompts=3)
+    drafts = [record for record in records if record.method == "eagle"]
+    for place in range(20):
+        records += [replace(record, method=f"a very long name that differs at its end {place}") for record in drafts]
+    write_records(tmp_path, records, {})
+    compare(str(tmp_path), reference="eagle")
+    out = capsys.readouterr().out
+    assert "… 7 more" in out and len(out.splitlines()) <= 25 and max(map(len, out.splitlines())) <= 80
+    compare(str(tmp_path), reference="eagle", all=True)
+    assert "differs at its end 19" in capsys.readouterr().out
+
+
+def test_every_table_is_there_when_it_is_asked_for(sweep, capsys):
+    compare(str(sweep), reference="eagle", all=True)
+    out = capsys.readouterr().out
+    found = find(sweep, reference="eagle")
+    gain = next(row for row in found.overall if row.method == "poss-1").gains["tau_macro"]
+    for words in ("Methods", "Against eagle", "By suite", "pos-acc by position, %", "3 trainings of each", "sd of a"):
+        assert words in out
+    assert f"{gain.with_interval('+z.3f')} {gain.significance()} ±{gain.detectable:.3f}" in out
+
+
+def test_names_cannot_steer_the_terminal(tmp_path, capsys):
+    evil = "[red]\x1b[2J\n<b>"
+    records = [replace(record, method=evil) if record.method == "eagle" else record for record in make_records()]
+    write_records(tmp_path / "\x1bevil", records, {})
+    compare(str(tmp_path / "\x1bevil"), reference=evil, all=True)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and r"[red]\x1b[2J <b>" in shown
+
+
+def test_a_verdict_tells_larger_smaller_and_not_seen(run):
+    found = find(run, reference="eagle")
+    assert verdict(found) == "τ macro − eagle (Holm): larger: poss-1"
+    gains = {row.method: row.gains["tau_macro"] for row in found.overall if "tau_macro" in row.gains}
+    rows = []
+    for name, p, sign in (("a", 0.01, -1), ("b", 0.9, 1), ("c", 0.04, 1)):
+        gain = replace(gains["poss-1"], p=p, value=sign * gains["poss-1"].value)
+        rows.append(replace(found.overall[-1], method=name, gains={"tau_macro": gain}))
+    assert verdict(found._replace(rows=rows)).endswith("larger: c; smaller: a; no difference seen: b")
+    same = replace(gains["poss-1"], value=0.0, detectable=0.0, p=1.0)
+    assert gain_text(same) == "identical" and gain_text(None) == ""
+    best = max(found.overall, key=lambda row: row.values["speed_up"].value if "speed_up" in row.values else 0)
+    assert verdict(find(run)) == f"{best.method}: {best.values['speed_up'].with_interval()} × autoregressive"
+
+
+def test_replayed_rounds_have_no_speeds(tmp_path):
+    records = [replace(r, seconds={}, text="", pieces=None) for r in make_records(methods=("eagle", "poss-1"))]
+    write_records(tmp_path, records, {})
+    found = find(tmp_path)
+    assert list(overview(found).columns) == ["method", "τ"] and verdict(found).startswith("largest τ: poss-1, ")
+
+
+def test_another_baseline_is_named(tmp_path):
+    write_records(tmp_path, make_records(methods=("vllm", "eagle"), prompts=3), {})
+    with pytest.raises(ValueError, match="baseline is 'autoregressive'; these records have vllm"):
+        find(tmp_path)
+    assert "speed_up" in find(tmp_path, baseline="vllm").overall[-1].values
+
+
+@pytest.mark.parametrize("tree", ["auto", "fixed"])
+def test_sized_trees_are_told(tmp_path, tree):
+    write_records(tmp_path, make_records(), {"config": {"tree": tree}})
+    assert any("sized by their cost" in note for note in find(tmp_path).notes) == (tree == "auto")
+
+
+def test_trainings_of_different_inputs_are_not_comparable(tmp_path, capsys):
+    for seed, digest in ((0, "aa"), (1, "bb")):
+        rows = [vars(record) for record in make_records(methods=("eagle",), seed=seed)]
+        pack(tmp_path, "eagle", seed, {"inputs": {"/home/me/store": digest, "base.yaml": "cc"}}, rows)
+    print_findings(find(tmp_path))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "WARNING: not comparable: these trainings had 2 different store" in said and "base.yaml" not in said
+
+
+# --- temperatures ---
+
+
+def test_temperatures_stand_in_one_table_and_each_is_as_alone(tmp_path):
+    write_records(tmp_path / "warm", make_records(seed=1), {"config": {"temperature": 1.0}})
+    write_records(tmp_path / "greedy", make_records(), {})
+    both = find(tmp_path, reference="eagle")
+    for name, folder in (("0", "greedy"), ("1", "warm")):
+        alone = find(tmp_path / folder, reference="eagle")
+        rows = [replace(row, method=f"{row.method}, T = {name}") for row in alone.rows]
+        assert repr([row for row in both.rows if row.method.endswith(f"T = {name}")]) == repr(rows)  # nan is not itself
+    assert both.answers == find(tmp_path / "greedy").answers
+    lines = (tmp_path / "warm" / "records.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "warm" / "records.jsonl").write_text("".join(line for line in lines if '"eagle"' not in line))
+    with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
+        find(tmp_path, reference="eagle")
+
+
+def test_another_top_p_or_tree_under_one_name_is_refused(tmp_path):
+    for seed, (name, top_p) in enumerate((("cut", 0.5), ("warm", 1.0))):
+        write_records(tmp_path / name, make_records(seed=seed), {"config": {"temperature": 1.0, "top_p": top_p}})
+    with pytest.raises(ValueError, match=r"cut was sampled with top_k 0 and top_p 0\.5, .*warm with top_k 0"):
+        find(tmp_path)
+    for name, tree in (("cut", {}), ("warm", {"tree": "auto"})):
+        run = {"methods": {"eagle": {"depth": 6} | tree}, "config": {"temperature": float(name == "warm")}}
+        (tmp_path / name / "run.json").write_text(json.dumps(run))
+    with pytest.raises(ValueError, match=r"'eagle' of .*cut is another than that of .*warm \(tree fixed and auto\)"):
+        find(tmp_path)
+
+
+# --- lengths and costs ---
+
+
+def answer(accepted: list[int], prompt_tokens: int = 10, **fields) -> Record:
+    tokens = [1] * (1 + sum(accepted) + len(accepted))
+    lengths = {"tokens": tokens, "new_tokens": len(tokens), "pieces": None, "prompt_tokens": prompt_tokens}
+    return replace(make_records(methods=("eagle",))[0], accepted=accepted, **lengths, **fields)
+
+
+def test_rounds_stand_where_they_began_and_by_the_length_of_their_input():
+    record = answer([3] * 40)  # rounds begin at 1, 5, 9, … 157
+    assert [column for column, _ in by_position(record)] == [0] * 8 + [32] * 8 + [64] * 16 + [128] * 8
+    columns = {length: next(by_input(answer([1], length)))[0] for length in (1, 127, 128, 255, 256, 512, 33000)}
+    assert columns == {1: 0, 127: 0, 128: 128, 255: 128, 256: 256, 512: 512, 33000: 32768}
+    assert not list(by_category(answer([1, 2])))
+
+
+def test_the_tables_of_lengths_are_what_counting_gives():
+    records = make_records(methods=("eagle", "poss-1"))
+    records = [replace(each, prompt_tokens=100 * (each.turn + 1), category=each.suite) for each in records]
+    tables = length_tables(group(records)).values()
+    names = [["0–31", "32–"], ["0–127", "128–"], ["chat", "code"]]
+    for table, cut, named in zip(tables, (by_position, by_input, by_category), names, strict=True):
+        assert list(table.columns) == ["method", *named]
+        for method, *texts in table.itertuples(index=False):
+            own = [one for record in records if record.method == method for one in cut(record)]
+            means = [fmean(a + 1 for at, a in own if at == column) for column in sorted({column for column, _ in own})]
+            assert [text.partition(" (")[0] for text in texts] == [f"{mean:.2f}" for mean in means]
+            assert all("…" in text for text in texts)
+
+
+def test_a_column_of_few_prompts_is_as_unsure_as_few_prompts():
+    """Three long answers among 57 short ones: the interval is that of the three; of two there is none."""
+    long = {("chat", place, 0, 0): answer([1] * 14 + [level] * 30) for place, level in enumerate((1, 2, 4))}
+    short = {("chat", place, 0, 0): answer([place % 3, 1]) for place in range(3, 60)}
+    two = dict([*long.items()][:2]) | short
+    tables = [length_tables({"eagle": answers}).values() for answers in (long, long | short, two)]
+    texts = [next(iter(found))["32–63"][0] for found in tables]
+    assert texts[0] == texts[1] and "…" in texts[0] and "…" not in texts[2]
+
+
+def test_what_drafting_costs_stands_where_it_was_measured(tmp_path):
+    costs = Costs.interpolate(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 32: 0.17})
+    write_records(tmp_path, make_records(), {"costs": {"eagle": costs._asdict()}})
+    found = find(tmp_path)
+    assert found.costs == {"eagle": costs}
+    (row,) = all_tables(found)["What drafting costs on this machine"].to_dict("records")
+    assert [*row.values()] == ["eagle", "60.0", "6.0", "80.0", "1.53", "90.0", "1.90"]  # (2 * 6 + 80) / 60, ...

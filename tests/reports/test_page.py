@@ -1,0 +1,242 @@
+"""The page of `poss compare --html`: what it shows, and what it must never hold."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from markupsafe import escape
+from scipy import stats
+from torch.utils.tensorboard import SummaryWriter
+
+from poss_lightning.evaluation.cells import pack
+from poss_lightning.evaluation.rounds import NAME, Round, to_line
+from poss_lightning.reports.compare import compare
+from poss_lightning.reports.explorer import spans, steps
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.page import public
+from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
+from poss_lightning.reports.tables import overview
+from tests.support import look
+from tests.support.lab import CHOICES, made_rounds, write_lab, write_records
+from tests.support.synthetic import make_records
+
+EVIL = "</script><script>alert(1)</script>\x00\x7f\x9b"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A sweep's folder, and the page over it."""
+    folder = tmp_path_factory.mktemp("lab")
+    write_lab(folder / "sweep")
+    return folder / "sweep", page_of(folder, folder / "sweep", reference="eagle")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """The page over records in which every text of others tries to break out, and all names are of one machine."""
+    folder = tmp_path_factory.mktemp("hostile")
+    records = [replace(r, method=EVIL if r.method == "eagle" else r.method, question=EVIL) for r in make_records()]
+    records = [replace(r, text=EVIL, pieces=None) if r.method == "generate" else r for r in records]
+    places = ["/home/SECRET/x y", r"C:\Users\SECRET\store", "s3://KEY:SECRET@bucket/store", "~/SECRET/a", "../SECRET/b"]
+    facts = {
+        "config": {"target": "/home/SECRET/target", "drafts": dict(enumerate(places))},
+        "command": ["poss", *places, *(f"--drafts.a={place}" for place in places), f"[{','.join(places)}]"],
+        "machine": EVIL,
+        "started": "2026-11-23T10:00:00+00:00",
+    }
+    write_records(folder / "run", records, facts)
+    record = next(record for record in records if (record.method, record.id) == ("poss-1", 0))
+    rounds = rounds_of(record)
+    forged = rounds[0].guesses._replace(tokens=[EVIL, *rounds[0].guesses.tokens[1:]])
+    (folder / "run" / NAME).write_text("\n".join(map(to_line, [replace(rounds[0], guesses=forged), *rounds[1:]])))
+    return page_of(folder, folder / "run", reference=EVIL)
+
+
+def page_of(folder, records, **options) -> str:
+    compare(str(records), html=str(folder / "page.html"), **options)
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def rounds_of(record) -> list[Round]:
+    place = (record.suite, record.id, record.turn, record.method)
+    return [Round(*place, number, guesses) for number, guesses in enumerate(made_rounds(record))]
+
+
+class Tags(HTMLParser):
+    """Fails where a tag is closed that is not open; counts tags, and what attributes ask for."""
+
+    void = ("meta", "br", "use", "path", "rect", "circle", "line")
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.asked = [], Counter(), []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.asked += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[0] != "#"]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.void:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.void:
+            assert self.open.pop() == tag
+
+
+def test_a_page_is_complete_in_itself_and_well_formed(lab, hostile):
+    for page in (lab[1], hostile):
+        found = Tags(page)
+        assert not found.asked and not re.search(r"https?:|@import|url\((?!#)", page)
+        assert "default-src 'none'" in page  # and the browser sees to it
+        assert found.tags["style"] and not found.tags.keys() & {"script", "link", "img", "iframe", "object"}
+
+
+def test_texts_of_others_stay_text(hostile):
+    assert str(escape(EVIL)).replace("\x00", "␀").replace("\x7f", "␡").replace("\x9b", "\ufffd") in hostile
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", hostile)
+
+
+def test_no_page_names_a_home_or_a_secret(hostile):
+    assert "SECRET" not in hostile and "target target · 2026-11-23" in hostile
+    assert all(name in hostile for name in ("x y", "s3://bucket/store", "--drafts.a=store"))
+
+
+def test_what_is_no_path_stays_as_it_is():
+    kept = {"a/b": ["poss", "owner/name", "2.13.0+cpu", "runs/x", "and/or", "5 / 3", "T = 1"], "n": 1.5, "x": None}
+    assert public(kept) == kept and json.dumps(public({"/home/me/s": "file:///home/me/t"})) == '{"s": "t"}'
+
+
+def test_the_page_shows_the_numbers_of_the_terminal(lab):
+    sweep, page = lab
+    for texts in overview(find(sweep, reference="eagle")).itertuples(index=False):
+        assert all(f"<td>{escape(text)}</td>" in page for text in texts)
+    for words in ("τ macro − eagle", "pos-acc by position", "cosine to the target", "validation loss", "By suite"):
+        assert words in page
+    assert page.count('role="img"') == 2 + 1 + 5 + 1  # comparisons, acceptance, by depth, by step
+
+
+def test_an_answer_stands_under_its_question_with_its_rounds(lab):
+    sweep, page = lab
+    record = next(r for r in map(json.loads, (sweep / "eagle/seed-0/records.jsonl").open()) if r["method"] == "eagle")
+    first = page[page.index("<h2>Decoded text") :]
+    assert first.index(record["question"]) < first.index('<div class="answer">')
+    assert f"eagle: {record['new_tokens']} tokens in {len(record['accepted'])} rounds" in first
+    assert first.count(f"Round 1 of {len(record['accepted'])}: ") == 4  # two choices, the first prompt of two suites
+
+
+def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path):
+    for choice in CHOICES:
+        write_records(tmp_path / choice / "seed-0", make_records(methods=("autoregressive", choice)), {"methods": {}})
+    assert "Milliseconds" not in page_of(tmp_path, tmp_path, reference="eagle")
+    write_records(tmp_path / "turns", make_records(methods=("autoregressive", *CHOICES)), {"methods": {}})
+    assert "Milliseconds" in page_of(tmp_path, tmp_path / "turns", reference="eagle")
+
+
+def test_sections_without_matter_are_left_out(tmp_path):
+    replayed = [replace(record, seconds={}, text="", pieces=None) for record in make_records(methods=("eagle",))]
+    write_records(tmp_path / "run", replayed, {})
+    (tmp_path / "run" / "run.json").unlink()
+    page = page_of(tmp_path, tmp_path / "run")
+    assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training", "runs were made"))
+
+
+def test_a_failing_page_leaves_the_old_one_and_is_named_like_one(tmp_path):
+    write_records(tmp_path / "run", make_records(prompts=1), {})
+    (tmp_path / "page.html").write_text("old")
+    with pytest.raises(ValueError, match="baseline is 'plain'"):
+        page_of(tmp_path, tmp_path / "run", baseline="plain")
+    assert (tmp_path / "page.html").read_text() == "old" and not list(tmp_path.glob(".page*"))
+    with pytest.raises(ValueError, match=r"README.md; its name must end in .html"):
+        compare(str(tmp_path / "run"), html=str(tmp_path / "README.md"))
+
+
+@pytest.mark.skipif(look.find_browser() is None, reason="no Chromium here")
+def test_a_browser_finds_nothing_wrong_on_a_phone(lab, hostile, tmp_path):
+    for place, page in enumerate((lab[1], hostile)):
+        (tmp_path / f"{place}.html").write_text(page, encoding="utf-8")
+        assert not look.look(tmp_path / f"{place}.html")
+
+
+# --- text and rounds ---
+
+
+def test_spans_are_the_rounds_and_hold_every_piece_once():
+    record = next(record for record in make_records() if record.method == "eagle")
+    short = replace(record, accepted=[2, 0], new_tokens=5, tokens=[0] * 5, pieces=["a", "b", "\n", "c", "d"])
+    assert spans(short) == [("plain", "a"), ("accepted", "b↵\n"), ("bonus", "c"), ("bonus", "d")]
+    cut = replace(record, accepted=[0, 3], new_tokens=4, tokens=[0] * 4, pieces=list("abcd"))  # by the limit
+    assert spans(cut) == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
+    for record in make_records():
+        assert "".join(span.text for span in spans(record)).split() == record.text.split()
+
+
+def test_rounds_are_those_of_their_record():
+    record = next(record for record in make_records() if record.method == "poss-1")
+    for (title, tree), accepted in zip(steps(record, rounds_of(record)), record.accepted, strict=True):
+        assert title.endswith(f" {accepted} accepted") and tree.count("✓") == accepted and tree.count("+ ") == 1
+    with pytest.raises(ValueError, match=r"rounds of 'poss-1', chat/0 turn 0, are not those of its record"):
+        steps(record, rounds_of(record)[1:])
+
+
+# --- what trainings logged ---
+
+
+@pytest.fixture
+def training(tmp_path):
+    with SummaryWriter(str(tmp_path / "fit" / "version_0")) as writer:
+        for step in (10, 20):
+            for depth in range(1, 13):
+                writer.add_scalar(f"val_drift_cosine/depth_{depth}", 1 - depth / step, step)
+    return tmp_path / "fit"
+
+
+def test_scalars_by_depth_are_in_order_of_number(training):
+    (own,) = read_scalars(training).values()
+    drift = series_by_depth(own, "val_drift_cosine")
+    assert list(drift) == list(range(1, 13))  # not 1, 10, 11, 12, 2, ...
+    assert drift[2] == [(10, pytest.approx(0.8)), (20, pytest.approx(0.9))]
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        read_scalars(training / "nowhere")
+
+
+def test_where_there_are_no_event_files_the_last_values_will_do(training, tmp_path):
+    events = next(iter(read_scalars(training).values()))
+    rows = [asdict(record) for record in make_records(methods=("poss-1",))]
+    pack(tmp_path, "poss-1", 0, {"scalars": {tag: series[-1] for tag, series in events.items()}}, rows)
+    cell = tmp_path / "cells/poss-1/seed-0"
+    (last,) = read_scalars(cell).values()
+    assert last == {tag: [(20, pytest.approx(series[-1][1], abs=1e-5))] for tag, series in events.items()}
+    shutil.copytree(next(training.iterdir()), cell)
+    assert list(read_scalars(cell).values()) == [events]  # event files say more
+
+
+def test_runs_are_named_by_what_their_folders_do_not_share():
+    own = {"loss": [(1, 0.5)]}
+    runs = {f"out/{choice}/seed-{seed}": own for choice in ("a", "b") for seed in (0, 1)}
+    assert {name: len(found) for name, found in group_by_choice(runs).items()} == {"a": 2, "b": 2}
+    assert group_by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
+    again = {"out/a/seed-0/v0": {"loss": [(2, 0.2)]}, "out/a/seed-0/v1": {"loss": [(1, 0.5)], "tau": [(1, 2.0)]}}
+    assert group_by_choice(again) == {"a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]}  # one run, two folders
+
+
+def test_a_curve_over_runs_is_the_mean_where_all_have_come_and_its_t_interval():
+    values = np.random.default_rng(0).normal(size=(4, 5))
+    runs = [[(step, float(values[run, step])) for step in range(5 - (run == 2))] for run in range(4)]
+    found = mean_over_runs([*runs[:3], [(0, 99.0), *runs[3]]])  # step 0 logged again
+    assert list(found) == [0, 1, 2, 3]
+    for step, one in found.items():
+        own = values[:, step]
+        low, high = stats.t.interval(0.95, 3, own.mean(), stats.sem(own))
+        assert (one.value, one.low, one.high) == pytest.approx((own.mean(), low, high))
+    assert mean([0.5]).value == 0.5 and not mean([0.5]).interval() and mean_over_runs([]) == {}

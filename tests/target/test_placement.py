@@ -1,0 +1,102 @@
+"""A target whose layers lie on several devices is the same target, and one that does not fit is refused.
+
+accelerate's hooks around every module stand for several devices, on the one that there is.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from transformers import AutoConfig
+
+from poss_lightning.decoding.autoregressive import Generate
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.target import loading, placement
+from poss_lightning.target.generation import generate
+from poss_lightning.target.model import Target
+from poss_lightning.target.placement import SpreadStore, weight_bytes
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+STOPS = frozenset([1])
+
+
+def hooked(**changes) -> Target:
+    """accelerate moves what goes into every module; here to the device where it is."""
+    model = tiny_model(**changes)
+    names = [name for name, module in model.named_modules() if not list(module.children())]
+    dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)
+    return Target(model, tiny_tokenizer(), "tiny")
+
+
+def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
+    spread = hooked()
+    assert spread.model.model.layers[0].mlp.up_proj._hf_hook is not None and not spread.spans_devices
+    assert spread.spec.difference(target.spec) is None
+    expected = generate(target, PROMPTS, 20, STOPS)
+    assert generate(spread, PROMPTS, 20, STOPS) == expected
+    for decoder in (Speculative(spread, tiny_draft(spread, [2, 1])), Generate(spread)):
+        assert [decoded.tokens for decoded in decoder.decode(PROMPTS, 20, STOPS)] == expected
+
+
+def test_keys_lie_beside_their_layers_and_follow_a_path():
+    """Twin: one store of all layers. The devices of the law are names of the one that there is."""
+    sizes = {"batch": 2, "capacity": 9, "heads": 2, "head_dim": 4, "dtype": torch.float32}
+    cpu, far = torch.device("cpu"), torch.device("cpu:0")
+    target = tiny_target()
+    plain, spread = target.new_cache(2, 9).store, SpreadStore([cpu, far], cpu, **(sizes | {"head_dim": 8}))
+    assert [len(store.keys) for store in spread.stores.values()] == [1, 1]
+    torch.manual_seed(0)
+    index, move = torch.tensor([0, 1, 9, 10]), (torch.tensor([1, 10]), torch.tensor([0, 9]))
+    for layer in range(2):
+        keys, values = torch.randn(2, 2, 2, 2, 8)
+        for store in (plain, spread):
+            store.write(layer, index, keys, values)
+    for store in (plain, spread):
+        store.move(*move)
+        store.select([1])
+    for layer in range(2):
+        for ours, theirs in zip(plain.view(layer, 2), spread.view(layer, 2), strict=True):
+            assert ours.equal(theirs) and ours.any()
+    meta = SpreadStore([cpu, torch.device("meta"), cpu], cpu, **sizes)
+    assert [meta.view(layer, 3)[0].device.type for layer in range(3)] == ["cpu", "meta", "cpu"]
+
+
+def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(tiny_folder, monkeypatch):
+    """One line: the bytes needed, those there, and what helps."""
+    folder, config = Path(tiny_folder), AutoConfig.from_pretrained(tiny_folder)
+    whole = (folder / "model.safetensors").stat().st_size
+    assert weight_bytes(folder, config, torch.bfloat16) == whole / 2
+    assert weight_bytes(folder, config, None) == weight_bytes(folder, config, torch.float32) == whole
+    monkeypatch.setattr(placement, "GB", 1000)
+    monkeypatch.setattr(placement, "free_bytes", lambda device: whole // 2 - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(loading.AutoModelForCausalLM, "from_pretrained", lambda *_: pytest.fail("it was loaded"))
+        with pytest.raises(ValueError, match=rf"{whole / 2000:.1f} GB of weights in bfloat16, and cpu has .* for it"):
+            Target.load(tiny_folder, "bfloat16", "cpu")
+    monkeypatch.setattr(placement, "free_bytes", lambda device: whole)
+    Target.load(tiny_folder, "float32", "cpu")
+
+
+def test_what_helps_depends_on_where_it_should_lie(tiny_folder, monkeypatch):
+    folder, config = Path(tiny_folder), AutoConfig.from_pretrained(tiny_folder)
+    half = (folder / "model.safetensors").stat().st_size // 2
+    monkeypatch.setattr(placement, "free_bytes", lambda device: half)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"cuda:1 has .*: --parallel layers takes several GPUs"):
+        placement.placement("big", folder, config, "float32", "cuda:1", "none", None)
+    fits = placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
+    assert fits == {"device_map": "auto", "max_memory": dict.fromkeys((1, 2, 3), half)}
+    for gpus, words in ((2, "these 1 GPUs have .* take more GPUs"), (1, "there is one GPU, which the training needs")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with pytest.raises(ValueError, match=words):
+            placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
+
+
+def test_processes_that_would_take_the_same_gpus_say_why(tiny_folder, monkeypatch):
+    with pytest.raises(ValueError, match="parallel is 'both'; it must be none or layers"):
+        Target.load(tiny_folder, parallel="both")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match="one process takes every GPU, but several were started here"):
+        Target.load(tiny_folder, "float32", "cpu", "layers")

@@ -1,0 +1,204 @@
+"""One road into a training: what the terminal, a sweep's cell, the demo and Python train with is the same, always."""
+
+import random
+from argparse import ArgumentError
+from pathlib import Path
+
+import pytest
+import yaml
+
+from poss_lightning import demo
+from poss_lightning.configs import locate_configs
+from poss_lightning.files import conf_names, find_config
+from poss_lightning.sweep import Sweep
+from poss_lightning.training import fit as roads
+from poss_lightning.training.command import Training
+from poss_lightning.training.fit import command_line, compose, fit, fit_once
+
+CALLBACK = {"class_path": "poss_lightning.training.callbacks.Throughput"}
+PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 3}}
+TENSORBOARD = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "runs", "name": "a"}}
+OTHER = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "other", "version": 3}}
+CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}
+VALUES = {
+    "model.allocation": [[2], [1, 1], [3, 3]],
+    "model.depth": [None, 6],
+    "model.loss": [None, {"feature": 1, "acceptance": 1}, {"token": 0.1}, {"token": 1.0e-7, "topk": 2}],
+    "model.betas": [[0.9, 0.999], [0.5, 0.5]],
+    "model.kind": ["eagle3"],
+    "model.learning_rate": [1.0e-5, 1, 3.0e-4],
+    "model.start_from": [None, "embedded-hass", "7"],
+    "model.gamma": [0.5],
+    "data.store": ["runs/features", "s3://a/b", "on"],
+    "data.noise": [0, 0.1],
+    "data.seed": [3],
+    "data.limit": [None, 9],
+    "seed_everything": [5, True],
+    "trainer.max_steps": [7, 20],
+    "trainer.val_check_interval": ["${trainer.max_steps}", 5, 0.5],
+    "trainer.logger": [None, False, TENSORBOARD, OTHER, CSV],
+    "trainer.callbacks": [None, [CALLBACK], [PROBE, CALLBACK]],
+    "trainer.callbacks+": [[PROBE], CALLBACK],
+    "trainer.devices": [1, 1, 1, 2, "auto"],
+    "trainer.precision": ["auto", "bf16-mixed"],
+}
+CONFIGS = sorted(name for name in conf_names() if name.startswith(("draft/", "trainer/", "data/")) or "/" not in name)
+
+
+def some_options(draw: random.Random) -> dict:
+    """A few options, nested or with dots, one of them in each group."""
+    chosen = draw.sample(sorted(VALUES), draw.randint(0, 5))
+    options: dict = {}
+    for name in chosen:
+        value, (group, _, rest) = draw.choice(VALUES[name]), name.partition(".")
+        if not rest or ("${" not in str(value) and draw.random() < 0.3 and group not in options):
+            options[name] = value
+        elif not any(given.startswith(f"{group}.") for given in options):
+            options.setdefault(group, {})[rest] = value
+    return options
+
+
+def printed(capsys, *arguments: str) -> dict:
+    """What `poss fit --print_config` prints."""
+    with pytest.raises(SystemExit):
+        Training("fit", locate_configs([*arguments, "--print_config"]), until="parsed")
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The options of what trains, where nothing does: here, and in processes of their own."""
+    seen: list[dict] = []
+
+    class Ends:
+        def __init__(self, command, **options):
+            seen.append(Training("fit", command[command.index("fit") + 1 :], until="parsed").printed())
+
+        def wait(self) -> int:
+            return 0
+
+    def train(*layers) -> None:
+        seen.append(compose(*layers))
+
+    monkeypatch.setattr(roads, "fit", train)
+    monkeypatch.setattr(roads, "Popen", Ends)
+    return seen
+
+
+@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.nightly)])
+def test_every_road_trains_what_print_config_says(number, tmp_path, capsys, trained):
+    """Random options over random configs, some of which set the same."""
+    draw = random.Random(number)
+    for place in (tmp_path / str(i) for i in range(number)):
+        place.mkdir()
+        (place / "first.yaml").write_text("model: {allocation: [4]}")
+        configs = [str(place / "first.yaml"), *draw.sample(CONFIGS, draw.randint(0, 3))]
+        common, special = some_options(draw), some_options(draw)
+        seed = {"seed_everything": 11, "data": {"seed": 11}}
+        files = [place / f"{i}.yaml" for i in range(3)]
+        for file, options in zip(files, (seed, common, special), strict=True):
+            file.write_text(yaml.safe_dump(options))
+        expected = printed(capsys, *(word for name in (*configs, *map(str, files)) for word in ("--config", name)))
+        assert compose(*configs, seed, common, special) == expected, (configs, common, special)
+        assert compose(*configs, *map(str, files)) == expected
+
+        own = Sweep({"a": special | {"config": configs}}, [11], fit=common, replay={"store": "x"})
+        (cell,) = own.cells(place / "experiment")
+        assert cell.training == expected
+        cell_options = trained_once(cell.folder, cell.layers, trained)
+        logger = cell_options["trainer"].pop("logger")
+        assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed-11"
+        del expected["trainer"]["logger"]
+        assert cell_options == expected
+
+
+def trained_once(folder: Path, layers: list, trained: list[dict]) -> dict:
+    """What `fit_once` trains; without a draft it fails behind that."""
+    trained.clear()
+    with pytest.raises(ValueError, match="has no draft-last"):
+        fit_once(folder, *layers)
+    (options,) = trained
+    return options
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_is_what_print_config_says(config, capsys):
+    given = {"model": {"allocation": [1]}}
+    expected = printed(capsys, "--config", config, "--config", yaml.safe_dump(given, default_flow_style=True))
+    assert compose(config, given) == expected
+    (only,) = yaml.safe_load_all(Path(find_config(config)).read_text())
+    assert expected["model"]["loss"] == only.get("model", {}).get("loss")
+
+
+@pytest.mark.parametrize("name", ["hass", "poss2"])
+def test_the_demo_trains_what_print_config_says(name, tmp_path, capsys, trained):
+    with pytest.raises(ValueError, match="has no draft-last"):
+        demo._fit(tmp_path, name, store="s", size=9, steps=4, start="embedded-hass", dtype="float32", device="cpu")
+    (options,) = trained
+    given = {"data": {"store": "s"}, "model": {"vocabulary_size": 9, "start_from": "embedded-hass"}}
+    steps = {"max_steps": 4, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    given |= {"trainer": {"accelerator": "cpu", "precision": "32-true", **steps}}
+    files = ("--config", "demo.yaml", "--config", f"draft/{name}.yaml")
+    expected = printed(capsys, *files, "--config", yaml.safe_dump(given, default_flow_style=True))
+    del options["trainer"]["logger"], expected["trainer"]["logger"]
+    assert options == expected
+
+
+def test_losses_of_a_file_above_are_all_that_count():
+    """A second way to put options together added the terms of the file below."""
+    above = {"model": {"allocation": [2], "loss": {"feature": 1, "acceptance": 1}}}
+    assert compose("published.yaml", above)["model"]["loss"] == {"feature": 1, "acceptance": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"trainr": {"max_steps": 7}}, "'trainr.max_steps'"),
+        ({"trainer": {"max_step": 7}}, "did you mean trainer.max_steps"),
+        ({"weights_only": False}, "'weights_only'"),
+        ({"data": {"store": "s3://host/${oc.env:POSS_SECRET}"}}, '"data.store": a config takes nothing from the env'),
+        ({"model": {"start_from": "${oc.decode:${oc.env:POSS_SECRET}}"}}, '"model.start_from": a config takes noth'),
+        ({"trainer": {"default_root_dir": "$POSS_SECRET/runs"}}, "default_root_dir is '.*: a config takes nothing"),
+        ({"trainer": {"val_check_interval": "${trainer.max_stepss}"}}, "max_stepss"),
+    ],
+)
+def test_what_a_config_may_not_have_is_named(options, words, monkeypatch):
+    monkeypatch.setenv("POSS_SECRET", "secret")
+    with pytest.raises((ArgumentError, ValueError), match=words) as told:
+        compose({"model": {"allocation": [1]}}, options)
+    assert "secret" not in str(told.value)
+
+
+def test_a_file_that_a_config_names_takes_nothing_from_the_environment_either(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSS_SECRET", "secret")
+    (tmp_path / "inner.yaml").write_text("store: s3://host/${oc.env:POSS_SECRET}")
+    (tmp_path / "outer.yaml").write_text(f"data: {tmp_path}/inner.yaml")
+    with pytest.raises(ArgumentError, match="a config takes nothing from the environment"):
+        compose("draft/poss2.yaml", str(tmp_path / "outer.yaml"))
+
+
+def test_a_name_with_dots_beside_its_group_is_refused(tmp_path):
+    """The parser would leave one of the two out, without a word."""
+    (tmp_path / "a.yaml").write_text("trainer.max_steps: 3\ntrainer: {max_epochs: 2}")
+    with pytest.raises(ValueError, match=r"a.yaml has 'trainer.max_steps' beside 'trainer': write it below trainer"):
+        compose("draft/poss2.yaml", str(tmp_path / "a.yaml"))
+
+
+def test_nothing_is_ever_unpickled(store, tmp_path, monkeypatch):
+    """Neither from a file nor from an address, whatever a config says."""
+    monkeypatch.chdir(tmp_path)
+    Path("evil.ckpt").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
+    options = {"model": {"allocation": [1]}, "data": {"store": store, "validation": 0.2}}
+    for address in ("evil.ckpt", f"file://{tmp_path}/evil.ckpt", f"local://{tmp_path}/evil.ckpt"):
+        with pytest.raises(ValueError, match="no whole checkpoint of plain tensors"):
+            fit("trainer/cpu.yaml", options, {"ckpt_path": address})
+    with pytest.raises(ValueError, match=r"ckpt_path file:///gone.ckpt cannot be read: "):
+        fit("trainer/cpu.yaml", options, {"ckpt_path": "file:///gone.ckpt"})
+    assert [path.name for path in tmp_path.iterdir()] == ["evil.ckpt"]
+
+
+def test_options_in_the_line_are_those_of_a_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: {allocation: [1, 2]}\ntrainer.max_steps: 3")
+    in_line = {"model": {"allocation": [1, 2]}, "trainer.max_steps": 3}
+    assert compose(str(tmp_path / "a.yaml")) == compose(in_line)
+    assert command_line("draft/poss2.yaml", {}) == ["--config", find_config("draft/poss2.yaml"), "--config", "{}\n"]
