@@ -19,7 +19,7 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import TokenSampler
+from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -80,8 +80,9 @@ class Speculative(Decoder):
         self.drafter = Drafter(draft, target.embed_head, depth, tree_width, int8_head)
         self.fixed = Fixed(depth, nodes)
         self.nodes = min(nodes, self.drafter.candidates)
-        self.calibration = Calibration(target.device)
-        self.budgets: dict[int, PerRound | Settled] = {}  # by the size of the batch
+        self.measured: dict[int, Costs] = {}  # by the size of the batch
+        self.budgets: dict[tuple[int, Sampling], Budget] = {}  # and by what a draft is good at
+        self.budget: Budget = self.fixed  # of the text in hand
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
         self.request_id = 0  # of the texts in hand
@@ -90,12 +91,12 @@ class Speculative(Decoder):
     @property
     def costs(self) -> Costs | None:
         """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
-        return self.budgets[1].costs if 1 in self.budgets else None
+        return self.measured.get(1)
 
     @property
     def why_plain(self) -> str | None:
-        """Why `tree: auto` gave up drafting texts that are decoded alone, in a line; None where it did not."""
-        return self.budgets[1].why_plain() if 1 in self.budgets else None
+        """Why `tree: auto` gave up drafting the last texts, in a line; None where it did not."""
+        return self.budget.why_plain()
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
@@ -108,13 +109,13 @@ class Speculative(Decoder):
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active:
             self._drop_finished(outputs)
-            self._budget(clock)  # measures before the text begins: it tells so in a line
+            self._choose_budget(request.sampling, clock)  # measures before the text begins: it tells so in a line
         yield began
         while outputs.active:
             if self.request_id != request_id:
                 raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
-            budget = self._budget(clock)
+            budget = self._choose_budget(request.sampling, clock)
             budget.begin(self.active.rows)
             done = self._round(budget, clock)
             emitted = done.host_copy.tolist()  # the one synchronisation
@@ -205,15 +206,18 @@ class Speculative(Decoder):
         self.cache.slots.advance_host(counts)
         self.drafter.slots.advance_host(counts)
 
-    def _budget(self, clock: Clock) -> Budget:
-        if self.tree == "fixed":
-            return self.fixed
-        batch = len(self.active.prompts)
-        if batch not in self.budgets:
-            kind = Settled if self.target.device.type == "cuda" else PerRound
-            with clock.excluded("measure"):
-                self.budgets[batch] = kind(self.drafter.depth, self._measure(), self.calibration)
-        return self.budgets[batch]
+    def _choose_budget(self, sampling: Sampling, clock: Clock) -> Budget:
+        if self.tree == "auto":
+            batch, device = len(self.active.prompts), self.target.device
+            if batch not in self.measured:
+                with clock.excluded("measure"):
+                    self.measured[batch] = self._measure()
+            if (batch, sampling) not in self.budgets:
+                kind = Settled if device.type == "cuda" else PerRound
+                made = kind(self.drafter.depth, self.measured[batch], Calibration(device))
+                self.budgets[batch, sampling] = made
+            self.budget = self.budgets[batch, sampling]
+        return self.budget
 
     def _measure(self) -> Costs:
         """Time draft steps and verification here and now; the next round overwrites what they write."""

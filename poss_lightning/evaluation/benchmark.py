@@ -305,7 +305,7 @@ class Run:
         """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
         prompt = self.target.chat.prompt(question.first, question.template)
         for method in self.methods.values():
-            method.decode([prompt], min(max_new_tokens, 16))
+            method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = {name: method for name, method in self.methods.items() if isinstance(method, Speculative)}
         costs = {name: engine.costs._asdict() for name, engine in engines.items() if engine.costs is not None}
         if costs:

@@ -12,15 +12,15 @@ An own head of the draft (EAGLE-3) learns too. Its gradient sums over slots and 
 of each pass in the loss. So forward takes these weights and returns one `total`, not K losses to be weighed later.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import smooth_l1_loss
 
-from poss_lightning.losses.slot_weights import SLOT_WEIGHTS
-from poss_lightning.losses.terms import TERMS, Distributions
+from poss_lightning.losses.terms import TERMS
 
 ENTROPIES = ("token", "topk")  # always found, as both are one product
 DEFAULT = MappingProxyType({"feature": 1.0, "token": 0.1, "topk": 1.0})
@@ -61,7 +61,7 @@ def pass_losses(
     head: Tensor,
     *,
     weights: Mapping[str, float] = DEFAULT,
-    slot_weights: str | None = None,
+    slot_weights: Callable[[Tensor, Tensor], Tensor] | None = None,
     topk: int = 10,
     chunk: int | None = None,
     find_top: bool = True,
@@ -78,7 +78,7 @@ def pass_losses(
         counts: (B, T), pass k counts at a slot where k <= counts.
         head: (V, D), the target's, frozen.
         weights: of terms, by name: `feature`, `token`, `topk`, and those of `terms.py`.
-        slot_weights: one of `SLOT_WEIGHTS`, by which slots count more or less; None for all alike. Reads heads twice.
+        slot_weights: `dpace`, by which slots count more or less; None for all alike. Reads heads twice.
         topk: tokens of the term `topk`.
         chunk: slots whose (K+1, chunk, V) logits exist at once; None for `chunk_on` the device.
         find_top: whether to find the draft's top tokens, which takes a little time.
@@ -87,11 +87,8 @@ def pass_losses(
         pass_weights: (K,) each pass's weight in the total, above 0; 1 by default.
 
     Raises:
-        ValueError: chunk below 1, or weights that cannot be; see `check_weights`.
+        ValueError: weights that cannot be; see `check_weights`.
     """
-    chunk = chunk_on(counts.device.type) if chunk is None else chunk
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; it must be at least 1 slot")
     check_weights(weights, predicts_feature=draft_head is None)
     passes, places = len(predictions), counts.numel()
     counting = counts.flatten().nonzero()[:, 0]  # (S,) the one time that the host waits for the device
@@ -100,25 +97,26 @@ def pass_losses(
     counted = counts.flatten()[counting] >= torch.arange(1, passes + 1, device=counts.device)[:, None]  # (K, S)
     if pass_weights is None:
         pass_weights = predicted.new_ones(passes, dtype=torch.float32)
-    terms = _Terms(dict(weights), topk, scale, cap)
+    heads = _Heads(head, head if draft_head is None else draft_head.detach().to(head.dtype), scale, cap)
+    chunk = chunk or chunk_on(counts.device.type)
     with torch.autocast(counts.device.type, enabled=False):  # dtypes are chosen here, one by one
         by_slot = counted.to(torch.promote_types(head.dtype, torch.float32))  # (K, S)
         if slot_weights is not None:
-            pass_head = head if draft_head is None else draft_head.detach().to(head.dtype)
-            certainty = (*_certainty(predicted.detach(), features, head, pass_head, terms, chunk), counted)
-            of_all = [counts.new_zeros(passes, places, dtype=x.dtype) for x in certainty]  # those that do not count too
-            for every, counting_ones in zip(of_all, certainty, strict=True):
+            known = _chances(predicted.detach(), features, heads, chunk), counted
+            of_all = [counts.new_zeros(passes, places, dtype=x.dtype) for x in known]  # those that do not count too
+            for every, counting_ones in zip(of_all, known, strict=True):
                 every[:, counting] = counting_ones
-            found = SLOT_WEIGHTS[slot_weights](*(every.view(passes, *counts.shape) for every in of_all))
+            found = slot_weights(*(every.view(passes, *counts.shape) for every in of_all))
             by_slot = by_slot * found.flatten(1)[:, counting]
         if draft_head is not None and not torch.is_grad_enabled():
             draft_head = draft_head.detach()  # else its gradient would be asked for, in validation too
+        terms = {name: weights.get(name, 0.0) for name in term_names() if name in ENTROPIES or weights.get(name)}
         total, weighted, sums, rows = _Losses.apply(
-            predicted, draft_head, pass_weights, features, by_slot, head, terms, chunk, find_top
+            predicted, draft_head, pass_weights, features, by_slot, heads, terms, topk, chunk, find_top
         )
     top_rows = counts.new_full((passes, places), -1, dtype=torch.long)
     top_rows[:, counting] = rows
-    by_name = dict(zip(terms.names, sums, strict=True))
+    by_name = dict(zip(terms, sums, strict=True))
     return PassLosses(total, by_name, weighted, counted.sum(-1), top_rows.view(passes, *counts.shape))
 
 
@@ -127,84 +125,70 @@ def chunk_on(device: str) -> int:
     return 512 if device == "cuda" else 128
 
 
-def _certainty(
-    predicted: Tensor, features: Tensor, head: Tensor, pass_head: Tensor, terms: "_Terms", chunk: int
-) -> tuple[Tensor, Tensor]:
-    """The draft's probability of the target's likeliest token, and whether it is the draft's too: (K, S) each."""
-    passes, slots, _ = predicted.shape
-    chances, hits = torch.zeros(2, passes, slots, dtype=torch.float32, device=head.device)
-    logits = head.new_empty(passes + 1, min(chunk, slots), len(head))
-    for start in range(0, slots, chunk):
-        rows = slice(start, start + chunk)
-        numbers = (passes + 1) * len(features[rows]) * len(head)
-        target, *by_pass = written = logits.flatten()[:numbers].view(passes + 1, -1, len(head))
-        _write_logits(written, features[rows], predicted[:, rows], head, pass_head, terms)
-        likeliest = target.max(-1, keepdim=True).indices  # (s, 1)
-        for k, drafted in enumerate(by_pass):  # (s, V), one by one: in float32 all would be large
-            chances[k, rows] = (drafted.gather(-1, likeliest)[:, 0].float() - drafted.float().logsumexp(-1)).exp()
-            hits[k, rows] = (drafted.max(-1).indices == likeliest[:, 0]).float()
-    return chances, hits
+class _Heads(NamedTuple):
+    """What turns features into logits."""
 
-
-class _Terms(NamedTuple):
-    """The weights of the loss's terms, and how the target's logits are made; see `pass_losses`."""
-
-    weights: dict[str, float]
-    topk: int
-    scale: float
+    target: Tensor  # (V, D)
+    draft: Tensor  # (V, D), the same tensor where the draft has none of its own
+    scale: float  # of the target's logits; see `pass_losses`
     cap: float | None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Those whose sums are found."""
-        return tuple(name for name in term_names() if name in ENTROPIES or self.weights.get(name))
+    def write_logits(self, logits: Tensor, features: Tensor, predicted: Tensor) -> None:
+        """The target's of features (s, D), and those of predictions (K, s, D) by the draft's head: into (K+1, s, V)."""
+        dtype = self.target.dtype
+        if self.draft is self.target:  # one product for all, so that the large head is read once
+            rows = torch.cat([features[None], predicted]).flatten(0, 1).to(dtype)
+            torch.mm(rows, self.target.T, out=logits.flatten(0, 1))
+        else:
+            torch.mm(features.to(dtype), self.target.T, out=logits[0])
+            torch.mm(predicted.flatten(0, 1).to(dtype), self.draft.T, out=logits[1:].flatten(0, 1))
+            logits = logits[:1]  # only the target's are scaled and capped
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
 
-    @property
-    def others(self) -> dict[str, float]:
-        """Weights of those of `terms.py`."""
-        return {name: self.weights[name] for name in self.names if name in TERMS}
+
+def _chances(predicted: Tensor, features: Tensor, heads: _Heads, chunk: int) -> Tensor:
+    """The draft's probability of the target's most likely token: (K, S)."""
+    passes, slots, _ = predicted.shape
+    chances = torch.zeros(passes, slots, dtype=torch.float32, device=features.device)
+    for start in range(0, slots, chunk):
+        rows = slice(start, start + chunk)
+        logits = heads.target.new_empty(passes + 1, len(features[rows]), len(heads.target))
+        heads.write_logits(logits, features[rows], predicted[:, rows])
+        best = logits[0].max(-1, keepdim=True).indices  # (s, 1)
+        for k, drafted in enumerate(logits[1:]):  # (s, V), one by one: in float32 all would be large
+            chances[k, rows] = (drafted.gather(-1, best)[:, 0].float() - drafted.float().logsumexp(-1)).exp()
+    return chances
 
 
 class _Losses(torch.autograd.Function):
     """Chunk by chunk; the target's probabilities are made once a chunk, for all passes."""
 
     @staticmethod
-    def forward(ctx, predicted, draft_head, pass_weights, features, by_slot, head, terms, chunk, find_top):
+    def forward(ctx, predicted, draft_head, pass_weights, features, by_slot, heads, terms, topk, chunk, find_top):
         passes, slots, _ = predicted.shape
-        sums = by_slot.new_zeros(len(terms.names), passes)
+        sums = by_slot.new_zeros(len(terms), passes)
         top_rows = torch.full((passes, slots), -1, device=predicted.device)
         gradient = torch.empty_like(predicted) if any(ctx.needs_input_grad[:2]) else None
         head_gradient = torch.zeros_like(draft_head, dtype=by_slot.dtype) if ctx.needs_input_grad[1] else None
-        workspace = _Workspace.make(passes, min(chunk, slots), head)
-        pass_head = head if draft_head is None else draft_head.to(head.dtype)
+        space = _Space.make(passes, min(chunk, slots), heads.target)
         largest = pass_weights.max()  # weights are taken relative to it: a slope in half precision must not vanish
         for start in range(0, slots, chunk):
             rows = slice(start, start + chunk)
-            part = _Chunk(
-                predicted=predicted[:, rows],
-                features=features[rows],
-                by_slot=by_slot[:, rows],
-                head=head,
-                pass_head=pass_head,
-                workspace=workspace.first(len(features[rows])),
-                sums=sums,
-                top_rows=top_rows[:, rows] if find_top else None,
-                gradient=None if gradient is None else gradient[:, rows],
-            )
-            part.compute(terms)
+            part, given = space.first(len(features[rows])), (predicted[:, rows], features[rows], by_slot[:, rows])
+            top, slopes = top_rows[:, rows] if find_top else None, None if gradient is None else gradient[:, rows]
+            sums += _chunk_sums(*given, heads, terms, topk, part, top, slopes)
             if head_gradient is not None:
-                inputs = part.predicted * (part.by_slot * (pass_weights / largest)[:, None])[..., None]  # (K, s, D)
-                slopes = part.workspace.logits[1:]  # `compute` has put them in place of the logits
-                head_gradient += slopes.flatten(0, 1).T @ inputs.flatten(0, 1).to(head.dtype)
+                inputs = given[0] * (given[2] * (pass_weights / largest)[:, None])[..., None]  # (K, s, D)
+                slopes = part.logits[1:]  # `_chunk_sums` has put them in place of the logits
+                head_gradient += slopes.flatten(0, 1).T @ inputs.flatten(0, 1).to(heads.target.dtype)
         if gradient is not None:
-            kept = (
-                None
-                if draft_head is None or head_gradient is None
-                else head_gradient.mul_(largest).to(draft_head.dtype)
-            )
+            kept = None if head_gradient is None else head_gradient.mul_(largest).to(draft_head.dtype)
             ctx.save_for_backward(gradient, kept, pass_weights)
-        by_name = zip(terms.names, sums, strict=True)  # weights stay on the host: a tensor of them would wait
-        weighted = torch.stack([terms.weights.get(name, 0.0) * of_term for name, of_term in by_name]).sum(0)
+        # weights stay on the host: a tensor of them would wait
+        weighted = torch.stack([weight * of for weight, of in zip(terms.values(), sums, strict=True)]).sum(0)
         ctx.mark_non_differentiable(weighted, sums, top_rows)
         return (pass_weights * weighted).sum(), weighted, sums, top_rows
 
@@ -214,10 +198,10 @@ class _Losses(torch.autograd.Function):
         # Scaled pass by pass, so that the scale stays in float32 and the product has the gradient's dtype.
         scales = grad_total * pass_weights
         predicted = torch.stack([scale * slope for scale, slope in zip(scales, gradient, strict=True)])
-        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 7
+        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 8
 
 
-class _Workspace(NamedTuple):
+class _Space(NamedTuple):
     """Memory for a chunk's matrices, used by all chunks: to allocate it anew would take longer than the work."""
 
     logits: Tensor  # (K+1, s, V), the target's first; of the head's dtype; a pass's become its slope
@@ -227,97 +211,79 @@ class _Workspace(NamedTuple):
     product: Tensor
 
     @classmethod
-    def make(cls, passes: int, rows: int, head: Tensor) -> "_Workspace":
+    def make(cls, passes: int, rows: int, head: Tensor) -> "_Space":
         wide = head.new_empty(4, rows, len(head), dtype=torch.promote_types(head.dtype, torch.float32))
         return cls(head.new_empty(passes + 1, rows, len(head)), *wide)
 
-    def first(self, rows: int) -> "_Workspace":
+    def first(self, rows: int) -> "_Space":
         """The part for a chunk with so many rows."""
         logits = self.logits.flatten()[: len(self.logits) * rows * self.p.shape[-1]]
-        return _Workspace(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
+        return _Space(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
 
 
-class _Chunk(NamedTuple):
-    """Some slots: the inputs, and the results to fill in."""
+def _chunk_sums(
+    predicted: Tensor,
+    features: Tensor,
+    by_slot: Tensor,
+    heads: _Heads,
+    terms: Mapping[str, float],
+    topk: int,
+    space: _Space,
+    top_rows: Tensor | None,
+    gradient: Tensor | None,
+) -> Tensor:
+    """Sums of the terms over the slots of a chunk, pass by pass: (terms, K).
 
-    predicted: Tensor  # (K, s, D)
-    features: Tensor  # (s, D)
-    by_slot: Tensor  # (K, s) weights, 0 where a pass does not count
-    head: Tensor  # (V, D) the target's
-    pass_head: Tensor  # (V, D) the draft's; the same where it has none of its own
-    workspace: _Workspace
-    sums: Tensor  # (names, K), added to
-    top_rows: Tensor | None  # (K, s), filled in
-    gradient: Tensor | None  # (K, s, D), filled in
-
-    def compute(self, terms: _Terms) -> None:
-        """Add the sums, and fill in top rows and gradients."""
-        weights, topk, scale, cap = terms
-        w_feature, w_token, w_topk = (weights.get(name, 0.0) for name in ("feature", *ENTROPIES))
-        logits, p, c, q, product = self.workspace
-        f, shared = self.features.to(p.dtype), self.pass_head is self.head  # (s, D)
-        _write_logits(logits, self.features, self.predicted, self.head, self.pass_head, terms)
-        p.copy_(logits[0]).sub_(logits[0].amax(-1, keepdim=True)).exp_().div_(p.sum(-1, keepdim=True))
-        log_p = logits[0].to(p.dtype).log_softmax(-1) if terms.others else p
-        p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
-        torch.mul(p, w_token, out=c).scatter_add_(-1, rows, w_topk * p_top)
-        total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
-        if not shared:
-            scale, cap = 1.0, None  # only of the target's logits
-        for k, (prediction, drafted, mask) in enumerate(zip(self.predicted, logits[1:], self.by_slot, strict=True)):
-            if self.top_rows is None:
-                highest = drafted.amax(-1)  # (s,)
-            else:
-                highest, self.top_rows[k] = drafted.max(-1)
-            q.copy_(drafted).sub_(highest[:, None])
-            mean, q_top = torch.mul(p, q, out=product).sum(-1), q.gather(-1, rows)
-            norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
-            lse = norm.log()
-            values = {"token": lse[:, 0] - mean, "topk": (p_top * (lse - q_top)).sum(-1)}
+    Args:
+        predicted, features, by_slot: (K, s, D), (s, D), and weights (K, s), 0 where a pass does not count.
+        top_rows, gradient: (K, s) and (K, s, D) to fill in; None where nobody asks.
+    """
+    w_feature, w_token, w_topk = (terms.get(name, 0.0) for name in ("feature", *ENTROPIES))
+    others = {name: weight for name, weight in terms.items() if name in TERMS}
+    logits, p, c, q, product = space
+    f, sums = features.to(p.dtype), []  # (s, D)
+    scale, cap = (heads.scale, heads.cap) if heads.draft is heads.target else (1.0, None)
+    heads.write_logits(logits, features, predicted)
+    p.copy_(logits[0]).sub_(logits[0].amax(-1, keepdim=True)).exp_().div_(p.sum(-1, keepdim=True))
+    p_top, rows = p.topk(min(topk, p.shape[-1]), dim=-1)  # (s, topk)
+    torch.mul(p, w_token, out=c).scatter_add_(-1, rows, w_topk * p_top)
+    total = w_token + w_topk * p_top.sum(-1, keepdim=True)  # (s, 1)
+    for k, (prediction, drafted, mask) in enumerate(zip(predicted, logits[1:], by_slot, strict=True)):
+        if top_rows is None:
+            highest = drafted.amax(-1)  # (s,)
+        else:
+            highest, top_rows[k] = drafted.max(-1)
+        q.copy_(drafted).sub_(highest[:, None])
+        mean, q_top = torch.mul(p, q, out=product).sum(-1), q.gather(-1, rows)
+        norm = q.exp_().sum(-1, keepdim=True)  # (s, 1)
+        lse = norm.log()
+        values = {"token": lse[:, 0] - mean, "topk": (p_top * (lse - q_top)).sum(-1)}
+        if w_feature:
+            distance = prediction.to(f.dtype) - f  # (s, D)
+            values["feature"] = smooth_l1_loss(distance, torch.zeros_like(distance), reduction="none").mean(-1)
+        if gradient is not None:
+            q.mul_(total / norm).sub_(c)  # now the slope by logits
+        if others:
+            log_p, log_q = (of.to(q.dtype).log_softmax(-1) for of in (logits[0], drafted))
+            values |= _add_others(others, log_p, log_q, None if gradient is None else q)
+        sums.append(torch.stack([(values[name] * mask).sum() for name in terms]))
+        if gradient is not None:
+            if cap is not None:
+                q.mul_(product.copy_(drafted).div_(cap).square_().neg_().add_(1))
+            back = (drafted.copy_(q) @ heads.draft).to(f.dtype) * scale  # (s, D)
             if w_feature:
-                distance = prediction.to(f.dtype) - f  # (s, D)
-                values["feature"] = _smooth_l1(distance).mean(-1)
-            if terms.others:
-                others = torch.zeros_like(p)
-                compared = Distributions(p, log_p, q / norm, drafted.to(q.dtype) - highest[:, None] - lse)
-                for name, weight in terms.others.items():
-                    values[name], slope = TERMS[name](compared)
-                    others += weight * (slope - compared.q * slope.sum(-1, keepdim=True))  # (s, V) by logits
-            self.sums[:, k] += torch.stack([(values[name] * mask).sum() for name in terms.names])
-            if self.gradient is not None:
-                q.mul_(total / norm).sub_(c)
-                if terms.others:
-                    q.add_(others)
-                if cap is not None:
-                    q.mul_(product.copy_(drafted).div_(cap).square_().neg_().add_(1))
-                back = (drafted.copy_(q) @ self.pass_head).to(f.dtype) * scale  # (s, D)
-                if w_feature:
-                    back += w_feature / f.shape[-1] * distance.clamp_(-1, 1)
-                self.gradient[k] = back * mask[:, None]
+                back += w_feature / f.shape[-1] * distance.clamp_(-1, 1)
+            gradient[k] = back * mask[:, None]
+    return torch.stack(sums, dim=1)
 
 
-def _write_logits(
-    logits: Tensor, features: Tensor, predicted: Tensor, head: Tensor, pass_head: Tensor, terms: _Terms
-) -> None:
-    """The target's of features (s, D), and those of predictions (K, s, D) by the draft's head: into (K+1, s, V)."""
-    dtype, scale, cap = head.dtype, terms.scale, terms.cap
-    if pass_head is head:  # one product for all, so that the large head is read once
-        torch.mm(torch.cat([features[None], predicted]).flatten(0, 1).to(dtype), head.T, out=logits.flatten(0, 1))
-        _scale_and_cap(logits, scale, cap)
-    else:
-        torch.mm(features.to(dtype), head.T, out=logits[0])
-        torch.mm(predicted.flatten(0, 1).to(dtype), pass_head.T, out=logits[1:].flatten(0, 1))
-        _scale_and_cap(logits[0], scale, cap)
-
-
-def _scale_and_cap(logits: Tensor, scale: float, cap: float | None) -> None:
-    """The steps between the target's head and softmax, in place."""
-    if scale != 1.0:
-        logits.mul_(scale)
-    if cap is not None:
-        logits.div_(cap).tanh_().mul_(cap)
-
-
-def _smooth_l1(distance: Tensor) -> Tensor:
-    size = distance.abs()
-    return torch.where(size < 1, 0.5 * size * size, size - 0.5)
+def _add_others(weights: Mapping[str, float], log_p: Tensor, log_q: Tensor, slope: Tensor | None) -> dict[str, Tensor]:
+    """Values of these terms (s,); adds their gradient by the draft's logits to `slope` (s, V)."""
+    if slope is None:
+        return {name: TERMS[name](log_p, log_q) for name in weights}
+    with torch.enable_grad():
+        free = log_q.detach().requires_grad_()  # as if its entries were
+        values = {name: TERMS[name](log_p, free) for name in weights}
+        (found,) = torch.autograd.grad([weight * values[name].sum() for name, weight in weights.items()], free)
+    slope.add_(found - log_q.exp() * found.sum(-1, keepdim=True))
+    return {name: value.detach() for name, value in values.items()}

@@ -19,6 +19,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.trained import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
+from poss_lightning.losses.slot_weights import dpace
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
 from poss_lightning.ranges import (
@@ -68,13 +69,10 @@ class SpecialistTraining(lightning.LightningModule):
         normalise: whether a draft that starts from random weights scales its input, dimension by dimension, to a mean
             square of 1. A draft that starts from another takes over its scale.
         loss: weights of its terms: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the
-            target's ten likeliest tokens), `total_variation`, `acceptance` (the negative logarithm of the chance of
-            acceptance), `hybrid` (KL divergence and total variation, weighed by that chance), `reverse_kl`,
-            `jensen_shannon`. None is {feature: 1, token: 0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts
-            no feature.
-        slot_weights: "dpace", a slot counts by what its chain of positions still gains there; "until_failure", slots
-            behind a chain's first miss do not count; "rounds", what the draft meets when it drafts chains of this text
-            counts most (on-policy); None, all count alike. In training alone.
+            target's ten likeliest tokens), `acceptance` (the negative logarithm of the chance of acceptance). None is
+            {feature: 1, token: 0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts no feature.
+        slot_weights: "dpace", a slot counts by what its chain of positions still gains there; None, all count alike. In
+            training alone.
         gamma: weight of a pass relative to the one before.
         optimizer: "adamw"; or "muon" for all matrices but a head, and AdamW for the rest. Muon needs fewer steps to the
             same loss, and undivided matrices in each process; processes share the work of its step.
@@ -111,7 +109,7 @@ class SpecialistTraining(lightning.LightningModule):
         start_from: str | None = None,
         normalise: bool = True,
         loss: dict[str, Weight] | None = None,
-        slot_weights: Literal["dpace", "until_failure", "rounds"] | None = None,
+        slot_weights: Literal["dpace"] | None = None,
         gamma: Amount = 1.0,
         optimizer: Literal["adamw", "muon"] = "adamw",
         learning_rate: Amount = 3e-5,
@@ -253,7 +251,7 @@ class SpecialistTraining(lightning.LightningModule):
         # The mean is over the whole step. Strategies average over its batches, so this is undone here.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"], find_top=logs)
+        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"] == "dpace", find_top=logs)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         if any(batch.spans):  # and not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
@@ -357,7 +355,7 @@ class SpecialistTraining(lightning.LightningModule):
         batch: Batch,
         depth: int,
         pass_weights: Tensor | None = None,
-        slot_weights: str | None = None,
+        slot_weights: bool = False,
         find_top: bool = True,
     ) -> tuple[PassLosses, list[Tensor]]:
         """Unroll `depth` passes: their losses, and K predictions (B, T-1, D).
@@ -379,7 +377,7 @@ class SpecialistTraining(lightning.LightningModule):
             counts,
             self.embed_head.head,
             weights=self.loss_weights,
-            slot_weights=slot_weights,
+            slot_weights=dpace if slot_weights else None,
             chunk=hp["chunk"],
             find_top=find_top,
             scale=self.embed_head.scale,

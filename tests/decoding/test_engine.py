@@ -311,7 +311,7 @@ def test_a_tree_that_is_settled_changes_no_token(target, monkeypatch):
     assert tokens_of(speculative, limit=60, stops=frozenset()) == tokens_of(
         Autoregressive(target), limit=60, stops=frozenset()
     )
-    assert speculative.budgets[3].plan is not None
+    assert speculative.budget.plan is not None
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (8, 1)])

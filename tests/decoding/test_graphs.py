@@ -96,7 +96,7 @@ def test_a_settled_tree_runs_as_a_graph(monkeypatch):
     target = tiny_target(0)
     engine = baked(Speculative(target, tiny_draft(target, [1, 1]), 2, 6, 3, tree="auto"))
     assert tokens_of(engine, GREEDY, limit=60) == tokens_of(Autoregressive(target), GREEDY, limit=60)
-    assert engine.budgets[3].plan is not None
+    assert engine.budget.plan is not None
 
 
 @pytest.mark.parametrize("law", [GREEDY, DRAWN], ids=["greedy", "drawn"])

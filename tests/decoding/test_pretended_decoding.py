@@ -130,7 +130,7 @@ def test_a_settled_tree_is_found_and_then_waits_no_more(device, monkeypatch):
     engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto")), []
 
     def watch(step):
-        settled = engine.budgets and engine.budgets[1].plan
+        settled = isinstance(engine.budget, Settled) and engine.budget.plan
         waits.append((bool(settled), len(device.waits)))
         device.waits.clear()
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,8 +10,6 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.replay import greedy_mismatch, replay_rounds
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import counted_passes
-from poss_lightning.losses import slot_weights
 from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -99,30 +96,6 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     assert replay_rounds(draft, target.embed_head, [sample], depth=1, nodes=whole + 1, tree_width=whole) == [
         [own.accepted]
     ]
-
-
-@pytest.mark.parametrize(("allocation", "options"), DRAFTS[1::2], ids=str)
-def test_rounds_that_weigh_in_a_loss_are_those_of_chains(target, plain, allocation, options):
-    """`losses.slot_weights.rounds` finds, without drafting, where each round of a chain begins and ends."""
-    draft = lucky(target, plain, allocation, 3, **options)
-    for prompt, answer in zip(PROMPTS, plain, strict=True):
-        sample = read(target, prompt, answer, layers=draft.config.layers)
-        ((accepted, *_),) = replay_rounds(draft, target.embed_head, [sample], depth=6, nodes=7, tree_width=1)
-        with torch.inference_mode():
-            embedded = target.embed_head.embed(sample.tokens[None, 1:])
-            predicted = torch.stack(draft(embedded, sample.draft_input[None, :-1], 6))
-            logits = draft.logits(predicted, target.embed_head.restrict(draft.vocabulary))
-        proposed = draft.vocabulary[logits.argmax(-1)]  # (6, 1, T-1)
-        hits = (proposed[:, :, :-1] == sample.tokens[2:]).float()
-        counts = counted_passes(len(sample.tokens), np.array(sample.spans))[:-2]
-        counted = counts >= torch.arange(1, 7)[:, None, None]
-        met = slot_weights.rounds(hits, hits, counted) == 1  # (6, 1, T-2)
-        begins = met[0, 0].nonzero()[:, 0].tolist()
-        starts = [len(prompt) - 1 + sum(a + 1 for a in accepted[:i]) for i in range(len(accepted))]
-        assert begins[: len(starts)] == starts and len(begins) - len(starts) in (0, 1)
-        for start, length in zip(starts, accepted, strict=True):
-            reached = [bool(met[k, 0, start + k]) for k in range(6) if counted[k, 0, min(start + k, len(counts) - 1)]]
-            assert sum(reached) == min(length + 1, len(reached))
 
 
 def test_several_answers_of_a_conversation_stay_apart(target):

@@ -1,6 +1,7 @@
 """Slow twins, written from the definitions of METHOD.md, one slot, node or sample at a time."""
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -161,17 +162,11 @@ def term_sums(name, predictions, features, counts, head, slot_weights=None, **be
     """One term of the loss, slot by slot, with autograd through everything: K sums."""
 
     def value(p, q):
-        accepted = torch.minimum(p, q).sum()
-        share = torch.exp(-3 * accepted.detach())
-        middle, top = (p + q) / 2, p.topk(min(10, len(p))).indices
+        top = p.topk(min(10, len(p))).indices
         return {
             "token": lambda: -(p * q.log()).sum(),
             "topk": lambda: -(p[top] * q[top].log()).sum(),
-            "total_variation": lambda: (p - q).abs().sum() / 2,
-            "acceptance": lambda: -accepted.log(),
-            "hybrid": lambda: share * (p * (p / q).log()).sum() + (1 - share) * (1 - accepted),
-            "reverse_kl": lambda: (q * (q / p).log()).sum(),
-            "jensen_shannon": lambda: ((p * (p / middle).log()).sum() + (q * (q / middle).log()).sum()) / 2,
+            "acceptance": lambda: -torch.minimum(p, q).sum().log(),
         }[name]()
 
     sums = []
@@ -184,31 +179,20 @@ def term_sums(name, predictions, features, counts, head, slot_weights=None, **be
     return torch.stack(sums)
 
 
-def slot_weights(name, predictions, features, counts, head, **between):
+def dpace(predictions, features, counts, head, **between):
     """Weights by pass, row and slot, chain by chain: those of a chain from its first slot on, as far as it counts."""
     batch, count = counts.shape
-    weights = [[[0.25 if name == "rounds" else 0.0] * count for _ in range(batch)] for _ in predictions]
-    for row in range(batch):
-        following = 0  # where the next round begins
-        for start in range(count):
-            begins = counts[row, start] >= 1 and (start >= following or counts[row, start - 1] == 0)
-            chances, hits = [], []
-            for k, prediction in enumerate(predictions):
-                slot = start + k
-                if slot >= count or counts[row, slot] < k + 1:
-                    break
-                p, q = _distributions(prediction[row, slot], features[row, slot], head, **between)
-                chances.append(float(0.5 * q[p.argmax()].detach() + 0.5))
-                hits.append(bool(q.argmax() == p.argmax()))
-            for k in range(len(chances)):
-                reached = [float(torch.tensor(chances[: j + 1]).prod()) for j in range(len(chances))]
-                alive = all(hits[:k])
-                if name != "rounds":
-                    weights[k][row][start + k] = sum(reached[k:]) if name == "dpace" else float(alive)
-                elif begins and alive:
-                    weights[k][row][start + k] = 1.0
-            if begins:
-                following = start + 1 + (hits.index(False) if False in hits else len(hits))
+    weights = [[[0.0] * count for _ in range(batch)] for _ in predictions]
+    for row, start in product(range(batch), range(count)):
+        reached = [1.0]
+        for k, prediction in enumerate(predictions):
+            slot = start + k
+            if slot >= count or counts[row, slot] < k + 1:
+                break
+            p, q = _distributions(prediction[row, slot], features[row, slot], head, **between)
+            reached.append(reached[-1] * float(0.5 * q[p.argmax()].detach() + 0.5))
+        for k in range(len(reached) - 1):
+            weights[k][row][start + k] = sum(reached[k + 1 :])
     return weights
 
 

@@ -22,7 +22,6 @@ from poss_lightning.features.extract import tokenize, write_store
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
-from poss_lightning.losses.slot_weights import SLOT_WEIGHTS
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
@@ -140,7 +139,7 @@ def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | N
     [
         {"optimizer": "adamw"},
         {"optimizer": "muon"},
-        *({"slot_weights": name, "loss": {"hybrid": 1.0, "acceptance": 0.1}} for name in SLOT_WEIGHTS),
+        {"slot_weights": "dpace", "loss": {"token": 1.0, "acceptance": 0.1}},
     ],
     ids=lambda options: options.get("slot_weights") or options["optimizer"],
 )

@@ -23,7 +23,7 @@ CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_
 VALUES = {
     "model.allocation": [[2], [1, 1], [3, 3]],
     "model.depth": [None, 6],
-    "model.loss": [None, {"feature": 1, "hybrid": 1}, {"token": 0.1}, {"token": 1.0e-7, "topk": 2}],
+    "model.loss": [None, {"feature": 1, "acceptance": 1}, {"token": 0.1}, {"token": 1.0e-7, "topk": 2}],
     "model.betas": [[0.9, 0.999], [0.5, 0.5]],
     "model.kind": ["eagle3"],
     "model.learning_rate": [1.0e-5, 1, 3.0e-4],
@@ -146,8 +146,8 @@ def test_the_demo_trains_what_print_config_says(name, tmp_path, capsys, trained)
 
 def test_losses_of_a_file_above_are_all_that_count():
     """A second way to put options together added the terms of the file below."""
-    above = {"model": {"allocation": [2], "loss": {"feature": 1, "hybrid": 1}}}
-    assert compose("published.yaml", above)["model"]["loss"] == {"feature": 1, "hybrid": 1}
+    above = {"model": {"allocation": [2], "loss": {"feature": 1, "acceptance": 1}}}
+    assert compose("published.yaml", above)["model"]["loss"] == {"feature": 1, "acceptance": 1}
 
 
 @pytest.mark.parametrize(
