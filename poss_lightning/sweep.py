@@ -97,7 +97,8 @@ class Cell:
 
     def _trained_on(self) -> dict[str, str]:
         data, start, trainer = self.training["data"], self.training["model"]["start_from"], self.training["trainer"]
-        files = {BASE: conf(BASE)} | ({data["store"]: Path(data["store"]) / MANIFEST} if data["store"] else {})
+        stores = [data["store"]] if isinstance(data["store"], str) else data["store"] or []
+        files = {BASE: conf(BASE)} | {store: Path(store) / MANIFEST for store in stores}
         files |= {data["corpus"]: Path(data["corpus"])} if data["corpus"] else {}
         digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
         if (precision := trainer["precision"]) == "auto":  # machines choose differently

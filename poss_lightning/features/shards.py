@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from poss_lightning.features.checks import schema
 from poss_lightning.features.encoding import encode
 from poss_lightning.features.manifest import FileEntry
 from poss_lightning.features.reading import Reader
-from poss_lightning.features.store import schema
 from poss_lightning.files import Hashed, atomic
 from poss_lightning.target.spec import EmbedHead
 
