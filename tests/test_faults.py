@@ -15,7 +15,7 @@ CASES = {
     "fit": ["foreign:40"],
     "replay": ["foreign:12", "foreign:25", "kill:9", "truncate:3", "remove:3", "rewrite:3", "full:6"],
     "synthesize": ["foreign:5", "foreign:30", "kill:9", "torn:8", "kill:30", "beside:12"],
-    "convert-bin": ["foreign:5", "kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
+    "convert": ["foreign:5", "kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
 }
 
 
