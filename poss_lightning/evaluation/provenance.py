@@ -13,6 +13,7 @@ import torch
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
 from poss_lightning.files import read_json
+from poss_lightning.target.spec import same_weights
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
 
@@ -75,6 +76,9 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
     run = read_json(file)
     there = as_object(run.get("config"))  # an older version may not have known all options
     earlier = {name: there.get(name, value) for name, value in config.items()} | {"methods": run.get("methods", {})}
+    fingerprints = earlier.get("fingerprint", ""), config.get("fingerprint", "")
+    if same_weights(*map(str, fingerprints)):
+        earlier["fingerprint"] = config.get("fingerprint")
     if changed := differences(earlier, {**config, "methods": methods}):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
