@@ -14,6 +14,7 @@ from poss_lightning.features import remote
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
+from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 
 ADDRESS = "memory://bucket/store"
@@ -162,3 +163,25 @@ def test_verify_reads_an_address_and_extract_writes_to_none(whole, bucket, tmp_p
 def test_a_path_is_mapped_where_it_lies(whole, bucket, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "store")
     assert FeatureStore(str(folder)).folders == [folder] and not remote.user_cache().exists()
+
+
+def test_a_password_in_an_address_is_written_down_nowhere(whole, bucket, inputs, tmp_path, capsys, monkeypatch):
+    """Neither in run.json, nor in what is printed; and the same command goes on with what it left."""
+    secret = "memory://KEY:SECRET@bucket/store"
+    for path in whole.iterdir():
+        bucket.pipe_file(f"/KEY:SECRET@bucket/store/{path.name}", path.read_bytes())
+    command = ("replay", secret, "out", "--drafts.d", inputs / "draft", "--dtype", "float32", "--device", "cpu")
+    results = [
+        run_in(tmp_path, *command),
+        run_in(tmp_path, *command),
+        run_in(tmp_path, "extract", "x", secret, "--verify"),
+    ]
+    bucket.rm("/KEY:SECRET@bucket", recursive=True)
+    monkeypatch.setenv("POSS_CACHE", str(tmp_path / "empty"))
+    results.append(run_in(tmp_path, *command))
+    assert [result.code for result in results[:3]] == [None, None, None] and "memory://bucket/store" in str(
+        results[3].code
+    )
+    assert "SECRET" not in str(results)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["config"]["store"] == "memory://bucket/store"
+    assert not [path for path in (tmp_path / "out").rglob("*") if b"SECRET" in path.read_bytes()]
