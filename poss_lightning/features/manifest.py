@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_lightning.features.encoding import STORED
-from poss_lightning.files import Hashed, atomic, sha256
+from poss_lightning.files import atomic, sha256
 from poss_lightning.machine import DTYPES
 from poss_lightning.ranges import refuse_types
 from poss_lightning.target.spec import TargetSpec
@@ -32,11 +32,6 @@ class FileEntry:
     def of(cls, path: Path) -> "FileEntry":
         """Of a file that is there; reads all of it."""
         return cls(path.name, path.stat().st_size, sha256(path))
-
-    @classmethod
-    def written(cls, name: str, file: Hashed) -> "FileEntry":
-        """Of a file that is open and complete."""
-        return cls(name, file.tell(), file.sha256())
 
 
 @dataclass(frozen=True, kw_only=True)
