@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from poss_lightning.corpus.readers import Conversation
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
@@ -21,6 +23,7 @@ from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.schedule import split, stable_number
 from poss_lightning.features.store import FeatureStore, first_of_each
 from poss_lightning.files import sha256
+from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target
 
@@ -259,6 +262,28 @@ def test_several_stores_are_one_with_all_their_samples(two):
     assert pickle.loads(pickle.dumps(both))[20].tokens.equal(both[20].tokens)
     counts = [store.common_tokens(320 - 1) for store in (both, *own)]
     assert len(counts[0]) == 319
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_training_takes_one_store_or_several(two, tmp_path, count):
+    """On the command line as [a,b]; what is trained on both has met the texts of both."""
+    stores = two[:count]
+    given = f"[{','.join(stores)}]" if count > 1 else stores[0]
+    trainer = {
+        "max_steps": 1,
+        "logger": False,
+        "accelerator": "cpu",
+        "precision": "32-true",
+        "enable_progress_bar": False,
+    }
+    options = [f"--trainer.{name}={value}" for name, value in trainer.items()]
+    result = run_in(tmp_path, "fit", "--data.store", given, "--model.allocation=[1]", "--data.validation=0.3", *options)
+    assert result.code is None
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert config["data"]["store"] == (stores if count > 1 else stores[0])
+    trained_on = Specialists.from_pretrained(tmp_path / "draft-last").trained_on
+    own = FeatureStore(two[1])
+    assert any(own.digest(i) in trained_on for i in range(len(own)) if own.ids[i].startswith("b")) is (count > 1)
 
 
 def test_stores_that_do_not_belong_together_are_refused(two, tmp_path):
