@@ -152,8 +152,8 @@ class Target(nn.Module):
         return TreeCache(SpreadStore(self.layer_devices, self.device, **sizes))
 
     def check_tokens(self, tokens: Iterable[int], what: str) -> None:
-        """Raise ValueError where the embedding has no row for a token of `what`."""
-        rows = self.spec.vocab_size
+        """Raise ValueError where embedding or head has no row for a token of `what`."""
+        rows = min(self.spec.vocab_size, len(self.embed_head.embedding))
         if unknown := {token for token in tokens if not 0 <= token < rows}:
             token = min(unknown)
             raise ValueError(
