@@ -120,8 +120,8 @@ lab: setup  ## what experiments/ reads: features of self-written text, and of an
 	git show 55e6010:experiments/data/two-turns.jsonl.gz > runs/lab/two-turns.jsonl.gz
 	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz runs/lab/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
 	$(BIN)/poss extract runs/lab/corpus.jsonl.gz runs/lab/train --batch_tokens 8192
-	$(BIN)/poss extract experiments/data/varied.jsonl.gz runs/lab/more --batch_tokens 8192
-	test -d runs/lab/all || $(BIN)/poss merge "[runs/lab/train,runs/lab/more]" runs/lab/all
+	cat runs/lab/corpus.jsonl.gz experiments/data/varied.jsonl.gz > runs/lab/everything.jsonl.gz
+	$(BIN)/poss extract runs/lab/everything.jsonl.gz runs/lab/all --batch_tokens 8192
 	$(BIN)/poss extract experiments/data/dev.jsonl.gz runs/lab/dev --batch_tokens 8192
 
 notebooks: setup  ## run the notebooks in place on real records; ARGS='notebooks/quickstart.ipynb'

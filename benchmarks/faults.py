@@ -42,9 +42,7 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     faults += [Fault("full", number) for number in moments if seen.operations[number - 1].event in CREATES]
     faults += [Fault(kind, number) for kind in ("beside", "foreign") for number in moments]
     if STORE in writer.copies and moments:
-        linked = [number for number, operation in operations if operation.event == "os.link"]
-        some = [number for number in moments if number <= max(linked, default=number)]  # then the bytes are shared
-        some = some[:: -(-len(some) // READINGS)]
+        some = moments[:: -(-len(moments) // READINGS)]
         faults += [Fault(kind, number) for kind in ("truncate", "remove") for number in some]
         if writer.command != "sweep":  # which opens it anew, and only `poss extract --verify` reads every byte
             faults += [Fault("rewrite", number) for number in some]

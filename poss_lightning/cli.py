@@ -27,7 +27,6 @@ TOOLS = {
     "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
     "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
-    "merge": ("poss_lightning.features.merge", "several feature stores of one target as one"),
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a checkpoint, as a folder; any dtype, fewer tokens"),
     "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),

@@ -9,7 +9,8 @@ from poss_lightning.features.extract import OURS, write_store
 from poss_lightning.features.manifest import Manifest, is_finished, verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.remote import local_copy
-from poss_lightning.files import check_folder
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.files import check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import device_of, this_rank
@@ -72,7 +73,8 @@ def extract(
     """
     if verify:
         verify_files(local_copy(out))
-        return print(f"{out}: every file is as it was written")
+        FeatureStore(out)
+        return print(f"{without_secrets(out)}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     check_folder(out, *OURS)

@@ -7,7 +7,6 @@ file `MARK`: `.poss.HOST.XXXXXXXX.tmp` beside what one process writes, and those
 import errno
 import glob
 import hashlib
-import io
 import json
 import os
 import re
@@ -255,22 +254,6 @@ def sha256(path: str | Path) -> str:
     """Hex digest of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class Hashed(io.BufferedWriter):
-    """A new file whose digest is known when it is written, without reading it again."""
-
-    def __init__(self, path: str | Path):
-        super().__init__(io.FileIO(path, "w"))
-        self._digest = hashlib.sha256()
-
-    def write(self, data) -> int:
-        self._digest.update(data)
-        return super().write(data)
-
-    def sha256(self) -> str:
-        """Hex digest of all that was written so far."""
-        return self._digest.hexdigest()
 
 
 def user_cache() -> Path:

@@ -40,7 +40,7 @@ from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records
 from poss_lightning.evaluation.suites import load_suites, local_files
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.files import atomic, conf, find_config, read_json, sha256
+from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
 from poss_lightning.machine import choose_device, choose_precision
 from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
@@ -89,7 +89,8 @@ class Cell:
                 fit[group] = self.training[group]
             else:
                 fit.setdefault(group, {})[name] = self.training[group][name]
-        return {"configs": configs, "fit": json.loads(json.dumps(fit)), self.measure: self.options}
+        settings = {"configs": configs, "fit": fit, self.measure: self.options}
+        return json.loads(without_secrets(json.dumps(settings)))
 
     def inputs(self) -> dict[str, str]:
         """Digests of the local files that it is made of: stores, text, the draft it starts from, every fit's config."""
@@ -97,7 +98,8 @@ class Cell:
 
     def _trained_on(self) -> dict[str, str]:
         data, start, trainer = self.training["data"], self.training["model"]["start_from"], self.training["trainer"]
-        files = {BASE: conf(BASE)} | ({data["store"]: Path(data["store"]) / MANIFEST} if data["store"] else {})
+        stores = [data["store"]] if isinstance(data["store"], str) else data["store"] or []
+        files = {BASE: conf(BASE)} | {store: Path(store) / MANIFEST for store in stores}
         files |= {data["corpus"]: Path(data["corpus"])} if data["corpus"] else {}
         digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
         if (precision := trainer["precision"]) == "auto":  # machines choose differently

@@ -202,8 +202,6 @@ BAD = [
     (("compare", "nowhere"), "nowhere: no such file"),
     # one value in place of several
     ((*BENCHMARK[:4], "--drafts", "{inputs}/draft"), "it must be names with values {A: B}, each a text"),
-    (("merge", "[1,2]", "out"), "stores is '1'; it must be a list [A,B], each a text; YAML reads 1 as int: quote it"),
-    (("merge", "runs/x", "out"), "stores is 'runs/x'; it must be a list [A,B], each a text (poss merge"),
     (("benchmark", "out", *FLOAT, "--suites", "nowhere"), "suite 'nowhere' is no .jsonl file"),
     # numbers out of their range, before anything is loaded
     ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),

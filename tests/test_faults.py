@@ -10,13 +10,12 @@ from tests.support.processes import forked, printed
 from tests.support.writers import MADE, WRITERS, Observed, Place, write_inputs
 
 CASES = {
-    "merge": ["kill:4", "kill:10", "beside:3", "remove:1", "rewrite:2"],
     "extract": ["foreign:30"],
     "benchmark": ["foreign:25"],
     "fit": ["foreign:40"],
-    "replay": ["foreign:12", "foreign:25", "kill:9", "truncate:3", "rewrite:3", "full:6"],
+    "replay": ["foreign:12", "foreign:25", "kill:9", "truncate:3", "remove:3", "rewrite:3", "full:6"],
     "synthesize": ["foreign:5", "foreign:30", "kill:9", "torn:8", "kill:30", "beside:12"],
-    "convert-bin": ["foreign:5", "kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
+    "convert": ["foreign:5", "kill:3", "limit:0", "limit:50000", "full:2", "beside:2"],
 }
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from poss_lightning import files
 from poss_lightning.files import (
-    Hashed,
     atomic,
     atomic_folder,
     fetch,
@@ -173,16 +172,6 @@ def test_work_that_was_half_cleared_is_still_refused_to_other_settings(tmp_path,
 def test_sha256(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert sha256(tmp_path / "file") == hashlib.sha256(b"abc").hexdigest()
-
-
-def test_a_digest_known_while_writing_is_that_of_the_file(tmp_path):
-    pieces = [b"", b"abc", memoryview(os.urandom(100_000)), bytearray(b"d")]
-    with Hashed(tmp_path / "file") as file:
-        for piece in pieces:
-            assert file.write(piece) == len(piece)
-        assert file.tell() == sum(map(len, pieces))
-        known = file.sha256()
-    assert known == sha256(tmp_path / "file") and (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 
 def test_why_the_hub_refused_is_said_in_one_line(monkeypatch):

@@ -14,7 +14,6 @@ WRITERS = {  # what comes before the name of what is written, and after
     "synthesize": ((), TINY),
     "answer": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
-    "merge": (("[{inputs}/store]",), ()),
     "export": (("{inputs}/draft",), ()),
     "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
@@ -72,7 +71,6 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
     "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
-    "merge": (),
     "export": ("--vocabulary_size", "321", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target"),
     "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
@@ -80,16 +78,12 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "compare": (),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
 }
-BROKEN = {
-    "merge": ("[{inputs}/store,{inputs}/store]",),
-}
 
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_a_refusal_leaves_nothing(inputs, tmp_path, command):
-    before = BROKEN.get(command, WRITERS[command][0])
     name = "out" + ENDINGS.get(command, "")
-    arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *REFUSED[command])]
+    arguments = [text.replace("{inputs}", str(inputs)) for text in (*WRITERS[command][0], name, *REFUSED[command])]
     with unchanged(tmp_path, inputs):
         result = run_in(tmp_path, command, *arguments)
     says(result, command, "vocabulary_size is 32768; it must lie between 1 and the target" if command == "demo" else "")

@@ -13,7 +13,7 @@ Its two kinds differ in what a slot's z is, and in whose head turns a prediction
 
 import base64
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -285,6 +285,7 @@ class Specialists(nn.Module):
         except SafetensorError as error:
             raise ValueError(f"{folder / WEIGHTS} is torn, or no safetensors file: {error}") from error
         try:
+            check_state(state)
             draft = cls(config, state.get("vocabulary"))
             draft.trained_on = decode_digests(header.get(TRAINED_ON, ""))
             state.setdefault("scale", draft.scale)  # drafts of before there was one
@@ -324,6 +325,16 @@ def find_draft(source: str | Path) -> Path:
         return folder
     known = ", ".join(shipped()) or "none"
     return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped draft: {known}")
+
+
+def check_state(state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for weights with which a draft could not draft: no real numbers, or not finite in float32."""
+    for name, value in state.items():
+        whole = name == "vocabulary"
+        if not (value.dtype in (torch.int32, torch.int64) if whole else value.is_floating_point()):
+            raise ValueError(f"{name} is {value.dtype}; it must be {'whole' if whole else 'real'} numbers")
+        if wrong := int((~value.float().isfinite()).sum()):
+            raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
 
 
 def _check_vocabulary(vocabulary: Tensor | None, config: DraftConfig) -> None:

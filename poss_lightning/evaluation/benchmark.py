@@ -29,7 +29,7 @@ from poss_lightning.evaluation.provenance import check_settings, describe, prove
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.files import atomic, check_folder, read_json
+from poss_lightning.files import atomic, check_folder, read_json, without_secrets
 from poss_lightning.ranges import (
     Count,
     CountOrNone,
@@ -330,7 +330,7 @@ class Run:
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
         with atomic(self.folder / "run.json") as path:
-            path.write_text(json.dumps(facts, indent=1) + "\n")
+            path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
 
     def _write_files(self, receipts: list[Any]) -> int:
         """Write rounds.jsonl and records.jsonl; return the number of records."""

@@ -1,6 +1,7 @@
 """When, where and with what a run was made, and of which draft: facts for the run.json beside its records."""
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -12,7 +13,8 @@ import torch
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
-from poss_lightning.files import read_json
+from poss_lightning.files import read_json, without_secrets
+from poss_lightning.target.spec import same_weights
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
 
@@ -74,7 +76,11 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
         return
     run = read_json(file)
     there = as_object(run.get("config"))  # an older version may not have known all options
+    config = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
     earlier = {name: there.get(name, value) for name, value in config.items()} | {"methods": run.get("methods", {})}
+    fingerprints = earlier.get("fingerprint", ""), config.get("fingerprint", "")
+    if same_weights(*map(str, fingerprints)):
+        earlier["fingerprint"] = config.get("fingerprint")
     if changed := differences(earlier, {**config, "methods": methods}):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"

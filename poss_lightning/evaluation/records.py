@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass
 from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
 from poss_lightning.evaluation.engines import engine_lines
 from poss_lightning.files import read_json
+from poss_lightning.target.spec import same_weights
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
@@ -274,7 +275,7 @@ def check_targets(runs: dict[str, dict[str, Any]]) -> None:
     ]
     for folder, target, fingerprint in known:
         first, other, earlier = known[0]
-        if fingerprint != earlier:
+        if not same_weights(str(fingerprint), str(earlier)):
             raise ValueError(
                 f"{first} was measured on another target than {folder} ({other}, fingerprint {earlier}, and {target}, "
                 f"fingerprint {fingerprint}); methods are compared on one target"

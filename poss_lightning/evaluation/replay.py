@@ -31,7 +31,7 @@ from poss_lightning.evaluation.provenance import check_settings, describe, prove
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.trained import warn_of_training
-from poss_lightning.files import atomic, check_folder
+from poss_lightning.files import atomic, check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.target.spec import EmbedHead
@@ -126,7 +126,7 @@ def replay(
                 records += _records(name, sample, rounds)
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
         with atomic(folder / "run.json") as path:
-            path.write_text(json.dumps(facts, indent=1) + "\n")
+            path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
         with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()

@@ -20,7 +20,8 @@ class FeatureData(lightning.LightningDataModule):
     Give `store`, or `corpus` for online features: then the target stays in the process, and nothing is on disk.
 
     Args:
-        store: folder written by `poss extract`, or any address of one that fsspec reads, which is copied once.
+        store: folder written by `poss extract`, or any address of one that fsspec reads, which is copied once; or, as
+            [a,b], several of one target.
         corpus: file or hub id of conversations, as `poss extract` takes it.
         target: of online features: "embedded", a local folder or a hub id.
         max_length: of online features: tokens a conversation is cut at.
@@ -43,7 +44,7 @@ class FeatureData(lightning.LightningDataModule):
     @check_numbers
     def __init__(
         self,
-        store: str | None = None,
+        store: list[str] | str | None = None,
         corpus: str | None = None,
         target: str = "embedded",
         max_length: Tokens = 2048,

@@ -32,6 +32,7 @@ from poss_lightning.features.shards import TokenizedText, write_shard
 from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.model import Target
+from poss_lightning.target.spec import same_weights
 from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
@@ -135,6 +136,8 @@ def _check_same(folder: Path, key: dict) -> None:
     manifest = check(folder)
     stored = {"target": manifest.target.fingerprint, "template": manifest.target.template}
     stored |= {name: getattr(manifest, name) for name in ("dtype", "stored", "layers", "max_length", "corpus", KWARGS)}
+    if same_weights(stored["target"], key["target"]):
+        stored["target"] = key["target"]
     if changed := differences(stored, key):
         raise StoreError(
             f"{folder} holds a store of another kind ({'; '.join(changed)}): choose another folder or remove it"

@@ -8,7 +8,9 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_lightning.features.encoding import STORED
-from poss_lightning.files import Hashed, atomic, sha256
+from poss_lightning.files import atomic, sha256
+from poss_lightning.machine import DTYPES
+from poss_lightning.ranges import refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
@@ -30,11 +32,6 @@ class FileEntry:
     def of(cls, path: Path) -> "FileEntry":
         """Of a file that is there; reads all of it."""
         return cls(path.name, path.stat().st_size, sha256(path))
-
-    @classmethod
-    def written(cls, name: str, file: Hashed) -> "FileEntry":
-        """Of a file that is open and complete."""
-        return cls(name, file.tell(), file.sha256())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +85,11 @@ class Manifest:
             content["shards"] = tuple(FileEntry(**entry) for entry in content["shards"])
             content["layers"] = tuple(content.get("layers", ()))
             manifest = cls(**content)
-            if manifest.stored not in STORED:
-                raise ValueError(f"stored is {manifest.stored!r}")
+            for name, allowed in (("stored", STORED), ("dtype", DTYPES)):
+                if (value := getattr(manifest, name)) not in allowed:
+                    raise ValueError(f"{name} is {value!r}")
+            for entry in (manifest, *manifest.files):
+                refuse_types(entry)
             for entry in manifest.files:
                 if Path(entry.name).name != entry.name:  # a manifest from elsewhere must not write outside its folder
                     raise ValueError(f"{entry.name!r} is not the name of a file")

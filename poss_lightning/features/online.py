@@ -10,7 +10,14 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import tokenize
 from poss_lightning.features.schedule import bucket_rows
 from poss_lightning.features.shards import TokenizedText
-from poss_lightning.features.store import STATISTICS, Sample, first_of_each, most_common_tokens
+from poss_lightning.features.store import (
+    STATISTICS,
+    Sample,
+    first_of_each,
+    most_common_tokens,
+    root_mean_square,
+    token_digest,
+)
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.trained import text_digest
 from poss_lightning.machine import choose_device, choose_dtype
@@ -34,7 +41,9 @@ class OnlineFeatures:
     def __init__(self, model: Target, texts: list[TokenizedText]):
         self.model, self.texts = model, texts
         self.ids = [text.id for text in texts]
-        self.origins = first_of_each([text.conversation for text in texts], self.ids)
+        self.origins = first_of_each(
+            self.ids, [text.conversation for text in texts], [token_digest(text.tokens) for text in texts]
+        )
         self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
         self.layers: tuple[int, ...] = ()  # that a draft reads
@@ -100,8 +109,8 @@ class OnlineFeatures:
         device = choose_device()
         self._move_target(own_gpu(local_rank()) if device == "cuda" else device)
         some = self.texts[:: max(1, len(self.texts) // STATISTICS)]
-        inputs = [self._forward(torch.tensor([text.tokens], device=self.model.device))[1][0] for text in some]
-        return torch.cat(inputs).float().square().mean(0).sqrt().cpu()
+        tokens = (torch.tensor([text.tokens], device=self.model.device) for text in some)
+        return root_mean_square(self._forward(text)[1][0] for text in tokens).cpu()
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Writing a shard: batch after batch is read, and a thread hashes and writes what was read."""
+"""Writing a shard: batch after batch is read, and a thread writes what was read."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from poss_lightning.features.checks import schema
 from poss_lightning.features.encoding import encode
 from poss_lightning.features.manifest import FileEntry
 from poss_lightning.features.reading import Reader
-from poss_lightning.features.store import schema
-from poss_lightning.files import Hashed, atomic
+from poss_lightning.files import atomic
 from poss_lightning.target.spec import EmbedHead
 
 
@@ -31,8 +31,12 @@ class TokenizedText:
 
 def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm) -> FileEntry:
     """Read batches of texts and write their shard, complete or not at all."""
-    with atomic(path) as temporary, Hashed(temporary) as file:
-        with pa.ipc.new_stream(file, schema(reader.layers)) as writer, ThreadPoolExecutor(1) as thread:
+    with atomic(path) as temporary:
+        with (
+            temporary.open("wb") as file,
+            pa.ipc.new_stream(file, schema(reader.layers)) as writer,
+            ThreadPoolExecutor(1) as thread,
+        ):
             writing: Future[None] | None = None
             for batch in batches:
                 rows = read_batch(reader, batch, stored)  # while the thread writes those before
@@ -42,7 +46,7 @@ def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], 
                 bar.update(sum(len(text.tokens) for text in batch))
             if writing:
                 writing.result()
-        return FileEntry.written(path.name, file)
+        return FileEntry.of(temporary)
 
 
 @torch.inference_mode()

@@ -9,7 +9,8 @@ store/
 
 import hashlib
 import itertools
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -23,28 +24,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
+from poss_lightning.features.checks import check_alike, check_whole, open_shard
 from poss_lightning.features.encoding import decode, vector_bytes
-from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check
+from poss_lightning.features.manifest import EMBED_HEAD, StoreError, check
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.trained import text_digest
+from poss_lightning.machine import SUMS
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all
-
-
-def schema(layers: tuple[int, ...]) -> pa.Schema:
-    """Columns of a shard. Features are the encoded vectors of a sample, one token after another; see `encoding`."""
-    columns = {
-        "id": pa.string(),
-        "conversation": pa.string(),  # digest of its content; the first stores lack it
-        "length": pa.int32(),
-        "tokens": pa.list_(pa.int32()),
-        "greedy": pa.list_(pa.int32()),
-        "spans": pa.list_(pa.int32()),
-        "features": pa.large_binary(),
-    }
-    return pa.schema(columns | ({"layers": pa.large_binary()} if layers else {}))
+logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -64,26 +54,40 @@ class Sample(NamedTuple):
 
 
 class FeatureStore:
-    """A finished store, memory-mapped. Opening checks every file's size; `verify` reads them all.
+    """A finished store, or several of one target as one, memory-mapped.
+
+    Opening checks every file's size, and that the samples are whole; `verify_files` reads all bytes.
 
     Args:
-        address: a folder; or any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`.
+        address: a folder; any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`; or
+            several of these.
         layers: inner layers whose outputs a sample carries; None for all that are kept.
 
+    Attributes:
+        folders: of each store.
+        manifest: of the first; target, dtype, stored and layers are those of all.
+
     Raises:
-        StoreError: no finished store there, or a file is missing or damaged; or it does not keep one of the layers.
-            Later, of what is read: a file was changed meanwhile.
+        StoreError: no finished store there, or a file is missing or damaged; several do not belong together; or one
+            does not keep one of the layers. Later, of what is read: a file was changed meanwhile.
     """
 
-    def __init__(self, address: str | Path, layers: tuple[int, ...] | None = None):
-        self.folder = local_copy(address)
-        self.manifest = check(self.folder)
-        paths = [self.folder / entry.name for entry in self.manifest.shards]
-        self._states = {path: _state(path) for path in paths}
-        shards = {path: _open(path, self.manifest) for path in paths}
-        self._batches = [batch for shard in shards.values() for batch in shard]
-        self._paths = [path for path, shard in shards.items() for _ in shard]  # of every batch
-        self._table = pa.Table.from_batches(self._batches).select(["id", "length", "spans", "conversation"])
+    def __init__(self, address: str | Path | Sequence[str | Path], layers: tuple[int, ...] | None = None):
+        self.folders = [local_copy(each) for each in ([address] if isinstance(address, str | Path) else address)]
+        if not self.folders:
+            raise StoreError("store is []; name one or more")
+        manifests = [check(folder) for folder in self.folders]
+        self.manifest = manifests[0]
+        self._states, self._batches, self._paths = {}, [], []  # of every shard; of every batch
+        for folder, manifest in zip(self.folders, manifests, strict=True):
+            check_alike(self.folders[0], self.manifest, folder, manifest)
+            paths = [folder / entry.name for entry in manifest.shards]
+            self._states |= {path: _state(path) for path in paths}
+            batches = {path: open_shard(path, manifest) for path in paths}
+            check_whole(folder, manifest, [batch for each in batches.values() for batch in each])
+            self._batches += [batch for each in batches.values() for batch in each]
+            self._paths += [path for path, each in batches.items() for _ in each]
+        self._table = pa.Table.from_batches([batch.select(["id", "length", "spans"]) for batch in self._batches])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
         self.check_unchanged()
         self.ids: list[str] = self._table["id"].to_pylist()
@@ -93,13 +97,13 @@ class FeatureStore:
         if missing := [layer for layer in self.layers if layer not in self.manifest.layers]:
             needed = ", ".join(map(str, dict.fromkeys(self.layers)))  # of few layers two may be one
             raise StoreError(
-                f"{self.folder} keeps no outputs of layer {missing[0]}, and the draft reads those of {needed}: "
+                f"{self.folders[0]} keeps no outputs of layer {missing[0]}, and the draft reads those of {needed}: "
                 f"extract it with --layers [{needed.replace(' ', '')}]"
             )
 
     def __reduce__(self) -> tuple:
         # A loader's process maps the files itself; Arrow would send their bytes.
-        return FeatureStore, (self.folder, self.layers), [*self._states.values()]
+        return FeatureStore, (self.folders, self.layers), [*self._states.values()]
 
     def __setstate__(self, states: list[tuple[int, ...]]) -> None:
         self._states = dict(zip(self._states, states, strict=False))
@@ -136,7 +140,7 @@ class FeatureStore:
         if layers == self.layers:
             return self
         self.check_unchanged()
-        return FeatureStore(self.folder, layers)
+        return FeatureStore(self.folders, layers)
 
     def check_unchanged(self) -> None:
         """Raise StoreError where a shard is not the file that was opened; every sample's own is looked at anyway.
@@ -158,9 +162,28 @@ class FeatureStore:
         return [edges[start // 2 : stop // 2] for start, stop in itertools.pairwise(offsets)]
 
     @cached_property
+    def digests(self) -> list[str]:
+        """Of every sample's tokens; no feature is read."""
+        return [token_digest(tokens) for tokens in self._texts()]
+
+    @cached_property
     def origins(self) -> list[str]:
-        """For every sample the id of the first one that is of the same conversation, whatever the ids of both."""
-        return first_of_each(self._table["conversation"].to_pylist(), self.ids)
+        """For every sample the id that stands for its conversation: what is there twice, whatever the ids, has one."""
+        conversations = []
+        for batch in self._batches:
+            stored = "conversation" in batch.schema.names
+            conversations += batch["conversation"].to_pylist() if stored else [""] * batch.num_rows
+        if repeated := len(self) - len(set(self.digests)):
+            logger.warning(
+                "%d of %d texts are there more than once, each on one side of the split", repeated, len(self)
+            )
+        return first_of_each(self.ids, conversations, self.digests)
+
+    def _texts(self) -> Iterator[np.ndarray]:
+        """The tokens of every sample, as the files' own memory."""
+        for column in (batch["tokens"] for batch in self._batches):
+            tokens = column.values.to_numpy()
+            yield from (tokens[start:stop] for start, stop in itertools.pairwise(column.offsets.to_pylist()))
 
     @property
     def target(self) -> TargetSpec:
@@ -169,26 +192,29 @@ class FeatureStore:
 
     def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
+        path = self.folders[0] / EMBED_HEAD
         try:
-            stored = load_file(self.folder / EMBED_HEAD)
-        except SafetensorError as error:
-            raise StoreError(f"{self.folder / EMBED_HEAD} cannot be read ({error})") from error
-        head = stored.get("head", stored["embedding"])
-        return EmbedHead(stored["embedding"], head, scale=self.target.logit_scale, cap=self.target.logit_cap)
+            stored = load_file(path)
+            embedding, head = stored["embedding"], stored.get("head", stored["embedding"])
+        except (SafetensorError, KeyError) as error:
+            raise StoreError(f"{path} cannot be read ({error})") from error
+        for rows in (embedding, head):
+            if rows.shape[1:] != (self.target.hidden_size,) or not rows.is_floating_point():
+                raise StoreError(f"{path} has {rows.dtype} of {list(rows.shape)}; the manifest says another target")
+        return EmbedHead(embedding, head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 
     def common_tokens(self, size: int) -> Tensor | None:
         """The `size` commonest tokens of the assistants' answers; see `most_common_tokens`."""
-        rows = ((batch, row) for batch in self._batches for row in range(batch.num_rows))
-        texts = (_values(batch, row, "tokens") for batch, row in rows)
-        answers = (text[start:stop] for text, spans in zip(texts, self.spans, strict=True) for start, stop in spans)
+        pairs = zip(self._texts(), self.spans, strict=True)
+        answers = (text[start:stop] for text, spans in pairs for start, stop in spans)
         self.check_unchanged()
-        with announced(f"counting the tokens of the answers in {self.folder}"):
+        with announced(f"counting the tokens of the answers in {self.folders[0]}"):
             return most_common_tokens(answers, self.target.vocab_size, size)
 
     def root_mean_square(self) -> Tensor:
         """Of every dimension of what a draft reads, over some samples: (R,) float32."""
         some = range(0, len(self), max(1, len(self) // STATISTICS))
-        return torch.cat([self[i].draft_input for i in some]).float().square().mean(0).sqrt()
+        return root_mean_square(self[i].draft_input for i in some)
 
     def _inner(self, columns: pa.RecordBatch, row: int) -> Tensor:
         """(T, n, D)"""
@@ -220,14 +246,35 @@ def most_common_tokens(answers: Iterable[ArrayLike], vocabulary: int, size: int)
     return most_frequent(count_tokens(answers, vocabulary), size)
 
 
-def first_of_each(conversations: list[str], ids: list[str]) -> list[str]:
-    """For every sample the id of the first of the same conversation."""
-    first: dict[str, str] = {}
-    return [first.setdefault(conversation, name) for conversation, name in zip(conversations, ids, strict=True)]
+def root_mean_square(rows: Iterable[Tensor]) -> Tensor:
+    """Of every column of some (T, R), which are summed one after another: (R,) float32."""
+    squares, count = torch.zeros((), dtype=SUMS), 0
+    for each in rows:
+        squares, count = squares.to(each.device) + each.float().square().sum(0, dtype=SUMS), count + len(each)
+    return (squares / count).sqrt().float()
 
 
-def _digest(tokens: pa.ListScalar) -> str:
-    return hashlib.sha256(tokens.values.to_numpy().tobytes()).hexdigest()[:16]
+def token_digest(tokens: ArrayLike) -> str:
+    """Of a whole text."""
+    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()[:16]
+
+
+def first_of_each(ids: list[str], *keys: list[str]) -> list[str]:
+    """For every sample the least id of all that share a key with it, directly or by others; an empty key is none."""
+    leader: dict[tuple[int, str], int] = {}
+    above = list(range(len(ids)))
+
+    def top(i: int) -> int:
+        while above[i] != i:
+            above[i] = above[above[i]]
+            i = above[i]
+        return i
+
+    for kind, column in enumerate(keys):
+        for i, key in enumerate(column):
+            pair = sorted((top(leader.setdefault((kind, key), i)) if key else top(i), top(i)), key=ids.__getitem__)
+            above[pair[1]] = pair[0]
+    return [ids[top(i)] for i in range(len(ids))]
 
 
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
@@ -249,15 +296,3 @@ def _state(shard: Path) -> tuple[int, ...]:
     except FileNotFoundError:
         return ()
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
-
-
-def _open(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
-    try:
-        table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
-        if "conversation" not in table.column_names:
-            table = table.add_column(1, "conversation", [list(map(_digest, table["tokens"]))])
-        if table.schema != schema(manifest.layers):
-            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error
-    return table.to_batches()

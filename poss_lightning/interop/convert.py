@@ -10,7 +10,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, find_draft
+from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, check_state, find_draft
 from poss_lightning.files import check_new, fetch
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout
@@ -103,7 +103,9 @@ def parse_published(
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
     config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids))
     check_frozen(tensors, target.embed_head, layout)
-    return to_ours(tensors, config, layout, ids)
+    draft = to_ours(tensors, config, layout, ids)
+    check_state(draft.state)
+    return draft
 
 
 def _flatten(stored: dict[str, Any], layout: Layout) -> dict[str, Any]:

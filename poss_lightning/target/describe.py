@@ -3,7 +3,7 @@
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.target.masks import FULL
@@ -81,9 +81,23 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of 64 numbers of every parameter, rounded to bfloat16, in which most models are kept and run."""
-    digest = hashlib.sha256()
+    """Two digests of every parameter, rounded to bfloat16, in which most models are kept and run.
+
+    The first is of 64 numbers at its beginning, and all that files have of before there was the second: of all numbers
+    of a vector, and one of every row of a matrix, so that a head is another whose last rows were trained.
+    """
+    first, rows = hashlib.sha256(), hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        sample = parameter.detach().flatten()[:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
+        value = parameter.detach()
+        for digest, sample in ((first, value.flatten()[:64]), (rows, _one_of_each_row(value))):
+            digest.update(name.encode() + sample.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    return first.hexdigest()[:16] + rows.hexdigest()[:16]
+
+
+def _one_of_each_row(parameter: Tensor) -> Tensor:
+    """(..., R, C) -> (all rows,), from columns that follow no order of rows; a vector (C,) as it is."""
+    if parameter.ndim < 2:
+        return parameter.flatten()
+    rows = parameter.flatten(0, -2)
+    numbers = torch.arange(len(rows), device=rows.device)
+    return rows[numbers, numbers * 997 % rows.shape[1]]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from poss_lightning.target.describe import fingerprint
+
 ADAPTER = "adapter_config.json"
 
 
@@ -36,23 +38,38 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(name: str, folder: Path, config: PreTrainedConfig, device: str, **options: Any) -> tuple[Any, Any]:
+def load_model(
+    name: str, folder: Path, config: PreTrainedConfig, dtype: str | None, device: str, placed: dict[str, Any]
+) -> tuple[Any, Any, str | None]:
     """Model and tokenizer of a target; the model has all its weights.
 
     Args:
         name: of the target, for messages.
         folder: of its files.
         config: as of `load_config`.
+        dtype: that it shall have; None for that of its files.
         device: where it computes.
-        options: of transformers' `from_pretrained`, for the model.
+        placed: as of `placement`.
+
+    Returns:
+        The model, the tokenizer; and the fingerprint of the model as it was saved, where it is taken before it is
+        rounded: the smallest numbers of bfloat16 are none of float16.
 
     Raises:
         ValueError: one of them cannot be loaded; the message says why.
     """
+    narrow = dtype == "float16" and not placed
+    options = {
+        "dtype": getattr(torch, dtype) if dtype and not narrow else "auto",
+        "output_loading_info": True,
+        **placed,
+    }
     try:
         tokenizer = load_part(AutoTokenizer, folder)
-        model, loading = load_part(AutoModelForCausalLM, folder, config=config, output_loading_info=True, **options)
-        model = model if "device_map" in options else model.to(device)
+        model, loading = load_part(AutoModelForCausalLM, folder, config=config, **options)
+        as_saved = fingerprint(model) if narrow else None
+        model = model.to(torch.float16) if narrow else model
+        model = model if placed else model.to(device)
     except Exception as error:  # whatever a file of others, a library for it, or the device makes it raise
         raise ValueError(explain(name, error, device)) from error
     if missing := sorted(loading["missing_keys"]):
@@ -61,7 +78,7 @@ def load_model(name: str, folder: Path, config: PreTrainedConfig, device: str, *
         raise ValueError(f"target {name!r} is quantised in a way that transformers does not read: see {packed[0]}")
     if any(value.device.type == "meta" for value in model.parameters()):
         raise ValueError(f"target {name!r}: some layers found no room on the GPUs; take more of them")
-    return model, tokenizer
+    return model, tokenizer, as_saved
 
 
 def explain(name: str, error: Exception, device: str = "this device") -> str:

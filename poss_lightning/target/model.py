@@ -15,7 +15,7 @@ from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import SlotStore, TreeCache, forward_of
 from poss_lightning.target.chat import Chat
-from poss_lightning.target.describe import embed_head_of, fingerprint, spec_of
+from poss_lightning.target.describe import embed_head_of, spec_of
 from poss_lightning.target.loading import explain, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.placement import Parallel, SpreadStore, home_device, layer_devices, placement
@@ -103,14 +103,8 @@ class Target(nn.Module):
         source = _folder(name)
         config = load_config(name, source)
         placed = placement(name, source, config, dtype, device, parallel, spared)
-        # Fingerprints are of numbers in bfloat16, whose smallest float16 lacks: they are taken before it is rounded.
-        narrow = dtype == "float16" and not placed
         with announced(f"loading target {name}"), without_bars():
-            kept = getattr(torch, dtype) if dtype and not narrow else "auto"
-            model, tokenizer = load_model(name, source, config, device, dtype=kept, **placed)
-        as_saved = fingerprint(model) if narrow else None
-        if as_saved:
-            model = model.to(torch.float16)
+            model, tokenizer, as_saved = load_model(name, source, config, dtype, device, placed)
         with announced(f"checking target {name}"):
             target = cls(model.requires_grad_(False), tokenizer, name, chat_template_kwargs)
         if as_saved:
@@ -158,8 +152,8 @@ class Target(nn.Module):
         return TreeCache(SpreadStore(self.layer_devices, self.device, **sizes))
 
     def check_tokens(self, tokens: Iterable[int], what: str) -> None:
-        """Raise ValueError where the embedding has no row for a token of `what`."""
-        rows = self.spec.vocab_size
+        """Raise ValueError where embedding or head has no row for a token of `what`."""
+        rows = min(self.spec.vocab_size, len(self.embed_head.embedding))
         if unknown := {token for token in tokens if not 0 <= token < rows}:
             token = min(unknown)
             raise ValueError(

@@ -16,7 +16,7 @@ class TargetSpec:
     """What a store or a draft must know of its target: which model it is, and its sizes."""
 
     name: str
-    fingerprint: str = ""  # of the weights: the same for a model under any name, in bfloat16 or as it was saved
+    fingerprint: str = ""  # of the weights, see `same_weights`: the same under any name, in bfloat16 or as it was saved
     template: str = ""  # digest of the chat template
     hidden_size: int
     intermediate_size: int
@@ -39,9 +39,18 @@ class TargetSpec:
         """The first field in which two specs differ, in words; None where they are the same target."""
         for field, value in asdict(self).items():
             another = getattr(other, field)
-            if field != "name" and value != another and not (field == "layers" and None in (value, another)):
+            known = field == "layers" and None in (value, another)
+            if field == "name" or known or (field == "fingerprint" and same_weights(value, another)):
+                continue
+            if value != another:
                 return f"{field} {value!r} ({self.name}) against {another!r} ({other.name})"
         return None
+
+
+def same_weights(one: str, other: str) -> bool:
+    """Whether two fingerprints may be of one model; one of before they had two halves has the first alone."""
+    shared = min(len(one), len(other))
+    return one[:shared] == other[:shared] and bool(shared or one == other)
 
 
 class EmbedHead(nn.Module):

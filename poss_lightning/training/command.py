@@ -292,7 +292,9 @@ def _expand_home(options: Any) -> None:
 
 
 def _place(value: Any) -> Any:
-    """A path as it is from everywhere, and other values as they are."""
+    """A path as it is from everywhere, or several, and other values as they are."""
+    if isinstance(value, list):
+        return [_place(each) for each in value]
     return os.path.abspath(value) if isinstance(value, str) else value
 
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import Conversation, read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
-from poss_lightning.draft.specialists import CONFIG, TRAINED_ON, DraftConfig, Specialists, decode_digests
+from poss_lightning.draft.specialists import (
+    CONFIG,
+    TRAINED_ON,
+    DraftConfig,
+    Specialists,
+    check_state,
+    decode_digests,
+)
 from poss_lightning.features.extract import tokenize
 from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.ranges import Count, Size, check_numbers
@@ -119,6 +126,7 @@ def _load_draft(checkpoint: Path) -> Specialists:
     }
     config = DraftConfig.from_json(stored["draft"], checkpoint)
     try:
+        check_state(weights)
         draft = Specialists(config, weights.get("vocabulary"))
         draft.load_state_dict(weights)
         draft.trained_on = decode_digests(stored.get(TRAINED_ON, ""))

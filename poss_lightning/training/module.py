@@ -95,7 +95,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     def __init__(
         self,
-        store: str | Source,
+        store: str | list[str] | Source,
         allocation: list[Position],
         depth: Position | None = None,
         detach: bool = True,
@@ -123,9 +123,9 @@ class SpecialistTraining(lightning.LightningModule):
         refuse_numbers(SpecialistTraining, locals())
         super().__init__()
         self.save_hyperparameters(ignore="store")  # those of a subclass too, as no frame stands between
-        features = FeatureStore(store) if isinstance(store, str) else store
+        features = FeatureStore(store) if isinstance(store, str | list) else store
         if isinstance(features, FeatureStore):  # so that `load_from_checkpoint` needs no more than the file
-            self.hparams["store"] = store if isinstance(store, str) else str(features.folder)
+            self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
         start = Specialists.from_pretrained(start_from) if start_from else None
         vocabulary = _choose_vocabulary(features, vocabulary_size, start)
         config = DraftConfig(

@@ -258,6 +258,45 @@ def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
         Specialists.from_pretrained("nobody/no-draft")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda value: value.index_fill(0, torch.tensor([1]), torch.nan),
+            r"\d+ of \d+ numbers that are infinite or not a n",
+        ),
+        (lambda value: value.index_fill(0, torch.tensor([1]), -torch.inf), "numbers that are infinite or not a number"),
+        (lambda value: value.double() * 1e300, "numbers that are infinite or not a number"),  # in float32
+        (lambda value: value.to(torch.complex64), r"is (torch\.)?complex64.*; it must be"),
+        (lambda value: value > 0, r"is (torch\.)?bool.*; it must be"),
+        (lambda value: value.to(torch.int8), r"is (torch\.)?int8.*; it must be"),
+    ],
+)
+def test_weights_that_cannot_draft_are_refused_by_name(target, tmp_path, convert, change, words):
+    """Of a folder of ours, and of a published draft; else every proposal is wrong, and nothing says why."""
+    tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
+    convert(tmp_path / "draft", tmp_path / "theirs", "--output_format", "eagle")
+    for folder, load in (
+        ("draft", Specialists.from_pretrained),
+        ("theirs", lambda place: convert(place, tmp_path / "out", "--input_format", "eagle")),
+    ):
+        path = tmp_path / folder / "model.safetensors"
+        state = load_file(path)
+        name = next(name for name in state if name.endswith("q_proj.weight"))
+        save_file(state | {name: change(state[name])}, path)
+        with pytest.raises(ValueError, match=rf"{folder}.*q_proj\.weight.* {words}"):
+            load(tmp_path / folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_vocabulary_of_no_whole_numbers_is_refused(target, tmp_path, dtype):
+    tiny_draft(target, [2], vocabulary=torch.arange(0, 320, 2)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {"vocabulary": state["vocabulary"].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"vocabulary is .*; it must be whole numbers"):
+        Specialists.from_pretrained(tmp_path)
+
+
 def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep):
     vocabularies = torch.arange(0, 320, 2), torch.arange(0, 320, 3)
     config = DraftConfig(target=deep.spec, allocation=(2, 2), depth=4, kind="eagle3")

@@ -95,7 +95,7 @@ def test_a_store_or_a_corpus(both):
     with pytest.raises(ValueError, match="give one of them"):
         FeatureData(**both["store"], corpus="x.jsonl")
     for name, value in {"target": "x", "max_length": 60, "dtype": "float32", "parallel": "layers"}.items():
-        with pytest.raises(ValueError, match=f"--data.{name} is {value!r}, but .* made already: leave {name} out"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* made already: leave {name} out"):
             FeatureData(**both["store"], **{name: value})
     FeatureData(
         **both["store"], target="embedded", max_length=2048, validation=0.2

@@ -14,6 +14,7 @@ from poss_lightning.features import remote
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
+from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 
 ADDRESS = "memory://bucket/store"
@@ -40,13 +41,8 @@ def bucket(whole, tmp_path, monkeypatch):
 @pytest.fixture
 def copied(monkeypatch) -> list[str]:
     """Names of the files that are copied from now on."""
-    copy, names = remote._copy, []
-
-    def counting(files, root, address, note, *rest):
-        names.append(note.name)
-        copy(files, root, address, note, *rest)
-
-    monkeypatch.setattr(remote, "_copy", counting)
+    entry, names = remote.FileEntry.of, []
+    monkeypatch.setattr(remote.FileEntry, "of", lambda path: names.append(path.name) or entry(path))
     return names
 
 
@@ -58,19 +54,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_copy_is_the_store(whole, bucket, copied, scheme):
     address = ADDRESS if scheme == "memory" else f"file://{whole}"
     store = FeatureStore(address)
-    verify_files(store.folder)
-    assert contents(store.folder) == contents(whole)
+    verify_files(store.folders[0])
+    assert contents(store.folders[0]) == contents(whole)
     assert sorted(copied) == sorted(set(contents(whole)) - {"manifest.json"})
     assert store[3].features.equal(FeatureStore(whole)[3].features)
 
 
 def test_it_is_copied_once_and_anew_when_it_is_another(bucket, copied):
-    first = FeatureStore(ADDRESS).folder
+    first = FeatureStore(ADDRESS).folders
     files = len(copied)
-    assert FeatureStore(ADDRESS).folder == first and len(copied) == files
+    assert FeatureStore(ADDRESS).folders == first and len(copied) == files
     manifest = json.loads(bucket.cat_file("/bucket/store/manifest.json"))
     bucket.pipe_file("/bucket/store/manifest.json", json.dumps(manifest | {"corpus": "another"}).encode())
-    assert FeatureStore(ADDRESS).folder != first and len(copied) == 2 * files
+    assert FeatureStore(ADDRESS).folders != first and len(copied) == 2 * files
 
 
 def test_a_killed_copy_goes_on_with_the_file_that_is_not_there(whole, bucket, copied, monkeypatch):
@@ -89,14 +85,14 @@ def test_a_killed_copy_goes_on_with_the_file_that_is_not_there(whole, bucket, co
     begun = copied[:2]
     copied.clear()
     store = FeatureStore(ADDRESS)
-    assert not set(begun) & set(copied) and contents(store.folder) == contents(whole)
+    assert not set(begun) & set(copied) and contents(store.folders[0]) == contents(whole)
 
 
 def test_a_copy_that_was_cut_is_mended(whole, bucket, copied):
-    folder = FeatureStore(ADDRESS).folder
+    (folder,) = FeatureStore(ADDRESS).folders
     copied.clear()
     (folder / "shard-00001.arrow").write_bytes(b"cut")
-    assert contents(FeatureStore(ADDRESS).folder) == contents(whole) and copied == ["shard-00001.arrow"]
+    assert contents(FeatureStore(ADDRESS).folders[0]) == contents(whole) and copied == ["shard-00001.arrow"]
 
 
 def test_several_processes_make_one_copy(bucket, copied, monkeypatch):
@@ -120,16 +116,16 @@ def test_a_file_that_arrives_changed_is_named_and_not_kept(bucket, name):
 
 def test_a_missing_file_is_named(bucket):
     bucket.rm("/bucket/store/shard-00001.arrow")
-    with pytest.raises(StoreError, match=f"^{ADDRESS}/shard-00001.arrow cannot be copied"):
+    with pytest.raises(StoreError, match=f"^{ADDRESS}/shard-00001.arrow: no such file"):
         FeatureStore(ADDRESS)
 
 
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("memory://bucket/nothing", "memory://bucket/nothing is no finished feature store: it has no manifest"),
-        ("file:///nowhere/at/all", "file:///nowhere/at/all is no finished feature store"),
-        ("carrier-pigeon://roof", "carrier-pigeon://roof cannot be reached: Protocol not known"),
+        ("memory://bucket/nothing", "memory://bucket/nothing/manifest.json: no such file, so there is no finished"),
+        ("file:///nowhere/at/all", "file:///nowhere/at/all/manifest.json: no such file"),
+        ("carrier-pigeon://me:SECRET@roof", "carrier-pigeon://roof cannot be read: Protocol not known"),
     ],
 )
 def test_an_address_without_a_store_is_named(bucket, address, words):
@@ -138,12 +134,14 @@ def test_an_address_without_a_store_is_named(bucket, address, words):
     assert not remote.user_cache().exists()
 
 
-def test_an_address_that_fails_is_named(bucket, monkeypatch):
+def test_an_address_that_fails_is_named_without_its_password(bucket, monkeypatch):
     def failing(*arguments):
-        raise RuntimeError("no credentials")
+        raise RuntimeError("no credentials in memory://me:SECRET@bucket")
 
     monkeypatch.setattr(type(bucket), "cat_file", failing)
-    with pytest.raises(StoreError, match=r"bucket/store/manifest\.json cannot be read: no credentials"):
+    with pytest.raises(
+        StoreError, match=r"bucket/store/manifest\.json cannot be read: no credentials in memory://bucket$"
+    ):
         FeatureStore(ADDRESS)
 
 
@@ -164,4 +162,26 @@ def test_verify_reads_an_address_and_extract_writes_to_none(whole, bucket, tmp_p
 
 def test_a_path_is_mapped_where_it_lies(whole, bucket, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "store")
-    assert FeatureStore(str(folder)).folder == folder and not remote.user_cache().exists()
+    assert FeatureStore(str(folder)).folders == [folder] and not remote.user_cache().exists()
+
+
+def test_a_password_in_an_address_is_written_down_nowhere(whole, bucket, inputs, tmp_path, capsys, monkeypatch):
+    """Neither in run.json, nor in what is printed; and the same command goes on with what it left."""
+    secret = "memory://KEY:SECRET@bucket/store"
+    for path in whole.iterdir():
+        bucket.pipe_file(f"/KEY:SECRET@bucket/store/{path.name}", path.read_bytes())
+    command = ("replay", secret, "out", "--drafts.d", inputs / "draft", "--dtype", "float32", "--device", "cpu")
+    results = [
+        run_in(tmp_path, *command),
+        run_in(tmp_path, *command),
+        run_in(tmp_path, "extract", "x", secret, "--verify"),
+    ]
+    bucket.rm("/KEY:SECRET@bucket", recursive=True)
+    monkeypatch.setenv("POSS_CACHE", str(tmp_path / "empty"))
+    results.append(run_in(tmp_path, *command))
+    assert [result.code for result in results[:3]] == [None, None, None] and "memory://bucket/store" in str(
+        results[3].code
+    )
+    assert "SECRET" not in str(results)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["config"]["store"] == "memory://bucket/store"
+    assert not [path for path in (tmp_path / "out").rglob("*") if b"SECRET" in path.read_bytes()]

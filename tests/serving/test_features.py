@@ -58,7 +58,7 @@ def test_the_store_is_that_of_the_target(tmp_path, dtype, stored, layers):
     reader = partial(engine_reader, folder=tmp_path)
     write_store(tmp_path / "theirs", target, make_conversations(), **options, reader=reader)
     ours, theirs = FeatureStore(tmp_path / "ours"), FeatureStore(tmp_path / "theirs")
-    assert contents(ours.folder).keys() == contents(theirs.folder).keys()
+    assert contents(ours.folders[0]).keys() == contents(theirs.folders[0]).keys()
     assert (theirs.ids, theirs.layers, theirs.target) == (ours.ids, layers, ours.target)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     tolerance = max(tolerance, 0.1 if stored == "float8" else 0)  # where rounding falls the other way: a step of e4m3

@@ -17,7 +17,9 @@ TALK = {
 def write_inputs(folder: Path, target: Target, tiny_folder: str) -> None:
     """A corpus, its store, a suite, a draft, and each of them broken in some way."""
     Path(folder, "target").symlink_to(tiny_folder)
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(TALK | {"id": i}) + "\n" for i in range(40)))
+    talks = [[TALK["messages"][0], {"role": "assistant", "content": f"A horse has {i} legs."}] for i in range(40)]
+    lines = [json.dumps({"id": i, "messages": messages}) + "\n" for i, messages in enumerate(talks)]
+    (folder / "corpus.jsonl").write_text("".join(lines))
     (folder / "malformed.jsonl").write_text(json.dumps(TALK) + "\n{oops\n" + json.dumps(TALK) + "\n[]\n")
     (folder / "empty.jsonl").write_text("\n")
     (folder / "suite.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["How many legs?"]}) + "\n")

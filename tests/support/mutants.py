@@ -462,8 +462,8 @@ MUTANTS = (
     Mutant(
         "split: the same conversation under another id is on the other side",
         "features/store.py",
-        "first.setdefault(conversation, name)",
-        "name",
+        "above[pair[1]] = pair[0]",
+        "pass",
         "features/test_store.py",
     ),
     Mutant(

@@ -96,9 +96,7 @@ WRITERS = {
     "answer": Writer(
         ("answer", "out.jsonl", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6", "--batch_size=2")
     ),
-    "merge": Writer(("merge", "[store,more]", "out"), (STORE, "more")),
     "convert": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", TARGET[0])),
-    "convert-bin": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", "--file=bin", TARGET[0])),
     "export": Writer(("export", "{inputs}/run/checkpoints/last.ckpt", "out", "--dtype=bfloat16")),
     "benchmark": Writer(
         (
@@ -118,7 +116,6 @@ WRITERS = {
 }
 MADE = {  # inputs that take a command, by name: made where one of the above names them
     STORE: Writer(("extract", "{inputs}/corpus.jsonl", STORE, *TARGET)),
-    "more": Writer(("extract", "{inputs}/second.jsonl", "more", *TARGET)),
     "records": Writer(
         (
             "benchmark",
@@ -137,7 +134,7 @@ def plant(folder: Path, writer: Writer) -> dict[Path, str]:
     """Files of others wherever a command might clear: in every folder but the inputs, and beside what it writes."""
     outs = re.findall(r"\bout[\w.]*", " ".join(writer.arguments)) or ["run"]
     inside = [folder, *(each for each in folder.rglob("*") if each.is_dir() and ".poss." not in str(each))]
-    ours = [each for each in inside if not {STORE, "more"} & {*each.relative_to(folder).parts}]
+    ours = [each for each in inside if STORE not in each.relative_to(folder).parts]
     paths = [each / name for each in ours for name in ("thesis.txt", ".thesis.tmp", "thesis.json", "thesis.ckpt")]
     for out in outs:
         names = (f".{out}.tmp", f"{out}.unfinished/a.json", f".{out}.unfinished.finished/a", f".poss.x.{out}.tmp/a")
@@ -269,9 +266,8 @@ class Place:
         if torn := [str(path) for path in self.work.rglob("*.tmp")]:
             return f"left {torn}"
         if fault.kind in ("truncate", "rewrite", "remove"):
-            for name in (STORE, *(["more"] if "more" in writer.copies else [])):
-                shutil.rmtree(self.work / name, ignore_errors=True)
-                shutil.copytree(self.inputs / name, self.work / name)
+            shutil.rmtree(self.work / STORE, ignore_errors=True)
+            shutil.copytree(self.inputs / STORE, self.work / STORE)
             if not outcome.code and (wrong := differences(whole, result(self.work))):
                 return f"ended well, with other results: {wrong}"
         if fault.kind == "disk":
@@ -415,7 +411,7 @@ def write_inputs(folder: Path) -> None:
     folder.mkdir()
     tiny_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    for name, seed in (("corpus", 0), ("second", 1)):
+    for name, seed in (("corpus", 0),):
         lines = [
             json.dumps({"id": f"{name}/{each.id}", "messages": each.messages}) for each in make_conversations(24, seed)
         ]

@@ -1,10 +1,11 @@
 """The target: features and head, trees over an unmodified model, the cache that keeps a path."""
 
 import ast
+import hashlib
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.features.extract import write_store
 from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
+from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal_ancestors
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target.spec import TargetSpec, same_weights
 from tests.support import naive
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
@@ -132,6 +134,32 @@ def test_the_fingerprint_tells_models_apart_not_names_or_dtypes():
     again = Target(tiny_model(0).to(torch.bfloat16).float(), tiny_tokenizer(), "x").spec
     assert "fingerprint" in spec.difference(other)
     assert rounded.difference(again) is None
+
+
+def test_the_fingerprint_sees_every_row_of_every_parameter():
+    """A head whose last rows were trained, or a norm's last number, is another target."""
+    model = tiny_model()
+    whole = fingerprint(model)
+    for name, parameter in model.named_parameters():
+        rows = parameter.data.view(-1, parameter.shape[-1]) if parameter.ndim > 1 else parameter.data[:, None]
+        for row in {0, 1, len(rows) // 2, len(rows) - 1}:
+            before = rows[row].clone()
+            rows[row] += 0.5
+            assert fingerprint(model) != whole, f"row {row} of {name}"
+            rows[row] = before
+    assert fingerprint(model) == whole
+
+
+def test_files_of_before_fingerprints_had_two_halves_are_of_the_same_target(target):
+    """As the shipped drafts: the first half is computed as it was, here by its definition."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(target.model.named_parameters()):
+        digest.update(name.encode() + parameter.detach().flatten()[:64].to(torch.bfloat16).float().numpy().tobytes())
+    old = replace(target.spec, fingerprint=digest.hexdigest()[:16])
+    other = replace(target.spec, fingerprint=target.spec.fingerprint[:16] + 16 * "0")
+    assert old.difference(target.spec) is target.spec.difference(old) is None
+    assert "fingerprint" in target.spec.difference(other) and "fingerprint" in tiny_target(1).spec.difference(old)
+    assert not same_weights("", old.fingerprint) and same_weights("", "")
 
 
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
