@@ -5,7 +5,6 @@ Nothing heavy is imported before the command is known, so `poss --help` answers 
 
 import logging
 import os
-import re
 import sys
 from argparse import ArgumentError
 from contextlib import nullcontext
@@ -121,9 +120,6 @@ def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]
 
 
 def _line(error: Exception) -> str:
-    # As jsonargparse words it that a class cannot be made, one of Lightning's loggers for example.
-    if needs := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*Requirement '([^']+)' not met", str(error)):
-        return f"{needs[1]} needs {needs[2]}, which is not installed: pip install '{needs[2]}'"
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return printable("; ".join(lines).replace(":; ", ": "))
 

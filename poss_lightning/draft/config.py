@@ -45,7 +45,7 @@ class DraftConfig:
     detach: bool = True
     intermediate_size: Size | None = None
     layers_per_specialist: LayersEach = 1
-    vocabulary_size: int | None = None
+    vocabulary_size: Size | None = None
     order: tuple[int, ...] | None = None
     kv: str = "separate"
     kind: str = "eagle2"
