@@ -60,6 +60,9 @@ demo: setup  ## train the shipped single layer further, twice; benchmark all dra
 test: setup  ## run the tests (without the slow ones), on all cores
 	$(TESTS)
 
+test-all: setup  ## every test but those in vLLM itself, on all cores
+	$(TESTS) -m 'not vllm'
+
 test-portable: setup  ## the tests and the demo as a CPU with AVX2 alone runs them; some tests without any vectors
 	$(AVX2) $(TESTS)
 	ATEN_CPU_CAPABILITY=default $(TESTS) $(MATHEMATICS)

@@ -1,21 +1,19 @@
 """Options in YAML files: found, read, checked; and which file an error is about."""
 
 import re
-import reprlib
 from argparse import ArgumentError
-from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import jsonargparse
 import yaml
+from pydantic import ValidationError
 
 from poss_lightning.files import find_config
-from poss_lightning.ranges import refuse_numbers
+from poss_lightning.ranges import describe
 
 FLAGS = ("--config", "-c")
 
@@ -91,118 +89,51 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
 
     Raises:
         ArgumentError: an option that it does not have, or a value that it does not take.
-        ValueError: a number out of its range.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_function_arguments(function)
     try:
-        parsed = parser.parse_object(dict(options)).as_dict()
+        return parser.parse_object(dict(options)).as_dict()
     except ArgumentError as error:
         raise explain(error, (), get_types(function)) from error
-    refuse_numbers(function, parsed)
-    return parsed
 
 
 def explain(
     error: ArgumentError, files: Iterable[str], known: Mapping[str, Any], arguments: Iterable[str] = ()
 ) -> ArgumentError:
-    """The error in one line: the value and what would be right, the files it stands in, the nearest option.
+    """The error with the files that its option stands in, and the nearest option where there is none of that name.
 
     Args:
-        error: as the parser words it.
+        error: of the parser.
         files: that were given as `--config`.
         known: options and their types.
         arguments: of the terminal; an option that stands there is not looked for in the files.
     """
     text = str(error)
-    if unknown := re.search(r"unrecognized arguments: --([\w.]+)", text):
-        if placed := [name for name in re.findall(r"--([\w.]+)", text) if name in known]:
-            places, options = " and ".join(placed), " and ".join(f"--{name}" for name in placed)
-            return ArgumentError(None, f"{places} stand in their places, without {options}: see the usage")
-        near = _nearest(unknown[1], known)
-        return ArgumentError(None, f"{text}; did you mean --{' or --'.join(near)}?") if near else error
-    if re.search(r"unrecognized arguments: .*[\]}]$", text):
-        return ArgumentError(None, f"{text}; a list has no spaces in the terminal, [A,B], or stands in quotes")
-    if text.startswith("argument data.source --> model.store"):
-        return ArgumentError(None, "model.store is the store of the data: name it as --data.store")
-    match = re.search(r"""(?:[Oo]ption|Parser key) ["']([\w.]+)["']""", text)
+    named = re.findall(r"--([\w.]+)", text) if "unrecognized arguments" in text else []
+    if placed := [name for name in named if name in known]:
+        places, options = " and ".join(placed), " and ".join(f"--{name}" for name in placed)
+        return ArgumentError(None, f"{places} stand in their places, without {options}: see the usage")
+    match = re.search(r"""(?:unrecognized arguments: --|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""", text)
     if not match:
         return error
-    option = match[1]
-    value = re.search(r".*(?:Got|Given) value: (.*)", text, re.DOTALL)
-    places = [file for file in files if _has(read_config(file), option)]
-    given = {argument.partition("=")[0] for argument in arguments}
-    named = places or given & {f"--{option}", f"--{option}+", f"--{option}.class_path"}
-    if not named and value and (nested := re.match(r"NestedArg\(key='([\w.]+)'", value[1])):
-        part, example = option.rpartition(".")[2], _CLASSES.get(option, "CLASS")
-        text = f"--{option}.{nested[1]} is an option of a {part}: name a {part} first: --{option} {example}"
-    if wrong := re.search(r"Problem with given class_path '([\w.]+)':[\s-]*(Option '\w+' is not accepted)", text):
-        text = f"{option}, {wrong[1].rpartition('.')[2]}: {wrong[2]}"
-    if lacks := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*the following arguments are required: (\w+)", text):
-        text = f"{option}, {lacks[1]}: it needs {lacks[2]}: --{option}.{lacks[2]} VALUE"
-    if value and (words := describe_type(known.get(option))):
-        text = f"{option} is {reprlib.repr(value[1])}; it must be {words}{_quote_hint(value[1], words)}"
-    if name := re.search(r"Expected a dot import path string: (\S+)", text):
-        example = f", for example {_CLASSES[option]}" if option in _CLASSES else ""
-        text = f"{option} is {name[1]!r}; it must be the name of a class{example}"
-    if any(word.startswith(f"--{option}") for word in given):
-        return ArgumentError(None, text)
-    near = [] if option in known else _nearest(option, known)
-    below = [name for name in near if name.endswith(f".{option}")] if places else []
-    deeper = f", below `{below[0].removesuffix(option)[:-1]}:`" if below else ""
-    hint = f"; did you mean {' or '.join(near)}{deeper}?" if near else ""
+    option, first = match[1], _first_cause(error)
+    if isinstance(first, ValidationError):
+        text = describe(first, option)
+    elif option not in str(first):
+        text = f"{option}: {first}"
+    typed = any(word.startswith(f"--{option}") for word in arguments)
+    places = [] if typed else [file for file in files if _has(read_config(file), option)]
     stands = f"; it stands in {' and '.join(places)}" if places else ""
+    near = [] if option in known else _nearest(option, known)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return ArgumentError(None, f"{text}{stands}{hint}")
 
 
-_CLASSES = {"trainer.logger": "TensorBoardLogger"}  # the one of the examples, of an option that takes a class
-
-
-def describe_type(hint: Any) -> str:
-    """What a value of that type is, in words; empty for a type that has none."""
-    inner, kind = get_args(hint), get_origin(hint)
-    if kind is Annotated:
-        return describe_type(inner[0])
-    if kind is Literal:
-        return _or([str(value) for value in inner])
-    if kind in (Union, UnionType):
-        words = [describe_type(each) for each in inner]
-        return _or(words) if all(words) else ""
-    if kind in (list, tuple):
-        return f"{_WORDS[list]}, each {each}" if (each := describe_type(inner[0])) else ""
-    if kind is dict and (each := describe_type(inner[1])):
-        return f"{_WORDS[dict]}, each {each}"
-    if isinstance(hint, type) and issubclass(hint, int) and hint is not bool:  # jsonargparse has such of a range
-        return _WORDS[int]
-    return _WORDS.get(kind or hint, "")
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    list: "a list [A,B]",
-    dict: "names with values {A: B}",
-    type(None): "null",
-}
-
-
-def _quote_hint(value: str, words: str) -> str:
-    """What to do about a text that YAML reads as another value, as it does 1 and on."""
-    try:
-        read: Any = literal_eval(value) if "a text" in words else None
-    except (ValueError, SyntaxError):
-        return ""
-    if type(read) in (dict, list) and _WORDS[type(read)] not in words:
-        return ""
-    parts = [*read, *read.values()] if isinstance(read, dict) else read if isinstance(read, list) else [read]
-    other = next((part for part in parts if isinstance(part, int | float)), None)
-    return "" if other is None else f"; YAML reads {other} as {type(other).__name__}: quote it"
-
-
-def _or(words: list[str]) -> str:
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+def _first_cause(error: Exception) -> Exception:
+    """The error of the value that led to this one: that of the first type, where an option may have several."""
+    cause = error.__cause__
+    return _first_cause(cause) if isinstance(cause, ValueError | TypeError | ArgumentError) else error
 
 
 def _nearest(option: str, known: Iterable[str]) -> list[str]:

@@ -4,16 +4,19 @@
 def generate(prompt: str, *, depth: Position | None = None, seed: Seed = 0) -> None: ...
 
 depth is 65; it must lie between 1 and 64
+
+pydantic enforces them, in options, lists and dicts too: for the parser of the command line, and in calls from Python.
 """
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
-from numbers import Real
-from types import UnionType
-from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -30,17 +33,28 @@ class Range:
         zero: what 0 means, where it is allowed beside them.
     """
 
+    __module__ = "pydantic"  # by which jsonargparse tells what pydantic enforces
+
     least: float
     most: float
     reason: str = ""
     zero: str = ""
 
-    def __contains__(self, number: Any) -> bool:
+    def __contains__(self, number: float) -> bool:
         return self.least <= number <= self.most or (bool(self.zero) and number == 0)
 
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._check, handler(kind))
+
+    def _check(self, given: Any, read: Callable[[Any], float]) -> float:
+        number = read(given)
+        if isinstance(given, bool) or number not in self:
+            raise PydanticCustomError("range", "it must {range}", {"range": str(self)})
+        return number
+
     def __str__(self) -> str:
-        zero = f"be 0 ({self.zero}) or " if self.zero else ""
-        return f"{zero}lie between {_spell(self.least)} and {_spell(self.most)}"
+        zero, reason = f"be 0 ({self.zero}) or " * bool(self.zero), f" ({self.reason})" * bool(self.reason)
+        return f"{zero}lie between {_spell(self.least)} and {_spell(self.most)}{reason}"
 
     def __repr__(self) -> str:  # as `--help` shows it
         return f"{'0 or ' if self.zero else ''}{_spell(self.least)} to {_spell(self.most)}"
@@ -90,19 +104,12 @@ def check_numbers(function: Callable[Arguments, Result]) -> Callable[Arguments, 
     return checked
 
 
-def refuse_numbers(function: Callable[..., Any], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise ValueError for the first of a function's arguments, or of a class' fields, outside its range.
-
-    Args:
-        function: whose annotations have the ranges.
-        values: by name.
-        prefix: of the names, as the user typed them.
-    """
-    for name, parameter in signature(function).parameters.items():
-        for number, allowed in _outside(parameter.annotation, values.get(name)):
-            reason = f" ({allowed.reason})" if allowed.reason else ""
-            which = f"{number} must" if isinstance(values[name], list | tuple) else "it must"
-            raise ValueError(f"{prefix}{name} is {reprlib.repr(values[name])}; {which} {allowed}{reason}")
+def refuse_numbers(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of a function's arguments, or of a class' fields, outside its range."""
+    hints = {name: parameter.annotation for name, parameter in signature(function).parameters.items()}
+    for name, hint in hints.items():
+        if name in values and has_range(hint):
+            _refuse(name, hint, values[name])
 
 
 def refuse_types(record: Any, owner: str = "") -> None:
@@ -112,28 +119,34 @@ def refuse_types(record: Any, owner: str = "") -> None:
         record: the dataclass' instance.
         owner: whose field the message says it is, as "target's ".
     """
-    for field, kind in get_type_hints(type(record)).items():
-        value, kinds = getattr(record, field), get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        allowed = tuple(get_origin(each) or each for each in kinds) + ((int,) if float in kinds else ())
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            names = " | ".join((get_origin(each) or each).__name__ for each in kinds).replace("NoneType", "None")
-            raise ValueError(f"{owner}{field} is {value!r}; it must be of type {names}")
+    for name, hint in get_type_hints(type(record), include_extras=True).items():
+        _refuse(f"{owner}{name}", hint, getattr(record, name), strict=True)
 
 
-def _outside(annotation: Any, value: Any) -> Iterator[tuple[Any, Range]]:
-    """The numbers of a value that are outside the range in its annotation, with that range."""
-    inner = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        for allowed in inner[1:]:
-            if isinstance(allowed, Range) and isinstance(value, Real) and value not in allowed:
-                yield value, allowed
-    elif isinstance(value, list | tuple):
-        for item in value:
-            for each in inner:
-                yield from _outside(each, item)
-    else:
-        for each in inner:
-            yield from _outside(each, value)
+def has_range(hint: Any) -> bool:
+    """Whether a type has a range anywhere."""
+    return isinstance(hint, Range) or any(map(has_range, get_args(hint)))
+
+
+def describe(error: ValidationError, *name: str) -> str:
+    """What pydantic refuses, in a line: where it stands, its value, and what would be right."""
+    found = error.errors()
+    chosen = next((each for each in found if each["type"] == "range"), found[-1])  # of a union, the last is as good
+    places = [str(place) for place in chosen["loc"] if len(found) == 1]
+    value = chosen["input"] if chosen["type"] == "range" else reprlib.repr(chosen["input"])
+    return f"{'.'.join([*name, *places])} is {value}; {chosen['msg']}"
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter:
+    return TypeAdapter(hint)
+
+
+def _refuse(name: str, hint: Any, value: Any, strict: bool = False) -> None:
+    try:
+        _adapter(hint).validate_python(value, strict=strict)
+    except ValidationError as error:
+        raise ValueError(describe(error, name)) from None
 
 
 def _spell(number: float) -> str:

@@ -24,11 +24,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import NonNegativeInt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from tqdm import tqdm
 
-from poss_lightning.configs import check_options, explain, get_types, read_config
+from poss_lightning.configs import check_options, read_config
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
@@ -42,6 +41,7 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
 from poss_lightning.machine import choose_device, choose_precision
+from poss_lightning.ranges import Seed, describe
 from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
@@ -237,8 +237,10 @@ class Sweep:
         reference: the choice that the others are held against.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     choices: dict[str, dict | None]
-    seeds: list[NonNegativeInt]  # pyright: ignore[reportInvalidTypeForm]
+    seeds: list[Seed]
     fit: dict | None = None
     replay: dict | None = None
     benchmark: dict | None = None
@@ -256,33 +258,18 @@ class Sweep:
             raise ValueError(f"{file.parent} is a file; an experiment is the folder of its {SETTINGS}{command}")
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(cls)
-        cls._check_names(read_config(str(file)), file)
+        content = read_config(str(file))
         try:
-            experiment = cls(**parser.parse_path(str(file)))
+            experiment = TypeAdapter(cls).validate_python(content)
             experiment.check()
-        except ArgumentError as error:
-            raise ValueError(f"{file} is no sweep: {explain(error, (), get_types(cls))}") from error
+        except ValidationError as error:
+            known = [field.name for field in fields(cls)]
+            wrong = next((name for name in map(str, content) if name not in known), "")
+            near = f"; did you mean {' or '.join(get_close_matches(wrong, known, 1) or known)}?" if wrong else ""
+            raise ValueError(f"{file} is no sweep: {describe(error)}{near}") from error
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} is no sweep: {error}") from error
         return experiment
-
-    @classmethod
-    def _check_names(cls, content: dict[str, Any], file: Path) -> None:
-        """Raise ValueError where a field is misspelt, or a choice's options are no mapping; the message names it."""
-        known = [field.name for field in fields(cls)]
-        for name in content:
-            if name not in known:
-                near = " or ".join(get_close_matches(str(name), known, 1) or known)
-                raise ValueError(f"{file} is no sweep: it has {name!r}; did you mean {near}?")
-        choices = content.get("choices")
-        for name, options in choices.items() if isinstance(choices, dict) else ():
-            if not isinstance(options, dict | None):
-                raise ValueError(
-                    f"{file} is no sweep: choice {name} is {options!r}; it must be options of `poss fit`, as "
-                    "{model: {allocation: [2, 2, 2]}}"
-                )
 
     def check(self) -> None:
         """Raise ValueError where a field cannot be, OSError where a config is not there; the message names it."""
@@ -291,8 +278,6 @@ class Sweep:
                 f"choices are {list(self.choices)} and seeds {self.seeds}; name one or more of each, none twice"
             )
         for name in self.choices:
-            if not isinstance(name, str):
-                raise ValueError(f"a choice is named {name}, which YAML reads as {type(name).__name__}: quote it")
             if not re.fullmatch(r"[\w.+-]+", name) or name in BASELINES:
                 raise ValueError(
                     f"a choice is named {name!r}; it names a folder and a method: letters, digits and -_.+, but none "

@@ -19,7 +19,7 @@ COMMANDS = [*cli.TOOLS, *cli.TRAINER]
 TOTAL = int(os.environ.get("POSS_FUZZ", "0"))  # commands of a long run
 SECONDS = 60  # that a command may take, on a busy machine too
 OPTIONS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-RUN = settings(max_examples=TOTAL // len(COMMANDS) or 2, derandomize=not TOTAL, **OPTIONS)
+RUN = settings(max_examples=TOTAL // len(COMMANDS) or 1, derandomize=not TOTAL, **OPTIONS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -32,7 +32,7 @@ def test_any_options_end_in_a_result_or_in_a_line(inputs, command):
     run_any()
 
 
-@settings(RUN, max_examples=TOTAL or 12)
+@settings(RUN, max_examples=TOTAL or 6)
 @given(line=command_lines_over_corpora())
 def test_any_corpus_ends_in_a_result_or_in_a_line(inputs, line):
     check(inputs, line)

@@ -47,7 +47,7 @@ class DraftConfig:
     depth: Position
     detach: bool = True
     intermediate_size: Size | None = None
-    vocabulary_size: int | None = None
+    vocabulary_size: Size | None = None
     kv: str = "separate"
     kind: str = "eagle2"
     fc_norm: bool = False

@@ -12,6 +12,7 @@ import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,11 +33,11 @@ from poss_lightning.configs import config_files, explain, read_config, set_up_pa
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
-from poss_lightning.ranges import Seed, refuse_numbers
+from poss_lightning.ranges import Seed
 from poss_lightning.terminal import is_verbose
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
-from poss_lightning.training.help import PRECISION, choose_help
+from poss_lightning.training.help import PRECISION, SAID, choose_help
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import fetch_checkpoint, folder_of, has_outputs, stay_in_folder
 from poss_lightning.training.strategies import prepare
@@ -82,7 +83,6 @@ class Training(LightningCLI):
                     parser_kwargs=parser | dict.fromkeys(COMMANDS, begins),
                     save_config_callback=_SaveConfig,
                     save_config_kwargs={"overwrite": True},
-                    seed_everything_default=0,
                     trainer_defaults={"callbacks": [StepLines()]},
                     auto_configure_optimizers=False,  # the module makes its own, and their schedule
                 )
@@ -121,6 +121,9 @@ class Training(LightningCLI):
             shared.update({name: getattr(self, name) for name in names})
         vars(self).update(shared)
 
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--seed_everything", type=Seed | bool, default=0, help=SAID["seed_everything"])
+
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Of model, data and trainer, in the order of the help: what is ours goes first."""
         parser.add_lightning_class_args(SpecialistTraining, "model")
@@ -137,14 +140,16 @@ class Training(LightningCLI):
         files, types = config_files(rest), _types(self._parser(command))
         try:
             with _no_environment():
-                self.config = parser.parse_args([command, *rest])
+                # In a context of its own: jsonargparse leaves the parser in this one, and with it all that is trained.
+                self.config = copy_context().run(parser.parse_args, [command, *rest])
         except ArgumentError as error:
+            if str(error).startswith("argument data.source"):  # as the parser puts it that both are given
+                raise ArgumentError(None, "model.store is the store of the data: name it as --data.store") from error
             raise explain(error, files, types, rest) from error
         except OmegaConfBaseException as error:  # a reference to an option that is not there
             option = str(error.full_key).removeprefix(f"{command}.")
             reason = str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
             raise explain(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
-        _check_numbers(self.options)
         _expand_home(self.options)
 
     def _parse_ckpt_path(self) -> None:
@@ -253,16 +258,6 @@ def _shared_parser() -> dict[str, Any]:
 def _types(parser: LightningArgumentParser) -> dict[str, Any]:
     """The options of a parser, and their types."""
     return {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
-
-
-def _check_numbers(options: Any) -> None:
-    """Raise ValueError for a number that is out of its range."""
-    refuse_numbers(_check_seed, {"seed_everything": options.seed_everything})
-    for name, part in (("model", SpecialistTraining), ("data", FeatureData)):
-        refuse_numbers(part, vars(options[name]), f"{name}.")
-
-
-def _check_seed(seed_everything: Seed) -> None: ...
 
 
 @contextmanager

@@ -326,10 +326,6 @@ def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatc
             "is of 2 specialists, and it has 3 layers",
         ),
         (
-            ["theirs", "out", "--input_format", "poss", "--allocation", [2, 2, 0]],
-            "allocation is [2, 2, 0]; 0 must lie between 1 and 64",
-        ),
-        (
             ["theirs", "out", "--input_format", "eagle"],
             "it has 3 layers; if they are specialists, say --input_format poss",
         ),

@@ -55,6 +55,7 @@ def _break(folder: Path) -> None:
         "group": "modle.depth: 2",
         "flat": "# a note\nallocation: [2]",
         "value": "model: {allocation: two}",
+        "number": "draft: 1",
         "tab": "model:\n\tallocation: [2]",
         "open": "model: [2",
         "empty": "# nothing",

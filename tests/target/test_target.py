@@ -177,7 +177,7 @@ def test_a_target_is_the_same_in_float16_which_lacks_its_smallest_weights(tmp_pa
     ("field", "value"), [("hidden_size", "576"), ("norm_eps", "x"), ("layers", 2.5), ("heads", True)]
 )
 def test_a_spec_with_a_field_of_another_type_is_refused_by_name(target, field, value):
-    with pytest.raises(ValueError, match=f"target's {field} is {value!r}; it must be of type"):
+    with pytest.raises(ValueError, match=f"target's {field} is {value!r}; Input should be a valid"):
         TargetSpec(**asdict(target.spec) | {field: value})
 
 

@@ -1,0 +1,179 @@
+"""A training's folder on the command line: one training each, resumed there, and what cannot go on leaves it alone."""
+
+import gc
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning_utilities.core.imports import RequirementCache
+
+from poss_lightning.training.fit import fit_once
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.work import Work
+from tests.support.command import Poss, left, run_in, says
+
+SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.enable_progress_bar", "false")
+ONE = (*SHORT, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
+LOGGER = {"save_dir": ".", "name": "run", "version": ""}
+AGAIN = ("--trainer.logger", json.dumps({"class_path": "TensorBoardLogger", "init_args": LOGGER}))
+LAST = "run/checkpoints/last.ckpt"
+GO_ON = ("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
+
+
+@pytest.fixture
+def poss(tmp_path, monkeypatch) -> Poss:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run_in(tmp_path, *arguments)
+
+
+@pytest.fixture
+def small(store) -> tuple[object, ...]:
+    return ("--data.store", store, "--data.validation", "0.2", "--model.allocation", "[2]")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in left(folder) if (folder / name).is_file()}
+
+
+def test_a_folder_takes_one_training_and_what_cannot_go_on_leaves_it(poss, small, tmp_path):
+    with pytest.warns(UserWarning, match="no validation ran, so there is no draft-best"):
+        assert poss("fit", *small, *ONE, *AGAIN).code is None
+    before = contents(tmp_path)
+    (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
+    second = poss("fit", *small, *ONE, *AGAIN)
+    says(second, "fit", f"run holds a training already: go on with --ckpt_path {LAST}, or choose another name")
+    for command, given, words in [
+        ("fit", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
+        ("validate", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
+        ("fit", "gone.ckpt", "gone.ckpt: no such file"),
+        ("fit", "run/draft-last", "run/draft-last is a draft's folder; give a training's checkpoints/last.ckpt"),
+    ]:
+        says(poss(command, "--config", "run/config.yaml", "--ckpt_path", given), command, words)
+    (tmp_path / "torn.ckpt").unlink()
+    assert contents(tmp_path) == before
+    says(poss(*GO_ON, "--data.seed", "1"), "fit", "of other data")  # Lightning itself has begun to log
+    drafts = poss(*GO_ON, "--model.allocation", "[1, 1]")
+    says(drafts, "fit", "allocation is (1, 1), and the checkpoint's draft has (2,)")
+    assert contents(tmp_path)["run/config.yaml"] == before["run/config.yaml"]
+    assert contents(tmp_path)[LAST] == before[LAST]
+
+
+def test_it_resumes_in_its_folder_with_the_options_that_are_given(poss, small, tmp_path):
+    assert poss("fit", *small, *ONE, *AGAIN).code is None
+    given = ("--model.learning_rate", "1e-5", "--model.not_finite", "skip", "--trainer.max_steps", "2")
+    with pytest.warns(UserWarning, match="the learning rate is 1e-05 from here, it was 3e-05"):
+        assert poss(*GO_ON, *given).code is None
+    settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None  # of another training no beginning
+    assert (settings["model"]["learning_rate"], settings["model"]["not_finite"]) == (1e-5, "skip")
+    with pytest.warns(UserWarning, match="nothing was left to train at step 2"):
+        poss(*GO_ON)
+    elsewhere = ("--trainer.logger.save_dir", tmp_path, "--trainer.max_steps", "3")  # the same, by another path
+    assert poss(*GO_ON[:4], tmp_path / LAST, *elsewhere).code is None
+    assert left(tmp_path / "run/checkpoints") == ["last.ckpt"]
+    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3
+
+
+@pytest.mark.nightly
+def test_a_job_that_slurm_begins_once_more_goes_on_or_begins_anew(poss, small, tmp_path, monkeypatch):
+    assert poss("fit", *small, *ONE, *AGAIN).code is None
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: go on with --ckpt_path {LAST}")
+    shutil.copy(tmp_path / LAST, tmp_path / "hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
+    with monkeypatch.context() as job, pytest.warns(UserWarning, match="nothing was left to train at step 1"):
+        for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():
+            job.setenv(f"SLURM_{name}", str(value))
+        assert poss("fit", *small, *ONE, *AGAIN).code is None
+    (tmp_path / "hpc_ckpt_1.ckpt").unlink()
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another name")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
+    assert poss("fit", *small, *ONE, *AGAIN).code is None
+
+
+@pytest.mark.nightly
+def test_it_resumes_in_its_own_folder_where_folders_are_numbered(poss, small, tmp_path):
+    names = ("--trainer.logger.save_dir", "runs", "--trainer.logger.name")
+    command = ("fit", *small, *SHORT, "--trainer.logger", "TensorBoardLogger", *names)
+    last = "runs/hass/version_0/checkpoints/last.ckpt"
+    assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
+    goes_on = ("fit", "--config", "runs/hass/version_0/config.yaml", "--ckpt_path", last)
+    assert poss(*goes_on, "--trainer.max_steps", "2").code is None
+    assert [folder.name for folder in (tmp_path / "runs/hass").iterdir()] == ["version_0"]
+    assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
+    fork = poss(*goes_on, "--trainer.logger.name", "fork", "--trainer.max_steps", "3")
+    assert fork.code is None and (tmp_path / "runs/fork/version_0/draft-best/model.safetensors").is_file()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 1)], ids=str)
+def test_a_training_that_is_stopped_did_not_succeed_and_says_how_to_go_on(small, tmp_path, number, code):
+    endless = ("--trainer.max_steps", "100000", "--trainer.max_epochs", "-1", "--trainer.log_every_n_steps", "1")
+    command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN, *endless]
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, text=True, cwd=tmp_path) as process:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "step 2 of" in line:
+                process.send_signal(number)
+        assert process.wait() == code, said
+    assert not any(noise in line for line in said for noise in ("weights_only", "HINT", "monitored"))
+    reached = torch.load(tmp_path / LAST, weights_only=True)["global_step"]
+    assert any(f"stopped at step {reached}: --ckpt_path {LAST} goes on" in line for line in said[-3:]), said
+    assert any("interrupted" in line for line in said) == (number == signal.SIGINT)
+
+
+def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(poss, small, tmp_path):
+    with Work(tmp_path / "run/unfinished").exclusive():
+        says(poss("fit", *small, *ONE, *AGAIN), "fit", "run: another process writes there")
+        assert left(tmp_path / "run") == ["unfinished", "unfinished/work.lock"]
+
+
+def test_a_logger_whose_package_is_not_installed_says_which(poss, small, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=999"))
+    says(poss("fit", *small, "--trainer.logger", "WandbLogger"), "fit", "Requirement 'wandb>=999' not met")
+
+
+def test_a_training_that_is_over_takes_no_memory(store, tmp_path):
+    """A sweep has many in one process. Other tests may have left some, in objects that refer to each other."""
+
+    def alive() -> int:
+        return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    options = {"model": {"allocation": [2], "vocabulary_size": None}, "trainer": {"max_steps": 1}}
+    fit_once(tmp_path / "cell", "lab.yaml", options, {"data": {"store": store, "validation": 0.2}})
+    assert alive() == before
+
+
+def test_a_rehearsal_leaves_nothing(poss, small, tmp_path):
+    (tmp_path / "draft-last").mkdir()  # and minds nobody else's
+    before = left(tmp_path)
+    assert poss("fit", *small, *SHORT, *AGAIN, "--trainer.fast_dev_run", "true").code is None
+    assert left(tmp_path) == before
+
+
+def test_a_start_is_measured_with_a_warning(poss, inputs):
+    small = ("--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
+    start = ("--model.start_from", inputs / "draft", "--trainer.logger", "false")
+    with pytest.warns(UserWarning, match="no --ckpt_path: this is the draft before training, as .*/draft has it"):
+        result = poss("validate", *small, *SHORT, *start)
+    assert result.code is None and "val/loss" in result.out
+
+
+def test_a_probe_of_another_target_is_refused(poss, inputs):
+    probe = {"class_path": "poss_lightning.evaluation.probe.Probe", "init_args": {"target": str(inputs / "another")}}
+    quiet = ("--trainer.accelerator", "cpu", "--trainer.max_steps", "1", "--trainer.logger", "false")
+    store = ("fit", "--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
+    off = ("--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false")
+    result = poss(*store, *quiet, *off, "--trainer.callbacks", json.dumps([probe]))
+    assert "the probe's target is not the store's: fingerprint" in result.code and "\n" not in result.code
