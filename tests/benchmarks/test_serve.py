@@ -124,7 +124,7 @@ def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answe
         assert run["methods"]["vllm-chain"]["depth"] == 3 and run["config"]["load"] == load
         assert run["served"]["vllm"]["tokens"] == sum(len(r.tokens) for r in records if r.method == "autoregressive")
     capsys.readouterr()
-    compare([str(ours), str(tmp_path / "out" / "load-3")])
+    compare([str(ours), str(tmp_path / "out" / "load-3")], all=True)
     table = capsys.readouterr().out
     assert "vllm-chain" in table and "100" in table
 

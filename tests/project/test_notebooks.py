@@ -8,9 +8,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.evaluation.cells import pack
@@ -99,24 +97,6 @@ def test_what_it_imports_is_there(file):
         module = import_module(line.module)
         for name in line.names:
             assert hasattr(module, name.name) or import_module(f"{line.module}.{name.name}")
-
-
-@pytest.mark.nightly
-def test_what_runs_is_written_and_what_fails_stays(tmp_path, nobodys_home):
-    code = nbformat.v4.new_code_cell
-    good, bad = tmp_path / "good.ipynb", tmp_path / "bad.ipynb"
-    cells = [code("import sys, os; print(os.getcwd()); print('careful', file=sys.stderr)"), code("40 + 2")]
-    good.write_text(text(nbformat.v4.new_notebook(cells=cells)))
-    bad.write_text(text(nbformat.v4.new_notebook(cells=[code("1 / 0")])))
-    before = bad.read_text()
-    execute["main"]([str(good)])
-    printed, value = (cell.outputs for cell in read(good).cells)
-    assert [output.text.strip() for output in printed] == [str(tmp_path)]  # and no warning
-    assert [dict(output.data) for output in value] == [{"text/plain": "42"}]
-    assert good.read_text() == text(stripped(read(good)))
-    with pytest.raises(CellExecutionError, match="1 / 0"):
-        execute["main"]([str(bad)])
-    assert bad.read_text() == before and sorted(file.suffix for file in tmp_path.glob("*.*")) == [".ipynb"] * 2
 
 
 def parameters(notebook):

@@ -1,25 +1,19 @@
-"""`make look-report`: opens a page in a real browser, narrow as a phone and wide, and fails where a person would.
+"""Opens a page in Chromium, narrow as a phone and wide, and tells what a person would find wrong.
 
-    python tests/support/look.py page.html [--out FOLDER]
-
-Fails on anything asked of the outside, a page wider than its window, or a table whose names scroll away or leave no
-room. Leaves phone.png and desktop.png in `runs/look`. The browser is Chromium, its windows never narrower than 500 px:
-so the page stands in a frame as wide as asked.
+That is anything asked of the outside, a page wider than its window, and a table whose names scroll away or leave no
+room. Chromium's windows are never narrower than 500 px: so the page stands in a frame as wide as asked.
 """
 
-import argparse
 import html
 import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTHS = {"phone": 390, "desktop": 1280}
-TALLEST = 6000  # px of a screenshot
 
 # Whatever the policy forbids is asked of the outside, and told.
 WATCH = """<meta http-equiv="Content-Security-Policy"
@@ -36,7 +30,6 @@ const wide = (when) => {
   if (width > frame.clientWidth) told.push(`${when}, the page is ${width} px wide in ${frame.clientWidth}`);
 };
 wide("as it opens");
-const height = page.documentElement.scrollHeight;
 page.querySelectorAll("details").forEach((details) => { details.open = true; });
 wide("all opened");
 page.querySelectorAll(".wide").forEach((table) => {
@@ -46,12 +39,12 @@ page.querySelectorAll(".wide").forEach((table) => {
   if (left < edge.left - 1) told.push(`names like ${name.innerText} scroll away`);
   if (taken > edge.width / 2 || taken < 60) told.push(`names like ${name.innerText} take ${taken} of ${edge.width} px`);
 });
-document.body.dataset.told = JSON.stringify({ told, height });
+document.body.dataset.told = JSON.stringify(told);
 """
 
 
-def look(page: Path, out: Path | None = None) -> list[str]:
-    """What is wrong with the page; leaves its screenshots in `out`."""
+def look(page: Path) -> list[str]:
+    """What is wrong with the page, of each width."""
     wrong = []
     with TemporaryDirectory() as folder:
         frame = Path(folder) / "frame.html"
@@ -60,12 +53,7 @@ def look(page: Path, out: Path | None = None) -> list[str]:
             dom = run(frame, width, 900, "--dump-dom", "--virtual-time-budget=5000")
             if not (found := re.search(r'data-told="([^"]*)"', dom)):
                 raise RuntimeError(f"the page did not load: {dom[:300]!r}")
-            told = json.loads(html.unescape(found[1]))
-            wrong += [f"{name}: {words}" for words in dict.fromkeys(told["told"])]
-            if out is not None:
-                height = min(told["height"], TALLEST)
-                frame.write_text(framed(page.read_text(encoding="utf-8"), width, height, ""), encoding="utf-8")
-                run(frame, width, height, f"--screenshot={out / name}.png")
+            wrong += [f"{name}: {words}" for words in dict.fromkeys(json.loads(html.unescape(found[1])))]
     return wrong
 
 
@@ -85,23 +73,6 @@ def framed(page: str, width: int, height: int, script: str) -> str:
 
 def run(frame: Path, width: int, height: int, *options: str) -> str:
     """Chromium without a window, on a file."""
-    if (browser := find_browser()) is None:
-        sys.exit(f"error: none of {', '.join(BROWSERS)} found; on Debian: apt-get install chromium")
     common = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
-    command = [browser, *common, *options, frame.as_uri()]
+    command = [str(find_browser()), *common, *options, frame.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("runs/look"))
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    wrong = look(given.page, given.out)
-    print("\n".join(wrong) or f"nothing wrong; look at {given.out}/phone.png and desktop.png")
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()

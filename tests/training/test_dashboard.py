@@ -20,12 +20,12 @@ from torch.utils.tensorboard import SummaryWriter
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.store import FeatureStore, Sample
+from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
 from poss_lightning.training import hyperparameters, panels
 from poss_lightning.training.callbacks import DraftFolders
-from poss_lightning.training.dashboard import Dashboard, pick_slots
+from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 
 DEPTH, EVERY = 4, 10**6
@@ -92,14 +92,6 @@ def test_histograms_are_the_drift_slot_by_slot(run):
             assert shape.sum / shape.num == pytest.approx(mean.value, abs=1 / BINS)  # half a bin
 
 
-def test_depths_without_slots_have_no_histogram():
-    counts = torch.zeros(3, BINS, dtype=torch.long)
-    counts[0, 50], counts[2, 60] = 2, 3
-    drawn = panels.count_histograms(counts)
-    assert drawn.keys() == {1, 3} and panels.count_histograms(counts * 0) == {}
-    assert [(own["min"], own["max"]) for own in drawn.values()] == [pytest.approx((0, 0.22))] * 2
-
-
 def test_a_run_is_one_row_with_tau_and_no_placeholder(run):
     noted, tags = run.events.summary_metadata, run.events.Tags()["scalars"]
     assert "hp_metric" not in tags and [file.name for file in run.folder.iterdir() if file.is_dir()] == ["00020"]
@@ -128,19 +120,6 @@ def test_the_projector_shows_the_same_slots_at_every_depth(run):
             assert (label["token"], label["following"]) == (labels[slot]["token"], labels[slot]["following"])
             place = int(label["__seq_next__"] or -1)
         assert place == -1
-
-
-def test_points_against_a_loop(store):
-    batch = collate([[FeatureStore(store)[i] for i in (0, 20)], [FeatureStore(store)[39]]])
-    outputs = [torch.randn(*batch.features[:, 1:].shape) for _ in range(2)]
-    rows, slots = (batch.counts >= 2).nonzero(as_tuple=True)
-    found = pick_slots(outputs, batch, EVERY)
-    for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
-        assert torch.equal(found.target[i], batch.features[row, slot + 1].float())
-        assert all(torch.equal(found.draft[k, i], outputs[k][row, slot]) for k in range(2))
-        assert (found.tokens[i], found.following[i]) == tuple(batch.tokens[row, slot + 1 : slot + 3].tolist())
-    assert pick_slots(outputs * EVERY, batch._replace(counts=batch.counts * 0), 6) is None
-    assert len(pick_slots(outputs, batch, 3).target) == 3
 
 
 def test_forged_tokens_are_one_line_of_text_in_the_projector(tiny_folder, tmp_path):
