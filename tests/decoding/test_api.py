@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from poss_lightning import load
+from poss_lightning import decoding, load
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.model import Model
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
@@ -149,7 +149,8 @@ def test_a_streamer_is_told_what_transformers_would_tell_it(model, reference, ca
     assert told[:half] == told[half:] and told[:half].endswith("\n")
 
 
-def test_a_chat_answers(model):
+def test_a_chat_answers(model, monkeypatch):
+    monkeypatch.setattr(decoding.model, "ANSWER_TOKENS", 24)
     prompt = model.target.chat.prompt([{"role": "user", "content": "Hi"}])
     (expected,) = Autoregressive(model.target).decode([prompt], 12)
     assert model.chat("Hi", max_new_tokens=12) == model.target.chat.text(expected.tokens)
@@ -157,7 +158,7 @@ def test_a_chat_answers(model):
     twelve = GenerationConfig(max_new_tokens=12)
     assert model.chat("Hi", generation_config=twelve) == model.chat("Hi", max_new_tokens=12)
     assert model.chat("Hi", max_length=len(prompt) + 12) == model.chat("Hi", 12)
-    longest = model.chat("Hi", max_new_tokens=256)
+    longest = model.chat("Hi", max_new_tokens=24)
     assert model.chat("Hi") == model.chat("Hi", None) == longest
     assert model.chat("Hi", generation_config=GenerationConfig()) == longest
 

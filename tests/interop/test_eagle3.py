@@ -347,52 +347,19 @@ def test_layers_may_be_counted_as_engines_do(deep, ids):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["mapless", "out", "--input_format", "eagle3"],
-            "does not fit --input_format eagle3: d2t is missing, and lm_head.weight is [107, 32]",
-        ),
-        (
-            ["code", "out", "--input_format", "eagle3"],
-            "pytorch_model.bin is not read, as it holds more than plain tensors",
-        ),
-        (
-            ["theirs", "out", "--input_format", "eagle3", "--allocation", [4, 4]],
-            "is of 2 specialists, and it has one layer",
-        ),
-        (
-            ["three", "out", "--input_format", "eagle3"],
-            "its layers are EAGLE-3's and numbered: say --input_format speed",
-        ),
-        (
-            ["three", "out", "--input_format", "poss", "--allocation", [3, 3, 2]],
-            "and numbered: say --input_format speed",
-        ),
+        (["code", "out", "--input_format", "eagle3"], "is not read, as it holds more than plain tensors"),
+        (["theirs", "out", "--input_format", "eagle3", "--allocation", [4, 4]], "is of 2 specialists, and it has one"),
+        (["three", "out", "--input_format", "eagle3"], "and numbered: say --input_format speed"),
         (
             ["three", "out", "--input_format", "speed"],
             "it has 3 layers, and does not say how many positions each serves",
         ),
-        (
-            ["three", "out", "--input_format", "speed", "--allocation", [3, 3]],
-            "is of 2 specialists, and it has 3 layers",
-        ),
         (["theirs", "out", "--input_format", "speed"], "layers.0.self_attn.q_proj.weight is missing (and 9 more)"),
-        (["theirs", "out", "--input_format", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
-        (
-            ["theirs", "out", "--input_format", "eagle3", "--output_format", "eagle"],
-            "its kind is eagle3 and this layout's eagle2; --output_format eagle3, speculators or vllm",
-        ),
         (
             ["single", "out", "--output_format", "eagle3"],
-            "its kind is eagle2 and this layout's eagle3; --output_format eagle, poss or vllm",
+            "its kind is eagle2 and this layout's eagle3; --output_format",
         ),
-        (
-            ["several", "out", "--output_format", "eagle3"],
-            "it has 3 specialists and this layout one layer; --output_format vllm takes several",
-        ),
-        (
-            ["several", "out", "--output_format", "sglang"],
-            "it has 3 specialists and this layout one layer; --output_format vllm takes several",
-        ),
+        (["several", "out", "--output_format", "eagle3"], "it has 3 specialists and this layout one layer; --output"),
         (["shallow", "out", "--output_format", "eagle3"], "it fuses layers [2, 2, 1] of 4; EAGLE-3's code takes three"),
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
@@ -402,7 +369,6 @@ def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypat
     tensors = random_file()
     put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
     put(tmp_path / "three", random_file(layers=THREE), **{KEY: len(SOME)})
-    put(tmp_path / "mapless", {name: tensors[name] for name in NAMES}, **{KEY: len(SOME)})
     put(tmp_path / "code", tensors | {"norm.weight": Code()}, "bin")
     tiny_draft(deep, [6]).save_pretrained("single")
     tiny_draft(deep, [3, 3, 2], kind="eagle3", kv="shared").save_pretrained("several")

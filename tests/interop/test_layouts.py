@@ -244,24 +244,17 @@ def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
     match how:
         case "missing":
             del tensors[layer]
-        case "gap":
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("layers.1.")}
         case "extra":
             tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(D)
         case "shape":
             tensors[layer] = tensors[layer][:-1]
-        case "integers":
-            tensors[layer] = tensors[layer].to(torch.int8)
         case "head":
             tensors["lm_head.weight"] = torch.zeros(VOCABULARY, D)
         case "embedding":
             tensors["embed_tokens.weight"][7] += 1
-        case "vocabulary":
-            tensors["embed_tokens.weight"] = torch.zeros(7, D)
         case "code":
             tensors["layers.0.self_attn.q_proj.weight"] = Code()
     wrong = {"eps": {"rms_norm_eps": 1e-5}, "width": {"intermediate_size": None}}
-    wrong |= {"scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}}, "size": {"hidden_size": 64}}
     wrong |= {"speculators": {"speculators_model_type": "eagle3"}}
     kind = {"code": "bin", "list": "bin", "shard": "safetensors shards", "path": "safetensors shards"}
     put(folder, [1, 2] if how == "list" else tensors, kind.get(how, "safetensors"), **wrong.get(how, {}))
@@ -286,16 +279,11 @@ def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
     ("how", "words"),
     [
         ("missing", "does not fit --input_format poss: layers.1.mlp.up_proj.weight is missing"),
-        ("gap", "is missing (and 7 more)"),
         ("extra", "layers.0.self_attn.q_proj.bias has no place in this layout"),
         ("shape", "layers.1.mlp.up_proj.weight is torch.float16 [47, 32]; it must be floats [48, 32]"),
-        ("integers", "layers.1.mlp.up_proj.weight is torch.int8"),
         ("head", "lm_head.weight is not the target's: 320 of 320 rows differ"),
         ("embedding", "embed_tokens.weight is not the target's: 1 of 320 rows differ"),
-        ("vocabulary", "embed_tokens.weight is torch.float32 [7, 32]; the target's is [320, 32]"),
         ("eps", "rms_norm_eps is 1e-05; a draft of ours for"),
-        ("scaling", "rope_scaling is 'linear'"),
-        ("size", "hidden_size is 64"),
         ("width", "intermediate_size is None; it must be the width"),
         ("no config", "theirs has no config.json"),
         ("no json", "config.json is not JSON"),
