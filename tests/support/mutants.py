@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "drafting: the noise is of the draft's row, not of the token",
         "decoding/drafting.py",
-        "noise = noise.index_select(2, self.draft.vocabulary)",
+        "noise = noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))",
         "noise = noise[..., : len(self.draft.vocabulary)]",
         "decoding/test_engine.py",
     ),
@@ -266,8 +266,8 @@ MUTANTS = (
     Mutant(
         "sampling: likely tokens are drawn a little too often",
         "sampling.py",
-        "return negative.log1p_().neg_().log_().neg_()",
-        "return negative.log1p_().neg_().log_().mul_(-0.99)",
+        "return negative.log1p_().neg_().log_()",
+        "return negative.log1p_().neg_().log_().mul_(0.99)",
         "test_sampling.py",
     ),
     Mutant(
