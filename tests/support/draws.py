@@ -4,21 +4,25 @@
 
 The target draws each text once, by plain decoding. Then rounds are drafted along it, as `poss replay` does: `chain`,
 `16` and `60` see the noise of the text; `chain-blind` and so on are the published rule, which drafts the most likely
-tokens whatever is drawn. `poss compare OUT --reference chain-blind` prints τ and the paired difference.
+tokens whatever is drawn; `16-x1.5` and so on score nodes by `log_softmax((l + T g) / 1.5)`, where the package has 1.
+`poss compare OUT --reference 60-blind` prints τ and the paired difference.
 """
 
 import argparse
 import gzip
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
 
+from poss_lightning.decoding import drafting
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
@@ -31,6 +35,7 @@ from poss_lightning.target.model import Target
 
 TREES = {"chain": (6, 7, 1), "16": (6, 16, 4), "60": (6, 60, 10)}  # depth, nodes, tree width
 BLIND = "-blind"
+SCALES = (0.75, 1.25, 1.5)  # of a draft's error; of chains nothing depends on it
 UNKNOWN = -2  # the token behind the end of a text: no draft proposes it
 
 
@@ -67,6 +72,18 @@ def rounds(drafter: Drafter, sampler: TokenSampler | None, text: list[int], feat
     return accepted
 
 
+def rules(tree: str, sampler: TokenSampler | None) -> list[tuple[str, TokenSampler | None, float]]:
+    """Names of methods, what they see, and the scale of their scores."""
+    scales = [] if tree == "chain" else [(f"{tree}-x{scale}", sampler, scale) for scale in SCALES]
+    return [(tree, sampler, 1.0), (tree + BLIND, None, 1.0), *scales]
+
+
+def scaled_log_probs(logits, count, noise=None, scale: float = 1.0):
+    if scale == 1:
+        return top_log_probs(logits, count, noise)
+    return top_log_probs((logits.float() + noise) / scale, count)
+
+
 @torch.inference_mode()
 def drawn_text(target: Target, prompt: list[int], limit: int, sampling: Sampling, seed: int):
     """Prompt and answer, and the target's features after each token (T, D)."""
@@ -97,16 +114,17 @@ def main() -> None:
         sampler = TokenSampler(1, target.spec.vocab_size, target.device)
         sampler.begin(sampling, [prompt], seeded(seed))
         for name, drafter in drafters.items():
-            for method, sees in ((name, sampler), (name + BLIND, None)):
-                accepted = rounds(drafter, sees, text, features, len(prompt), TREES[name][1])
+            for method, sees, scale in rules(name, sampler):
+                with patch.object(drafting, "top_log_probs", partial(scaled_log_probs, scale=scale)):
+                    accepted = rounds(drafter, sees, text, features, len(prompt), TREES[name][1])
                 said = text[len(prompt) :][: 1 + sum(count + 1 for count in accepted)]
                 facts = {"suite": question.suite, "id": question.id, "turn": 0, "method": method, "repeat": 0}
                 facts |= {"seed": options.seed, "prompt_tokens": len(prompt), "new_tokens": len(said), "seconds": {}}
                 records.append(Record(**facts, accepted=accepted, tokens=said, text=""))
     methods = {
-        name + rule: {"depth": depth, "nodes": nodes, "tree_width": width, **describe(draft)}
+        method: {"depth": depth, "nodes": nodes, "tree_width": width, **describe(draft)}
         for name, (depth, nodes, width) in TREES.items()
-        for rule in ("", BLIND)
+        for method, *_ in rules(name, None)
     }
     config = {name: value for name, value in vars(options).items() if name != "out"}
     config |= {"target": target.spec.name, "fingerprint": target.spec.fingerprint, "dtype": target.dtype_name}

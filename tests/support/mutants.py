@@ -51,7 +51,7 @@ MUTANTS = (
         "sampling.py",
         "self.keys.copy_(text_keys(",
         "self.keys = (text_keys(",
-        "decoding/test_graphs.py",
+        "decoding/test_pretended_decoding.py",
     ),
     Mutant(
         "sampling: one noise for all texts",
@@ -85,8 +85,8 @@ MUTANTS = (
         "graphs: the two caches take their next slots at different times",
         "decoding/engine.py",
         "cache.slots.min_extent = drafter.slots.min_extent = behind",
-        "cache.slots.min_extent = self.most_nodes",
-        "decoding/test_graphs.py",
+        "cache.slots.min_extent = self.nodes",
+        "decoding/test_pretended_decoding.py",
     ),
     Mutant(
         "drafting: queries of a group change places with nodes",
