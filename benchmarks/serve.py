@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.vllm_server import VLLM, ServedAnswer, Server
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe, provenance
 from poss_lightning.evaluation.records import Record, Source, read_sources, to_line
@@ -28,7 +29,6 @@ from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.files import atomic
 from poss_lightning.interop.convert import convert
 from poss_lightning.machine import choose_device
-from poss_lightning.serving.client import VLLM, ServedAnswer, Server
 from poss_lightning.target.model import Target
 
 Program = tuple[str, ...]

@@ -57,7 +57,7 @@ EXTRACT = ("extract", "{inputs}/corpus.jsonl")
 GENERATE = ("generate", "Hi", *FLOAT)
 FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--model.allocation")
 THREE = ("fit", "--config", "draft/poss2.yaml", "--config", "trainer/cpu.yaml")
-VOCABULARY = ("vocabulary", "{inputs}/draft", "{inputs}/corpus.jsonl", "--target", "{inputs}/target")
+CUT = ("--vocabulary_size", "40", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target")
 
 BAD = [
     # the target
@@ -171,17 +171,10 @@ BAD = [
     ),
     (("replay", "{inputs}/store", "out", "--device", "abacus"), "device is 'abacus'"),
     (("replay", "{inputs}/store", "out", "--drafts.lookup", "x"), "a draft is named 'lookup', like a baseline"),
-    ((*VOCABULARY, "{inputs}/store"), "store is there already"),
-    ((*VOCABULARY, "out", "--size", "0"), "size is 0; it must lie between 1 and 16,777,216"),
-    (
-        (*VOCABULARY, "out", "--size", "321"),
-        "size is 321; it must lie between 1 and the target's 320, or be null for all",
-    ),
-    ((*VOCABULARY, "out", "--limit", "0"), "limit is 0"),
-    ((*VOCABULARY[:2], "{inputs}/empty.jsonl", "out"), "empty.jsonl is empty: no conversation with an answer"),
-    (("vocabulary", "{inputs}/no-weights", *VOCABULARY[2:], "out"), "is not a draft: it has no model.safetensors"),
-    (("vocabulary", "{inputs}/draft-of-another", *VOCABULARY[2:], "out"), "another target: fingerprint"),
-    (("plan", "--tokens", "1"), "tokens is 1; it must be at least 2"),
+    (("export", "{inputs}/draft", "out", "--vocabulary_size", "0"), "vocabulary_size is 0; it must lie between 1 and"),
+    (("export", "{inputs}/no-weights", "out"), "is not a draft: it has no model.safetensors"),
+    (("export", "{inputs}/draft-of-another", "out", *CUT), "another target: fingerprint"),
+    (("plan", "--tokens", "1"), "tokens is 1; it must"),
     (("fit", "--model.allocation", "[2]"), "store is None and corpus None; give one of them"),
     ((*FIT, "[2]", "--data.target", "x"), "target is 'x', but the features in store '"),
     (("extract",), "required: corpus, out"),

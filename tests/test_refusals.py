@@ -17,7 +17,6 @@ WRITERS = {  # what comes before the name of what is written, and after
     "merge": (("[{inputs}/store]",), ()),
     "export": (("{inputs}/draft",), ()),
     "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
-    "vocabulary": (("{inputs}/draft", "{inputs}/corpus.jsonl"), ("--size", "40", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
     "compare": (("{inputs}/suite.jsonl", "--html"), ()),
@@ -74,9 +73,8 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
     "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
     "merge": (),
-    "export": (),
+    "export": ("--vocabulary_size", "321", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target"),
     "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),
-    "vocabulary": ("--size", "321", "--target", "{inputs}/target"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
     "compare": (),
@@ -84,7 +82,6 @@ REFUSED = {  # what each command that writes finds out last, when it has loaded 
 }
 BROKEN = {
     "merge": ("[{inputs}/store,{inputs}/store]",),
-    "export": ("{inputs}/contradicting",),
 }
 
 

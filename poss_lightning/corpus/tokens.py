@@ -1,6 +1,6 @@
 """The tokens of a corpus' answers: how often each occurs, and which are the most frequent.
 
-This is the one rule for a draft's vocabulary, whether a training store or `poss vocabulary` chooses it.
+This is the one rule for a draft's vocabulary, whether a training store or `poss export` chooses it.
 """
 
 from collections.abc import Collection, Iterable

@@ -97,7 +97,7 @@ def _first_prompts(target: Target, questions: list[Question], strict: bool) -> t
             asked.append(question)
         except ValueError as error:
             refused.append(f"question {question.id} of {question.suite}: {error}")
-    report_left_out("{} questions that the chat template does not take", refused, len(questions), strict)
+    report_left_out("{} questions that the target cannot read", refused, len(questions), strict)
     return asked, lengths
 
 

@@ -73,6 +73,13 @@ class PackedCell(NamedTuple):
     def key(self) -> tuple[str, int]:
         return self.choice, self.seed
 
+    def last_scalars(self) -> dict[str, list[tuple[int, float]]]:
+        """The last step and value of each scalar, by tag."""
+        try:
+            return {tag: [(int(step), float(value))] for tag, (step, value) in self.facts["scalars"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.folder}: scalars of {CELLS} are not a step and a value by tag ({error})") from None
+
 
 def packed_cells(path: str | Path) -> list[PackedCell]:
     """The finished cells of an experiment, of its cells/ or of folders below, in the order of their paths.

@@ -8,18 +8,21 @@ these folders would be.
 
 import gzip
 import json
-import math
 import re
 import reprlib
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
+from poss_lightning.evaluation.engines import engine_lines
 from poss_lightning.files import read_json
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
@@ -31,6 +34,12 @@ DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None
 GREEDY = (0, 0, 1.0)  # temperature, top-k and top-p
 OPTIONAL = {"pieces", "question", "category"}  # fields of a record
 BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
+
+
+Natural = Annotated[int, Field(ge=0, strict=True)]
+Name = Annotated[str, Field(min_length=1, strict=True)]
+Prompt = Natural | Name  # a prompt's id
+Seconds = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 
 
 @dataclass(frozen=True)
@@ -59,33 +68,52 @@ class Record:
         ValueError: a field has a wrong type or range, or `accepted` does not fit `new_tokens`.
     """
 
-    suite: str
-    id: int | str
-    turn: int
-    method: str
-    repeat: int
-    seed: int
-    prompt_tokens: int
-    new_tokens: int
-    accepted: list[int]
-    seconds: dict[str, float]
-    tokens: list[int]
+    suite: Name
+    id: Prompt
+    turn: Natural
+    method: Name
+    repeat: Natural
+    seed: Natural
+    prompt_tokens: Natural
+    new_tokens: Annotated[int, Field(ge=1, strict=True)]
+    accepted: list[Natural]
+    seconds: Seconds
+    tokens: list[Natural]
     text: str
     pieces: list[str] | None = None
     question: str | None = None
     category: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, *(field.name for field in fields(self)))
-        _check_lengths(self)
+        """Raise ValueError where fields contradict each other."""
+        rounds, length = self.accepted, len(self.tokens)
+        if self.seconds and not self.seconds.get("total", 0) > 0:
+            raise ValueError(f'seconds is {self.seconds}; it must have a "total" above 0, or be empty')
+        if self.new_tokens != length:
+            raise ValueError(f"new_tokens is {self.new_tokens}; it must be {length}, the length of tokens")
+        if self.pieces is not None and len(self.pieces) != length:
+            raise ValueError(f"pieces has {len(self.pieces)} entries; it must have {length}, one a token")
+        if self.method in BASELINES:
+            if rounds:
+                raise ValueError(f"accepted is {reprlib.repr(rounds)}; it must be [], {self.method} has no rounds")
+            return
+        most = 1 + sum(rounds) + len(rounds)
+        least = most - rounds[-1] if rounds else most
+        if not least <= length <= most:
+            raise ValueError(
+                f"accepted is {reprlib.repr(rounds)}, which emits {least} to {most} tokens (1, and accepted + 1 a "
+                f"round, the last of which may be cut); it must emit new_tokens = {length}"
+            )
 
 
-def check_fields(record: Any, *names: str) -> None:
-    """Raise ValueError where one of these fields of a record, or of a round, has a wrong type or range."""
-    for name in names:
-        is_valid, words = _FIELDS[name]
-        if not is_valid(value := getattr(record, name)):
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be {words}")
+def explain(error: ValidationError) -> str:
+    """What is wrong with the first field, in a line: its name, its value, and what it must be."""
+    first = error.errors()[0]
+    if "ctx" in first and isinstance(first["ctx"].get("error"), ValueError):  # one of ours
+        return str(first["ctx"]["error"])
+    named = ".".join(str(place) for place in first["loc"] if place not in ("constrained-int", "constrained-str"))
+    must = first["msg"].removeprefix("Input should be ")
+    return f"{named} is {reprlib.repr(first['input'])}; it must be {must}"
 
 
 def check_names(drafts: Iterable[str]) -> None:
@@ -262,7 +290,7 @@ def find_depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
     """The depth K of each method, where a run.json has it."""
     methods = [run["methods"] for run in runs.values() if isinstance(run.get("methods"), dict)]
     entries = [(name, facts) for by_name in methods for name, facts in by_name.items() if isinstance(facts, dict)]
-    return {name: facts["depth"] for name, facts in entries if _is_natural(facts.get("depth"))}
+    return {name: facts["depth"] for name, facts in entries if isinstance(facts.get("depth"), int)}
 
 
 def _packed(path: Path) -> list[Source]:
@@ -288,7 +316,8 @@ def _unpacked(path: Path) -> list[Source]:
     for file in files:
         beside = file.parent / "run.json"
         run = read_json(beside) if beside.is_file() else None
-        records = [_record(place, values) for place, values in read_lines(file)]
+        lines = [] if file.name in NAMES else engine_lines(file)
+        records = [_record(place, values) for place, values in lines or read_lines(file)]
         if not records:
             raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
         sources.append(Source(file.parent, records, run))
@@ -354,8 +383,8 @@ def _record(place: str, values: dict[str, Any]) -> Record:
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     try:
         return Record(**{name: value for name, value in values.items() if name in known})
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+    except ValidationError as error:
+        raise ValueError(f"{place}: {explain(error)}") from None
 
 
 def _parse_object(place: str, line: bytes) -> dict[str, Any]:
@@ -366,65 +395,3 @@ def _parse_object(place: str, line: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{place}: {reprlib.repr(values)} is not a JSON object")
     return values
-
-
-def _check_lengths(record: Record) -> None:
-    """Raise ValueError where fields contradict each other; see `Record`."""
-    rounds, length = record.accepted, len(record.tokens)
-    if record.new_tokens != length:
-        raise ValueError(f"new_tokens is {record.new_tokens}; it must be {length}, the length of tokens")
-    if record.pieces is not None and len(record.pieces) != length:
-        raise ValueError(f"pieces has {len(record.pieces)} entries; it must have {length}, one a token")
-    if record.method in BASELINES and rounds:
-        raise ValueError(f"accepted is {reprlib.repr(rounds)}; it must be [], {record.method} has no rounds")
-    most = 1 + sum(rounds) + len(rounds)
-    least = most - rounds[-1] if rounds else most
-    if record.method not in BASELINES and not least <= length <= most:
-        raise ValueError(
-            f"accepted is {reprlib.repr(rounds)}, which emits {least} to {most} tokens (1, and accepted + 1 a round, "
-            f"the last of which may be cut); it must emit new_tokens = {length}"
-        )
-
-
-def _is_natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _are_naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_natural, value))
-
-
-def _are_seconds(value: Any) -> bool:
-    """Whether they are finite seconds by part with a total above 0, or none at all."""
-    if not isinstance(value, dict) or not all(isinstance(part, int | float) for part in value.values()):
-        return False
-    return not value or (all(0 <= part < math.inf for part in value.values()) and value.get("total", 0) > 0)
-
-
-def _are_texts(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(piece, str) for piece in value))
-
-
-_NATURAL = (_is_natural, "an integer of at least 0")
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "suite": (_is_name, "a name"),
-    "id": (lambda value: _is_natural(value) or _is_name(value), "an integer of at least 0, or a name"),
-    "turn": _NATURAL,
-    "method": (_is_name, "a name"),
-    "repeat": _NATURAL,
-    "number": _NATURAL,
-    "seed": _NATURAL,
-    "prompt_tokens": _NATURAL,
-    "new_tokens": (lambda value: _is_natural(value) and value > 0, "an integer of at least 1"),
-    "accepted": (_are_naturals, "a list of integers of at least 0, one a round"),
-    "seconds": (_are_seconds, 'numbers of at least 0 by part, with a "total" above 0, or empty'),
-    "tokens": (_are_naturals, "a list of token ids"),
-    "text": (lambda value: isinstance(value, str), "a string"),
-    "pieces": (_are_texts, "a list of strings, one a token"),
-    "question": (lambda value: value is None or isinstance(value, str), "a string"),
-    "category": (lambda value: value is None or isinstance(value, str), "a string"),
-}

@@ -7,15 +7,18 @@ import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pydantic import SkipValidation, ValidationError
+from pydantic.dataclasses import dataclass
+
 from poss_lightning.decoding.decoder import Progress
 from poss_lightning.evaluation.drawing import Guesses
 from poss_lightning.evaluation.generate import guesses_of
-from poss_lightning.evaluation.records import check_fields, read_lines
+from poss_lightning.evaluation.records import Name, Natural, Prompt, explain, read_lines
 from poss_lightning.target.model import Target
 
 NAME = "rounds.jsonl"
@@ -37,15 +40,14 @@ class Round:
         ValueError: a field has a wrong type or range, the guesses are no tree, or the path is not in the tree.
     """
 
-    suite: str
-    id: int | str
-    turn: int
-    method: str
-    number: int
-    guesses: Guesses[str]
+    suite: Name
+    id: Prompt
+    turn: Natural
+    method: Name
+    number: Natural
+    guesses: SkipValidation[Guesses[str]]
 
     def __post_init__(self) -> None:
-        check_fields(self, *KEYS)
         tokens, parents, scores, path, bonus = self.guesses
         _expect(_all(str, tokens) and tokens, "tokens", tokens, "a list of texts, the root's first")
         rising = _all(int, parents) and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
@@ -110,8 +112,8 @@ def _round(place: str, values: dict[str, Any]) -> Round:
         return Round(**{name: values[name] for name in KEYS}, guesses=guesses)
     except KeyError as error:
         raise ValueError(f"{place}: lacks {error.args[0]}") from None
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+    except ValidationError as error:
+        raise ValueError(f"{place}: {explain(error)}") from None
 
 
 def _all(kind: type | tuple[type, ...], values: Any) -> bool:

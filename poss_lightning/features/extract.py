@@ -217,7 +217,7 @@ def tokenize(
                 name = conversation.id if len(rendered) == 1 else f"{conversation.id}/{number}"
                 texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest))
     if refused and (tell or strict):
-        report_left_out("{} conversations that the chat template does not take", refused, len(conversations), strict)
+        report_left_out("{} conversations that the target cannot read", refused, len(conversations), strict)
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
     said = {conversation.digest for conversation in conversations}

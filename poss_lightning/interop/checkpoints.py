@@ -24,10 +24,9 @@ def load_config(folder: Path) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: it is no JSON object.
     """
-    path = folder / CONFIG
-    if not path.is_file():
+    if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG}")
-    return read_json(path)
+    return read_json(folder / CONFIG)
 
 
 @announced("reading the tensors of a draft")
@@ -74,27 +73,21 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 
 
 @announced("writing a draft")
-def write_folder(
-    folder: Path, tensors: dict[str, Tensor], config: str, *, pickled: bool = False, token_map: list[int] | None = None
-) -> None:
-    """Write a draft's folder, completely or not at all.
+def write_folder(folder: Path, tensors: dict[str, Tensor], config: str, token_map: list[int] | None = None) -> None:
+    """Write a draft's folder, completely or not at all: one file of tensors, as the published code reads no shards.
 
     Args:
         folder: must not exist.
-        tensors: go into one file, as the published code reads no shards.
+        tensors: by name.
         config: text of config.json.
-        pickled: write pytorch_model.bin, the only file that EAGLE's first release reads.
         token_map: ids of a smaller vocabulary, for token_map.pt.
 
     Raises:
         FileExistsError: there is something at `folder`.
     """
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     with atomic_folder(folder) as temporary:
-        if pickled:
-            torch.save(tensors, temporary / PICKLED)
-        else:
-            save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary / WEIGHTS, {"format": "pt"})
         (temporary / CONFIG).write_text(config)
         if token_map is not None:
             torch.save(token_map, temporary / "token_map.pt")

@@ -24,12 +24,9 @@ def convert(
     source: str,
     out: str,
     input_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "speculators"] = "ours",
-    output_format: Literal[
-        "ours", "eagle", "hass", "poss", "eagle3", "speed", "speculators", "vllm", "sglang"
-    ] = "ours",
+    output_format: Literal["ours", "eagle", "poss", "eagle3", "speculators", "vllm", "sglang"] = "ours",
     allocation: list[Position] | None = None,
     target: str = "embedded",
-    file: Literal["safetensors", "bin"] = "safetensors",
 ) -> None:
     """Convert a draft between formats: the published ones, those that serving engines load, and ours.
 
@@ -45,7 +42,6 @@ def convert(
             state it. The speculators format states it; in the other formats a single layer serves 6 positions, or 7
             of EAGLE-3's.
         target: "embedded", a local folder or a hub id; the one the draft was trained for.
-        file: write model.safetensors, or pytorch_model.bin for software that loads nothing else.
 
     Raises:
         FileExistsError: there is something at `out`.
@@ -54,14 +50,9 @@ def convert(
             what the draft computes.
     """
     if input_format == output_format:
-        raise ValueError(
-            f"input_format and output_format are both {output_format}: one of them must be another, "
-            f"{', '.join(LAYOUTS)}"
-        )
+        raise ValueError(f"input_format and output_format are both {output_format}: one of them must be another")
     if input_format == "ours" and allocation is not None:
         raise ValueError(f"allocation is {allocation}; a draft of ours states its own: leave it out")
-    if file == "bin" and output_format == "ours":
-        raise ValueError("file is bin; a draft of ours is always safetensors")
     check_new(out)
     if input_format == "ours":
         draft = _load_ours(source)
@@ -70,19 +61,19 @@ def convert(
         if difference := draft.config.target.difference(loaded.spec):
             raise ValueError(f"{source} was trained for another target: {difference}")
     else:
-        folder = fetch(source, "draft", checkpoints.FILES)
+        folder, layout = fetch(source, "draft", checkpoints.FILES), LAYOUTS[input_format]
         stored, tensors = checkpoints.load_config(folder), checkpoints.load_tensors(folder)
         mismatch = f"{source} does not fit --input_format {input_format}"
         with _prefix_errors(mismatch):
-            config = _flatten(stored, LAYOUTS[input_format])
-            if allocation is None and LAYOUTS[input_format].nested:
+            config = _flatten(stored, layout)
+            if allocation is None and layout.nested:
                 allocation = speculators.find_allocation(stored)
             allocation = _find_allocation(input_format, allocation, tensors)
         loaded = Target.load(target, dtype=None, device="cpu")
         with _prefix_errors(mismatch):
-            draft = parse_published(config, tensors, LAYOUTS[input_format], allocation, loaded)
+            draft = parse_published(config, tensors, layout, allocation, loaded)
         _check_output(draft.config, output_format, source)
-    _write(draft, Path(out), output_format, pickled=file == "bin", target=loaded)
+    _write(draft, Path(out), output_format, loaded)
 
 
 def _load_ours(source: str) -> Draft:
@@ -160,12 +151,11 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix}: {error}") from error
 
 
-def _write(draft: Draft, out: Path, output_format: str, *, pickled: bool, target: Target) -> None:
+def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
     """Write the folder, and print how to load it."""
     config, ids, embed_head = draft.config, None, target.embed_head
     if output_format == "ours":
         checkpoints.write_folder(out, draft.state, config.to_json())
-        usage = f"allocation {list(config.allocation)}, for {config.target.name}"
     else:
         layout = find_layout(output_format, config)
         tensors = to_theirs(draft, layout, embed_head)
@@ -174,40 +164,26 @@ def _write(draft: Draft, out: Path, output_format: str, *, pickled: bool, target
             published = speculators.nest(published, config.layers, config.allocation[0], target)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
-        text = json.dumps(published, indent=2) + "\n"
-        checkpoints.write_folder(out, tensors, text, pickled=pickled, token_map=ids)
-        usage = _describe_usage(output_format, config, out)
-        if layout.nested and Path(name := speculators.verifier(target)).exists():
-            usage += f", on this machine only: its config.json names the target by its path here, {name}"
+        checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
     layers = list(config.layers)
     inner = f"; reads the outputs of target layers {layers}, counted from 1" if config.reads_inner_layers else ""
-    print(f"{out}: {usage}{inner}")
+    print(f"{out}: {_describe_usage(output_format, config, out)}{inner}")
 
 
 def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
     """How the software of an output format loads a draft."""
-    run, layers, positions = config.allocation[0], len(config.allocation), sum(config.allocation)
-    third = "3" if config.kind == "eagle3" else ""
-    vllm = f'--speculative-config \'{{"method": "eagle{third}", "model": "{out}", "num_speculative_tokens": '
-    match output_format:
-        case "poss":
-            return f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}"
-        case "speed":  # where each layer serves 3, its code asks for another layer after the last
-            most = min(positions, 3 * layers) if run == 3 else positions
-            return (
-                f"its authors' vLLM reads it with {vllm}{most}}}', where select_layer_idx serves "
-                f'{list(config.allocation)} and the model\'s name has "poss" in it'
-            )
-        case "vllm" if find_layout("vllm", config).states_draft:
-            return f"vLLM reads it, where poss_lightning is installed too, with {vllm}{positions}}}'"
-        case "vllm":
-            return f"vLLM reads it with {vllm}{run}}}'"
-        case "speculators":
-            return f"vLLM reads it, and its target with it, with vllm serve {out}"
-        case "sglang":
-            options = f"--speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
-            if config.vocabulary_size and not third:
-                options += f" --speculative-token-map {out / 'token_map.pt'}"
-            return f"SGLang reads it with {options}"
-        case _:
-            return f"EAGLE reads it as ea_model_path={out}" + (" with use_eagle3=True" if third else "")
+    run, layers, third = config.allocation[0], len(config.allocation), "3" if config.kind == "eagle3" else ""
+    plugin = output_format == "vllm" and find_layout("vllm", config).states_draft
+    options = {"method": f"eagle{third}", "model": str(out), "num_speculative_tokens": sum(config.allocation)}
+    token_map = f" --speculative-token-map {out / 'token_map.pt'}" if config.vocabulary_size and not third else ""
+    return {
+        "ours": f"allocation {list(config.allocation)}, for {config.target.name}",
+        "eagle": f"EAGLE reads it as ea_model_path={out}",
+        "eagle3": f"EAGLE, vLLM and SGLang read it, EAGLE as ea_model_path={out} with use_eagle3=True",
+        "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}",
+        "speculators": f"vLLM reads it, and its target with it, with vllm serve {out}",
+        "vllm": f"vLLM reads it{', where poss_lightning is installed too,' if plugin else ''} with "
+        f"--speculative-config '{json.dumps(options)}'",
+        "sglang": f"SGLang reads it with --speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
+        + token_map,
+    }[output_format]

@@ -46,9 +46,6 @@ class Layout:
         layer: prefix of the names of a layer's tensors.
         several: whether it has several layers, each of which serves some positions; else one layer.
         kv: as in `DraftConfig`, where it has several layers.
-        runs: where it has several layers, the positions of all but the last that the loading code is written for; ()
-            where that code takes one number for all.
-        positions: that a single layer serves in our config, where a file does not state it.
         depth: passes that its drafts are trained for; None for the sum of the allocation.
         architecture: the name in its config.json.
         embedding: whether the loading code needs the target's embedding in the file.
@@ -56,7 +53,7 @@ class Layout:
         even: whether the loading code assumes that a head is hidden_size / heads wide.
         vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
         knows: fields of `DraftConfig` that are usually off, which its code reads in its config.json.
-        states_draft: whether its config.json holds ours, and so any allocation, order and kv.
+        states_draft: whether its config.json holds ours, and so any allocation and kv.
         nested: whether its config.json is of the library speculators.
     """
 
@@ -64,8 +61,6 @@ class Layout:
     layer: str = "layers.{}"
     several: bool = False
     kv: str = "separate"
-    runs: tuple[tuple[int, ...], ...] = ()
-    positions: int = 6
     depth: int | None = 1
     architecture: str = "LlamaForCausalLM"
     embedding: bool = True
@@ -83,6 +78,11 @@ class Layout:
         layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
         return {name: name for name in same} | layer
 
+    @property
+    def positions(self) -> int:
+        """That a single layer serves in our config, where a file does not state it."""
+        return 7 if self.kind == "eagle3" else 6
+
     def number_names(self, layers: int, input_norms: int = 0) -> dict[str, str]:
         """Ours -> theirs, for a draft with that many layers, and with so many norms of what it reads."""
         norms = {FC_NORM.format(i): FC_NORM.format(i) if input_norms > 1 else INPUT_NORM for i in range(input_norms)}
@@ -90,33 +90,29 @@ class Layout:
 
     def count_layers(self, tensors: Iterable[str]) -> int:
         """How many layers a file has, from its tensors' names: up to the last layer with a tensor."""
-        numbered = [theirs for theirs in self.names.values() if "{}" in theirs]
-        if not numbered:
+        if "{}" not in self.layer:
             return 1
-        pattern = "|".join(re.escape(theirs).replace(r"\{\}", r"(\d+)") for theirs in numbered)
-        matches = [re.fullmatch(pattern, name) for name in tensors]
-        return max((int(match[match.lastindex or 0]) + 1 for match in matches if match), default=0)
+        matches = [re.match(self.layer.replace("{}", r"(\d+)") + r"\.", name) for name in tensors]
+        return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
+ANGLES = frozenset({"rope_scaling"})
+VLLM = ANGLES | {*SWITCHES}  # what its EAGLE-3 code reads
 EAGLE3 = Layout(
     kind="eagle3",
     layer="midlayer",
-    positions=7,
     depth=7,
     architecture="LlamaForCausalLMEagle3",  # ignored by EAGLE's own code, known to vLLM and SGLang
     embedding=False,
     even=False,
     vocabulary="d2t",
 )
-VLLM = frozenset((*SWITCHES, "rope_scaling"))  # what its EAGLE-3 code reads
-SGLANG = frozenset(("fc_norm", "norm_output", "rope_scaling"))
-LAYOUTS = {
+LAYOUTS = {  # by what a file is called; the engines' are of EAGLE-2's single layers
     "eagle": Layout(),
     "hass": Layout(depth=3),
     "poss": Layout(several=True, depth=None),
     "eagle3": EAGLE3,
-    # Runs: two versions of the authors' vLLM (vllm/v1/spec_decode/eagle.py, select_layer_idx).
-    "speed": replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared", runs=((3,), (3, 3), (1, 3))),
+    "speed": replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared"),
     # Its class takes the target's embedding only where it finds NaN, and transformers may leave any numbers there.
     "speculators": replace(
         EAGLE3,
@@ -126,37 +122,33 @@ LAYOUTS = {
         knows=VLLM | {"window"},
         nested=True,
     ),
-    "vllm": Layout(embedding=False, bias="attention", even=False, knows=frozenset({"rope_scaling"})),
+    "vllm": Layout(embedding=False, bias="attention", even=False, knows=ANGLES),
     "sglang": Layout(
         architecture="LlamaForCausalLMEagle",
         embedding=False,
         bias="always",
         even=False,
         vocabulary="token_map",
-        knows=frozenset({"rope_scaling"}),
+        knows=ANGLES,
     ),
 }
+ENGINES = {"vllm": VLLM, "sglang": ANGLES | {"fc_norm", "norm_output"}}  # what they read beside EAGLE-3's own code
 # What serving/model.py loads into vLLM, by kind: what vLLM's own code has no place for.
 POSS = "PossForCausalLM"
 SERVED = {
-    "eagle2": Layout(
+    "eagle2": replace(
+        LAYOUTS["vllm"],
         several=True,
         depth=None,
         architecture=POSS,
-        embedding=False,
         bias="always",
-        even=False,
         vocabulary="d2t",
-        knows=frozenset({"rope_scaling"}),
         states_draft=True,
     ),
     "eagle3": replace(
         EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, knows=VLLM, states_draft=True
     ),
 }
-
-
-ENGINES = {"vllm": VLLM, "sglang": SGLANG}
 
 
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
@@ -176,30 +168,31 @@ def find_layout(output_format: str, config: DraftConfig) -> Layout:
 def check_expressible(config: DraftConfig, layout: Layout) -> None:
     """Raise ValueError where a layout cannot express what a draft of ours computes."""
     spec, layers = config.target, len(config.allocation)
-    several = "speed" if config.kind == "eagle3" else "poss"
     if config.kind != layout.kind:
-        takes = "eagle3 or speed" if config.kind == "eagle3" else "eagle, hass and poss"
+        takes = "eagle3, speculators" if config.kind == "eagle3" else "eagle, poss"
         raise ValueError(
-            f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} can express it"
+            f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} or vllm can express it"
         )
     for name in (*SWITCHES, "rope_scaling", "window"):
         if getattr(config, name) and name not in layout.knows:
             raise ValueError(f"it has {name}, which this layout's code does not know{_who_knows(name, config)}")
     if layers > 1 and not layout.several:
+        others = "vllm" if config.kind == "eagle3" else "poss or vllm"
         raise ValueError(
-            f"it has {layers} specialists and this layout one layer; --output_format {several} takes several"
+            f"it has {layers} specialists and this layout one layer; --output_format {others} takes several"
         )
-    if not layout.states_draft:
-        _check_runs(config, layout)
-    if layers > 1 and config.kv != layout.kv and not layout.states_draft:
-        verbs = {"shared": "share keys and values", "separate": "have keys and values of their own"}
-        raise ValueError(
-            f"its specialists {verbs[config.kv]} (kv: {config.kv}), and in this layout they {verbs[layout.kv]}"
-        )
+    if layers > 1 and not layout.states_draft:
+        if len(set(config.allocation[:-1])) > 1 or list(config.specialists) != sorted(config.specialists):
+            raise ValueError(
+                f"its allocation is {list(config.allocation)}, order {config.order}; in this layout each specialist "
+                "serves as many positions as the first, one after another, and the last goes on"
+            )
+        if config.kv != layout.kv:
+            raise ValueError(f"its kv is {config.kv}, and in this layout it is {layout.kv}")
     if config.vocabulary_size is not None and layout.vocabulary is None:
         raise ValueError(
-            "it proposes a smaller vocabulary, and this layout uses the whole head; `poss vocabulary DRAFT CORPUS OUT "
-            "--size null` gives it back"
+            "it proposes a smaller vocabulary, and this layout uses the whole head; `poss export DRAFT OUT "
+            f"--vocabulary_size {spec.vocab_size}` gives it back"
         )
     if not config.own_head and (spec.logit_scale, spec.logit_cap) != (1.0, None):
         raise ValueError("its target scales or caps logits, and this layout's head does not")
@@ -216,27 +209,6 @@ def _who_knows(name: str, config: DraftConfig) -> str:
     layouts = {output: find_layout(output, config) for output in LAYOUTS}
     known = [output for output, each in layouts.items() if each.kind == config.kind and name in each.knows]
     return f"; --output_format {' or '.join(known)} can express it" if known else ", nor any other"
-
-
-def _check_runs(config: DraftConfig, layout: Layout) -> None:
-    """Raise ValueError where a layout's code would give a position to another specialist."""
-    firsts = config.allocation[:-1]
-    if layout.runs and not firsts:
-        raise ValueError(
-            "it has one layer, and this layout's code knows two or three; --output_format eagle3 takes one"
-        )
-    fits = firsts in layout.runs if layout.runs else len(set(firsts)) < 2
-    if fits:
-        return
-    known = " or ".join(str(list(runs)) for runs in layout.runs)
-    serve = (
-        f"all but the last serve {known} positions"
-        if known
-        else "each specialist serves as many positions as the first"
-    )
-    raise ValueError(
-        f"allocation {list(config.allocation)}: in this layout {serve}, one after another, and the last goes on"
-    )
 
 
 def check_layers(config: DraftConfig) -> None:

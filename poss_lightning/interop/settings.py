@@ -30,8 +30,7 @@ def parse(
     Raises:
         ValueError: a value contradicts the target, the tensors, or what a draft of ours computes; the message names it.
     """
-    rope = _mapping(published, "rope_parameters") | _mapping(published, "rope_scaling")  # as transformers merges them
-    rotated = rope.get("partial_rotary_factor") or published.get("partial_rotary_factor")
+    rope = mapping(published, "rope_parameters") | mapping(published, "rope_scaling")  # as transformers merges them
     theta = rope.get("rope_theta") or published.get("rope_theta") or 10000.0
     heads, total = published.get("num_attention_heads"), published.get("vocab_size")
     for name, value, expected in (
@@ -42,7 +41,7 @@ def parse(
         ("num_key_value_heads", published.get("num_key_value_heads") or heads, spec.kv_heads),
         ("head_dim", published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
         ("rms_norm_eps", published.get("rms_norm_eps", 1e-6), spec.norm_eps),
-        ("partial_rotary_factor", rotated or 1, 1),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor") or published.get("partial_rotary_factor") or 1, 1),
         ("hidden_act", published.get("hidden_act", "silu"), "silu"),
     ):
         if not _is_same(value, expected):
@@ -70,22 +69,22 @@ def parse(
     return config
 
 
+def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
+    """What stands under a name, without what is null; {} for nothing."""
+    if not isinstance(value := published.get(name) or {}, dict):
+        raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
+    return {key: each for key, each in value.items() if each is not None}
+
+
 def find_switches(published: dict[str, Any]) -> dict[str, Any]:
     """The switches of EAGLE-3 drafts; engines look for them in eagle_config, too."""
-    nested, found = _mapping(published, "eagle_config"), {}
+    nested, found = mapping(published, "eagle_config"), {}
     for name in SWITCHES:
         value = nested.get(name, published.get(name))
         if not isinstance(value, bool | None):
             raise ValueError(f"config.json: {name} is {value!r}; it must be true or false")
         found[name] = bool(value)
     return found
-
-
-def _mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
-    """What stands under a name, without what is null."""
-    if not isinstance(value := published.get(name) or {}, dict):
-        raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
-    return {key: each for key, each in value.items() if each is not None}
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -96,18 +95,11 @@ def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ValueError(f"config.json: rope_scaling is {kind!r}; a draft of ours has 'default' or 'llama3'")
+    numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
     try:
-        numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
         return RopeScaling(**numbers)
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from error
-
-
-def rope_parameters(config: DraftConfig) -> dict[str, Any]:
-    """A draft's rotary angles under transformers' names."""
-    kind = {"rope_type": "default"} if config.rope_scaling is None else {"rope_type": "llama3"}
-    scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
-    return kind | {"rope_theta": config.rope_theta or config.target.rope_theta} | scaling
 
 
 def _find_window(published: dict[str, Any]) -> int | None:
@@ -127,10 +119,17 @@ def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
     ids, ours = published.get(LAYER_IDS), list(config.layers)
     known = [ours]
     if not ids:
-        ids = (published.get("eagle_config") or {}).get(LAYER_IDS)
+        ids = mapping(published, "eagle_config").get(LAYER_IDS)
         known.append([layer - 1 for layer in ours])
     if ids and ids not in known:
         raise ValueError(f"config.json: {LAYER_IDS} is {ids}; a draft of ours for {config.target.name} fuses {ours}")
+
+
+def rope_parameters(config: DraftConfig) -> dict[str, Any]:
+    """A draft's rotary angles under transformers' names."""
+    scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
+    theta = config.rope_theta or config.target.rope_theta
+    return {"rope_type": "llama3" if scaling else "default", "rope_theta": theta, **scaling}
 
 
 def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tied: bool) -> dict[str, Any]:
@@ -147,9 +146,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     bias = {} if "fc.bias" in tensors else {"bias": False}
     if "layers.0.self_attn.q_proj.bias" in tensors:
         bias = {"attention_bias": True}
-    ours = {OURS: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}
     rope = rope_parameters(config)
-    theta = rope.pop("rope_theta")
     return {
         "architectures": [layout.architecture],
         "model_type": "llama",
@@ -160,11 +157,11 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "num_attention_heads": spec.heads,
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
-        # PosS takes the number of layers as an argument, and builds each with this many; SPEED takes it from here.
+        # PosS takes the number of layers as an argument, and builds each with this many.
         "num_hidden_layers": len(config.allocation) if config.kind == "eagle3" or layout.states_draft else 1,
         "rms_norm_eps": spec.norm_eps,
+        "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if config.rope_scaling else None,
-        "rope_theta": theta,
         "tie_word_embeddings": tied and not own_head,  # else SGLang uses the embedding as a draft's own head
         "torch_dtype": str(tensors["fc.weight"].dtype).removeprefix("torch."),
         "vocab_size": spec.vocab_size,
@@ -172,7 +169,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **({"layer_types": [SLIDING], "sliding_window": config.window} if config.window else {}),
         **own_head,
         **bias,
-        **ours,
+        **({OURS: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
     }
 
 

@@ -2,7 +2,7 @@
 
     transformer_layer_config   the layer, as transformers describes a Llama of one layer
     speculators_config         how many tokens to draft, and for which target (the "verifier")
-    draft_vocab_size, fc_norm, norm_output, norm_before_residual, norm_before_fc, eagle_aux_hidden_state_layer_ids
+    draft_vocab_size, eagle_aux_hidden_state_layer_ids, and the switches of EAGLE-3
 
 Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitions}.py) and in vLLM 0.32.0
 (transformers_utils/configs/speculators/). Both know kind "eagle3" for such drafts, and none for EAGLE 1 and 2.
@@ -11,29 +11,17 @@ Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitio
 from typing import Any
 
 from poss_lightning.draft.config import SWITCHES
-from poss_lightning.interop.settings import LAYER_IDS
+from poss_lightning.interop.settings import LAYER_IDS, mapping
 from poss_lightning.ranges import POSITIONS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 
 KIND, LAYER, ENGINE = "speculators_model_type", "transformer_layer_config", "speculators_config"
 VERSION = "0.9.0"  # whose classes were read, and load what is written
-WITHIN = (  # of the published keys, those that describe the layer
-    "model_type",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "vocab_size",
-    "layer_types",  # and this one where it has a window
-    "sliding_window",
-)
+# of the published keys, those that describe the layer; the last two where it has a window
+WITHIN = "model_type hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads "
+WITHIN += "num_key_value_heads head_dim num_hidden_layers rms_norm_eps tie_word_embeddings vocab_size layer_types "
+WITHIN += "sliding_window"
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +34,8 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"config.json has no {KIND}, so it is not of the speculators format: say --input_format eagle3"
         )
-    layer = stored.get(LAYER)
-    if not isinstance(layer, dict):
-        raise ValueError(f"config.json: {LAYER} is {layer!r}; it must describe the draft's layer")
+    if not (layer := mapping(stored, LAYER)):
+        raise ValueError(f"config.json: {LAYER} is {stored.get(LAYER)!r}; it must describe the draft's layer")
     width = layer.get("hidden_size")
     for name, value, expected in (
         (KIND, stored[KIND], "eagle3"),
@@ -72,9 +59,7 @@ def find_allocation(stored: dict[str, Any]) -> list[int] | None:
     Raises:
         ValueError: they are no number of positions, or there is something else in their place.
     """
-    engine = stored.get(ENGINE) or {}
-    if not isinstance(engine, dict):
-        raise ValueError(f"config.json: {ENGINE} is {engine!r}; it must have names with values, {{A: B}}")
+    engine = mapping(stored, ENGINE)
     where, methods = f"{ENGINE}.proposal_methods", engine.get("proposal_methods") or []
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
         raise ValueError(f"config.json: {where} is {methods!r}; it must be a list of names with values, [{{A: B}}]")
@@ -90,11 +75,6 @@ def find_allocation(stored: dict[str, Any]) -> list[int] | None:
     return [positions]
 
 
-def verifier(target: Target) -> str:
-    """The name by which engines load the target; the embedded one has none but its folder's."""
-    return target.spec.name if target.spec.name != embedded.NAME else str(embedded.folder())
-
-
 def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, target: Target) -> dict[str, Any]:
     """The config.json of a draft in this format, from the keys of EAGLE-3's.
 
@@ -102,12 +82,13 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         published: as EAGLE-3's would be.
         layers: of the target that the draft reads; counted as ours are, 0 is the embedding.
         positions: tokens that an engine drafts, if nobody says otherwise.
-        target: which engines load with the draft, by its name.
+        target: which engines load with the draft, by its name; the embedded one has none but its folder's.
     """
     scaling = published["rope_scaling"] or {"rope_type": "default"}
     rope = {"rope_parameters": scaling | {"rope_theta": published["rope_theta"]}}
-    layer = {key: published[key] for key in WITHIN if key in published}
+    layer = {key: published[key] for key in WITHIN.split() if key in published}
     greedy = {"proposal_type": "greedy", "speculative_tokens": positions, "verifier_accept_k": 1}
+    name = str(embedded.folder()) if target.spec.name == embedded.NAME else target.spec.name
     return {
         "architectures": published["architectures"],
         KIND: "eagle3",
@@ -116,7 +97,7 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
             "algorithm": "eagle3",
             "proposal_methods": [greedy | {"accept_tolerance": 0.0}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": verifier(target), "architectures": [type(target.model).__name__]},
+            "verifier": {"name_or_path": name, "architectures": [type(target.model).__name__]},
         },
         LAYER: layer | rope | {"attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": published["draft_vocab_size"],

@@ -1,5 +1,6 @@
 """Rename the tensors of a published draft to ours, and ours to theirs; dtypes stay."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -33,33 +34,29 @@ def check_names(tensors: dict[str, Tensor], layout: Layout, layers: int, input_n
 
 
 def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
-    """Raise ValueError where a file has an embedding or a head that differs from the target's by more than rounding."""
+    """Raise ValueError where a file has an embedding or a head that differs from the target's by more than rounding.
+
+    Two files of one model may have been converted through different dtypes. The target's tensors are not copied from
+    the file, so they need not be exact: rows may differ by the rounding of the coarser dtype.
+    """
     frozen = {EMBEDDING: embed_head.embedding} | ({HEAD: embed_head.head} if layout.kind == "eagle2" else {})
     for name, ours in frozen.items():
-        if name not in tensors:
+        if (theirs := tensors.get(name)) is None:
             continue
-        theirs = tensors[name]
         if theirs.shape != ours.shape or not theirs.is_floating_point():
             raise ValueError(f"{name} is {theirs.dtype} {list(theirs.shape)}; the target's is {list(ours.shape)}")
-        if differing := _count_differing_rows(theirs, ours):
+        limits = [torch.finfo(tensor.dtype) for tensor in (theirs, ours)]
+        relative = max(limit.eps for limit in limits)
+        absolute = max(limit.smallest_normal * limit.eps for limit in limits)
+        differing = sum(
+            int((~a.float().isclose(b.float(), rtol=relative, atol=absolute)).any(1).sum())
+            for a, b in zip(theirs.split(4096), ours.split(4096), strict=True)  # chunks, to save memory in float32
+        )
+        if differing:
             raise ValueError(
                 f"{name} is not the target's: {differing} of {len(ours)} rows differ by more than the rounding of "
                 f"{theirs.dtype} and {ours.dtype}; is it another target?"
             )
-
-
-def _count_differing_rows(theirs: Tensor, ours: Tensor) -> int:
-    """How many rows of (V, D) differ by more than the rounding of the coarser dtype.
-
-    Two files of one model may have been converted through different dtypes. The target's tensors are not copied from
-    the file, so they need not be exact.
-    """
-    limits = [torch.finfo(tensor.dtype) for tensor in (theirs, ours)]
-    relative, absolute = max(limit.eps for limit in limits), max(limit.smallest_normal * limit.eps for limit in limits)
-    return sum(
-        int((~a.float().isclose(b.float(), rtol=relative, atol=absolute)).any(1).sum())
-        for a, b in zip(theirs.split(4096), ours.split(4096), strict=True)  # chunks, to save memory in float32
-    )
 
 
 def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
@@ -72,7 +69,7 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> T
         total: number of the target's tokens.
 
     Raises:
-        ValueError: d2t is missing, or d2t or t2d has a wrong shape or dtype, or contradicts the other or the head.
+        ValueError: d2t is missing, or has a wrong shape or dtype, or contradicts t2d or the head.
     """
     if layout.vocabulary != "d2t":
         return torch.arange(total)
@@ -89,12 +86,9 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> T
     ids = offsets + torch.arange(len(offsets))
     if not ((ids >= 0) & (ids < total)).all() or not (ids.diff() > 0).all():
         raise ValueError(f"{TO_TARGET} does not lead to ascending ids of the target's {total}")
-    expected = torch.zeros(total, dtype=torch.bool).index_fill(0, ids, True)
-    marks = tensors.get(TO_DRAFT, expected)
-    if marks.shape != expected.shape or marks.dtype != expected.dtype:
-        raise ValueError(f"{TO_DRAFT} is {marks.dtype} {list(marks.shape)}; it must be torch.bool [{total}]")
-    if differing := (expected != marks).sum().item():
-        raise ValueError(f"{TO_TARGET} and {TO_DRAFT} contradict each other in {differing} of {total} ids")
+    expected = _make_maps(ids, total)[TO_DRAFT]
+    if tensors.get(TO_DRAFT, expected).tolist() != expected.tolist():
+        raise ValueError(f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives")
     return ids
 
 
@@ -140,7 +134,7 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
         theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not in_attention)
     }
     if in_attention:
-        tensors |= to_attention_biases(state)
+        tensors |= _to_attention_biases(state)
     if layout.embedding:
         tensors[EMBEDDING] = embed_head.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
@@ -155,18 +149,16 @@ def _make_maps(ids: Tensor, total: int) -> dict[str, Tensor]:
     return {TO_TARGET: ids - torch.arange(len(ids)), TO_DRAFT: marks.index_fill(0, ids, True)}
 
 
-def to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """fc's bias b as biases of the first layer's attention, for code whose fc has none.
 
     There is no norm between them: for queries, keys and values W (z + b) = W z + W b, and for the residual
     (z + b) + o = z + (o + b).
     """
     bias = state["fc.bias"]
-    biases = {
-        name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")
-    }
-    biases["o_proj"] = bias
-    return {f"layers.0.self_attn.{name}.bias": _hold(value.double(), bias.dtype) for name, value in biases.items()}
+    exact = {name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")}
+    exact["o_proj"] = bias.double()
+    return {f"layers.0.self_attn.{name}.bias": _hold(value, bias.dtype) for name, value in exact.items()}
 
 
 def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,5 +167,5 @@ def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded if torch.equal(rounded.double(), exact) else exact.float()
 
 
-def _count_others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def _count_others(names: Iterable[str]) -> str:
+    return f" (and {more} more)" if (more := len([*names]) - 1) else ""

@@ -10,9 +10,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 
 from poss_lightning.evaluation.cells import packed_cells
 from poss_lightning.evaluation.records import as_object
@@ -40,15 +38,15 @@ def allocate(run: str, depth: Position | None = None) -> None:
             "which is that of zeros, and grows with depth",
             run,
         )
-    table = Table(
-        title=f"Drift by depth: {', '.join(f'{value:.3f}' for value in drift)}", title_justify="left", box=SIMPLE_HEAD
+    proposed = [propose(drift, specialists) for specialists in range(1, len(drift) + 1)]
+    table = pd.DataFrame(
+        {
+            "specialists": range(1, len(drift) + 1),
+            "allocation": map(str, proposed),
+            "drift within runs": [f"{100 * variance_within(drift, runs):.1f} %" for runs in proposed],
+        }
     )
-    for name in ("specialists", "allocation", "drift within runs"):
-        table.add_column(name, justify="right")
-    for specialists in range(1, len(drift) + 1):
-        allocation = propose(drift, specialists)
-        table.add_row(str(specialists), str(allocation), f"{100 * variance_within(drift, allocation):.1f} %")
-    Console().print(table)
+    print(f"Drift by depth: {', '.join(f'{value:.3f}' for value in drift)}\n\n{table.to_string(index=False)}")
 
 
 def read_drift(run: str, depth: int | None = None) -> list[float]:
@@ -72,8 +70,6 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
             "kind eagle2 with --trainer.logger TensorBoardLogger --trainer.logger.save_dir runs, which logs it when it "
             "validates"
         )
-    if list(drifts[0]) != list(range(1, len(drifts[0]) + 1)):
-        raise ValueError(f"{run} logged {DRIFT} of the depths {list(drifts[0])} only: validate on more conversations")
     drift = [series[-1][1] for series in drifts[0].values()]
     if depth is not None and not 1 <= depth <= len(drift):
         raise ValueError(f"depth is {depth}; {run} logged the drift of {len(drift)} positions")

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from poss_lightning.decoding.costs import Costs
@@ -40,6 +41,7 @@ class Findings(NamedTuple):
         speed: the measure by which speeds are compared: a sweep's choices were timed apart, each beside its baseline.
         notes: what to know before methods are compared.
         answers: of one training of each method that drafts or not, for what shows answers one by one.
+        shown: the folders that these answers lie in.
         depths: K of each method, where its run.json has it.
         costs: of each method, where `tree: auto` measured them; of several runs the last.
         sources: that all this was read from.
@@ -51,6 +53,7 @@ class Findings(NamedTuple):
     speed: str
     notes: list[str]
     answers: dict[str, Answers]
+    shown: list[Path]
     depths: dict[str, int]
     costs: dict[str, Costs]
     sources: list[Source]
@@ -105,6 +108,7 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     rows = summarise(
         trainings, baseline=baseline if timed else None, reference=reference, depths=(depths := find_depths(runs))
     )
+    chosen = choose_seeds(trainings)
     several = max(len(row.seeds) for row in rows) > 1
     notes = [*not_comparable(sources), SEEDS if several else PROMPTS, *([AUTO] if has_auto_trees(runs) else [])]
     return Findings(
@@ -113,7 +117,8 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
         reference=reference,
         speed="speed_up" if cells else "tokens_per_second",
         notes=notes,
-        answers=choose_answers(trainings),
+        answers=choose_answers(trainings, chosen),
+        shown=[source.folder for source in sources if not cells or by_cell([source]).keys() <= set(chosen.items())],
         depths=depths,
         costs=read_costs(sources),
         sources=sources,
@@ -153,13 +158,17 @@ def not_comparable(sources: Iterable[Source]) -> list[str]:
     ]
 
 
-def choose_answers(trainings: Mapping[str, Mapping[int, Training]]) -> dict[str, Answers]:
-    """Each method's answers of the first seed that all have, and of baselines from the first choice."""
+def choose_seeds(trainings: Mapping[str, Mapping[int, Training]]) -> dict[str, int]:
+    """A seed of each method: the first that all have, or else its own first."""
     shared = set.intersection(*(set(by_seed) for by_seed in trainings.values()))
-    chosen = {name: by_seed[min(shared or by_seed)] for name, by_seed in trainings.items()}
-    first = next(iter(chosen.values()))
-    beside = {name: answers for name, answers in first.beside.items() if name in BASELINES}
-    return beside | {name: one.answers for name, one in chosen.items()}
+    return {name: min(shared or by_seed) for name, by_seed in trainings.items()}
+
+
+def choose_answers(trainings: Mapping[str, Mapping[int, Training]], chosen: dict[str, int]) -> dict[str, Answers]:
+    """Each method's answers of its chosen seed, and of baselines from the first."""
+    answers = {name: trainings[name][seed].answers for name, seed in chosen.items()}
+    first = next(iter(chosen))
+    return {name: own for name, own in trainings[first][chosen[first]].beside.items() if name in BASELINES} | answers
 
 
 def name_sources(sources: Iterable[Source]) -> str:

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from poss_lightning import __version__, plots
-from poss_lightning.evaluation.records import as_object, by_cell, by_folder
+from poss_lightning.evaluation.records import as_object, by_folder
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.files import atomic, public_name
 from poss_lightning.reports.explorer import decoded_texts
@@ -48,9 +48,8 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         runs: folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
     """
     facts = by_folder(found.sources)
-    is_sweep = bool(by_cell(found.sources[:1]))
+    is_sweep = found.speed == "speed_up"
     trained = group_by_choice(_read_runs(runs) if runs else read_scalars(list(facts)) if is_sweep else {})
-    shown = [source.folder for source in found.sources if _is_shown(source.folder, found, is_sweep)]
     page = _template().render(
         title=name_sources(found.sources),
         circumstances=describe_runs(facts.values()),
@@ -61,7 +60,7 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         figures=_figures(found),
         tables={title: _html(table) for title, table in all_tables(found).items()},
         training=training_figures(trained),
-        texts=decoded_texts(found.answers, read_rounds(shown)),
+        texts=decoded_texts(found.answers, read_rounds(found.shown)),
         facts={
             public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
         },
@@ -90,11 +89,8 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     machines = [", ".join(str(run[fact]) for fact in ("machine", "device") if run.get(fact)) for run in runs]
     days = sorted(filter(None, (str(run.get("started") or "")[: len("2026-11-22")] for run in runs)))
     named = [f"target {public_name(target)}" for target in dict.fromkeys(filter(None, targets))]
-    return [
-        *named,
-        *filter(None, [" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]),
-        *filter(None, dict.fromkeys(machines)),
-    ]
+    span = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    return [words for words in (*named, span, *dict.fromkeys(machines)) if words]
 
 
 def _figures(found: Findings) -> Figures:
@@ -164,16 +160,6 @@ def _read_runs(runs: list[str] | str) -> dict[str, Scalars]:
     if empty := [folder for folder, scalars in found.items() if not scalars]:
         raise ValueError(f"runs has {empty[0]}, which holds no TensorBoard files of a training, nor has any below")
     return {place: scalars for by_place in found.values() for place, scalars in by_place.items()}
-
-
-def _is_shown(folder: Path, found: Findings, is_sweep: bool) -> bool:
-    """Whether the answers that are shown one by one lie there: of a sweep, those of one seed."""
-    if not is_sweep:
-        return True
-    *_, choice, seed = folder.absolute().parts
-    seeds = {row.method: row.seeds for row in found.overall}
-    shared = set.intersection(*map(set, seeds.values()))
-    return choice in seeds and int(seed.removeprefix("seed-")) == min(shared or seeds[choice])
 
 
 def _template() -> Any:

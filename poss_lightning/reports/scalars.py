@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from poss_lightning.evaluation.cells import CELLS, PackedCell, packed_cells
+from poss_lightning.evaluation.cells import packed_cells
 from poss_lightning.reports.statistics import Estimate, Mean, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
@@ -27,7 +27,6 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: a cell whose scalars are not a step and a value by tag.
     """
     by_folder: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
@@ -37,7 +36,7 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
         events = {file.parent for file in folder.rglob(EVENTS)}
         last = {cell.folder: cell for cell in cells if cell.folder not in events}
         for place in sorted(events | last.keys()):
-            by_folder[str(place)] = _last(last[place]) if place in last else _read_events(place)
+            by_folder[str(place)] = last[place].last_scalars() if place in last else _read_events(place)
     return {name: scalars for name, scalars in by_folder.items() if scalars}
 
 
@@ -78,13 +77,6 @@ def mean(values: Sequence[float]) -> Estimate:
     """The mean of independent runs and its t-interval; no interval for a single run."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return interval(Mean(fmean(values), error, len(values) - 1))
-
-
-def _last(cell: PackedCell) -> Scalars:
-    try:
-        return {tag: [(int(step), float(value))] for tag, (step, value) in cell.facts["scalars"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{cell.folder}: scalars of {CELLS} are not a step and a value by tag ({error})") from None
 
 
 def _read_events(folder: Path) -> Scalars:

@@ -14,18 +14,15 @@ their interaction,
     degrees of freedom by Satterthwaite (1946), S, Q and I all counted
 
 One training is the case S = I = 0: the t-interval over prompts. Its interval is for other prompts alone; that of
-several trainings is for other trainings too. Two trainings of one configuration often differ by more than two
-configurations do, so a claim about methods needs several.
+several trainings is for other trainings too, which often differ by more than two configurations do.
 
 `make coverage` says how often 95 % intervals hold the truth: over 5, 12 and 60 prompts .94 to .96 for every measure;
-over 5 trainings and 12 prompts .96 to .99, 60 prompts .95 to .99 (the share of seeds is never below 0, so where nothing
-but rounds varies they are too wide). With fewer than 5 trainings do not trust a p just below 0.05.
+over 5 trainings .95 to .99 (the share of seeds is never below 0, so where nothing but rounds varies they are too wide).
+With fewer than 5 trainings do not trust a p just below 0.05.
 
-**A test** uses the same t, so p < 0.05 exactly where the interval does not contain "no effect", before Holm's
-correction (1979) for several methods that are compared with one. It is not made for several measures or positions.
-
-Prompts without a round that the measure looks at (a position, a column) do not count. They may leave few: fewer than
-three prompts have no interval, nor a test, nor do values without any spread, which a few may have by chance.
+A test uses the same t, so p < 0.05 exactly where the interval does not contain "no effect", before Holm's correction
+(1979) for several methods that are compared with one; it is not made for several measures or positions. Prompts without
+a round that the measure looks at do not count; fewer than three have no interval, nor do values without any spread.
 
 Letters: S seeds, Q prompts, K draft positions; a row of counts says which prompts are in. 0/0 is nan, shown as a dash.
 """

@@ -184,27 +184,32 @@ def _summarise_suite(
     }
     for measure in ("speed_up", "identical"):  # the baseline compared with itself says nothing
         measured.get(baseline or "", {}).pop(measure, None)
-    gains: dict[str, dict[str, Comparison]] = {name: {} for name in measured}
-    for measure, theirs in measured.get(reference or "", {}).items():
-        means = {}
-        for name, measures in measured.items():
-            seeds = [seed for seed in measures.get(measure, {}) if seed in theirs and name != reference]
-            if seeds:
-                pairs = [measures[measure][seed] for seed in seeds], [theirs[seed] for seed in seeds]
-                means[name] = statistics.mean_over(*pairs, logs=measure in LOGS)
-        for name, gain in statistics.compare(means, logs=measure in LOGS).items():
-            gains[name][measure] = gain
+    gains = _compare(measured, reference) if reference else {}
     rows = []
     for name, measures in measured.items():
         answers = [_select(suite, one.answers) for one in trainings[name].values()]
         values = {measure: _estimate(measure, [*by_seed.values()]) for measure, by_seed in measures.items()}
         each = {measure: {seed: float(one.values[0]) for seed, one in own.items()} for measure, own in measures.items()}
-        prompts, rounds = (
-            len({key[:2] for key in answers[0]}),
-            sum(len(r.accepted) for a in answers for r in a.values()),
-        )
-        rows.append(MethodSummary(suite, name, prompts, tuple(trainings[name]), rounds, values, gains[name], each))
+        rounds = sum(len(record.accepted) for one in answers for record in one.values())
+        prompts, own = len({key[:2] for key in answers[0]}), gains.get(name, {})
+        rows.append(MethodSummary(suite, name, prompts, tuple(trainings[name]), rounds, values, own, each))
     return rows
+
+
+def _compare(measured: dict[str, dict[str, dict[int, Jackknife]]], reference: str) -> dict[str, dict[str, Comparison]]:
+    """Each method's measures compared with the reference's, over the seeds of both; baselines with a baseline alone."""
+    gains: dict[str, dict[str, Comparison]] = {name: {} for name in measured}
+    others = [name for name in measured if name != reference and (reference in BASELINES or name not in BASELINES)]
+    for measure, theirs in measured[reference].items():
+        means, logs = {}, measure in LOGS
+        for name in others:
+            own = measured[name].get(measure, {})
+            if seeds := [seed for seed in own if seed in theirs]:
+                pairs = [own[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+                means[name] = statistics.mean_over(*pairs, logs=logs)
+        for name, gain in statistics.compare(means, logs).items():
+            gains[name][measure] = gain
+    return gains
 
 
 def _measure(training: Training, suite: str, depth: int, baseline: str | None) -> dict[str, Jackknife]:

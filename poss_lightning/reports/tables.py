@@ -6,7 +6,7 @@ import pandas as pd
 
 from poss_lightning.reports.findings import Findings
 from poss_lightning.reports.lengths import length_tables
-from poss_lightning.reports.statistics import Comparison, Estimate
+from poss_lightning.reports.statistics import Comparison
 from poss_lightning.reports.summary import ALL, LOGS, MethodSummary
 
 GAIN, RATIO, PERCENT = "+z.3f", ".3f", "+z.1f"  # how comparisons are written; z: no sign before a zero but +
@@ -31,10 +31,10 @@ def overview(found: Findings) -> pd.DataFrame:
     full = not (reference and any(columns.get("speed-up", [])))  # else there is no room for its interval
     columns["τ"] = [_text(row, "tau_macro", brief=not full) for row in rows]
     if reference:
-        columns[f"τ − {reference}"] = [_brief(row.gains.get("tau_macro"), GAIN) for row in rows]
+        columns[f"τ − {reference}"] = [gain_text(row.gains.get("tau_macro"), GAIN, brief=True) for row in rows]
     table = _table(columns)
     if reference and f"τ − {reference}" not in table:
-        table[f"speed × {reference}"] = [_brief(row.gains.get(found.speed), ".2f") for row in rows]
+        table[f"speed × {reference}"] = [gain_text(row.gains.get(found.speed), ".2f", brief=True) for row in rows]
     return table
 
 
@@ -77,12 +77,12 @@ def verdict(found: Findings) -> str:
     return f"{first.method}: {value} × {found.baseline}" if found.baseline else f"largest τ: {first.method}, {value}"
 
 
-def gain_text(gain: Comparison | None, form: str = GAIN) -> str:
-    """A comparison with its interval, p and minimum detectable effect."""
-    if gain is None:
-        return ""
-    if gain.identical:
-        return "identical"
+def gain_text(gain: Comparison | None, form: str = GAIN, brief: bool = False) -> str:
+    """A comparison with its interval, p and minimum detectable effect; `brief`: marked where it is shown."""
+    if gain is None or gain.identical:
+        return "identical" if gain else ""
+    if brief:
+        return gain.with_interval(form) + ("*" if gain.direction else "")
     least = "" if gain.detectable != gain.detectable else f"±{gain.detectable:{form.replace('+', '')}}"
     return " ".join(filter(None, [gain.with_interval(form), gain.significance(), least]))
 
@@ -161,13 +161,6 @@ def _table(columns: dict[str, list[str]]) -> pd.DataFrame:
 def _text(row: MethodSummary, measure: str, form: str = ".2f", brief: bool = False) -> str:
     value = row.values.get(measure)
     return "" if value is None else value.text(form) if brief else value.with_interval(form)
-
-
-def _brief(gain: Estimate | None, form: str) -> str:
-    """A comparison and its interval, marked where it is shown."""
-    if not isinstance(gain, Comparison):
-        return ""
-    return "identical" if gain.identical else gain.with_interval(form) + ("*" if gain.direction else "")
 
 
 def _deviation(row: MethodSummary) -> str:

@@ -1,1 +1,1 @@
-"""vLLM: a plugin that serves drafts, features that it reads, and its server measured (docs/serving.md)."""
+"""vLLM: a plugin that serves drafts, and features that it reads (docs/serving.md)."""

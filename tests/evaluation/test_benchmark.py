@@ -15,7 +15,8 @@ from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.work import Work
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.templates import DATED
+from tests.support.tiny import tiny_draft, tiny_target, tiny_tokenizer
 
 QUESTIONS = [
     {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
@@ -215,6 +216,19 @@ def test_other_settings_in_the_same_folder_are_refused(whole, run, change, said)
     with pytest.raises(ValueError, match=rf"holds records of other settings \({said}"):
         run(whole, **change)
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
+
+
+def test_a_run_of_yesterday_keeps_its_date(run, inputs, target, tmp_path):
+    folder = tmp_path / "dated"
+    target.model.save_pretrained(folder)
+    tiny_tokenizer(DATED).save_pretrained(folder)
+    options = {"target": str(folder), "drafts": {}, "baselines": ["autoregressive"], "show": 0, "repeats": 1}
+    run(tmp_path / "out", **options, chat_template_kwargs={"strftime_now": "2024-07-26"})
+    records = (tmp_path / "out" / "records.jsonl").read_bytes()
+    run(tmp_path / "out", **options)
+    assert (tmp_path / "out" / "records.jsonl").read_bytes() == records
+    run(tmp_path / "today", **options)
+    assert untimed(tmp_path / "today")[0]["tokens"] != untimed(tmp_path / "out")[0]["tokens"]
 
 
 def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):

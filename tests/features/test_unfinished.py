@@ -186,7 +186,7 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     asked = []
-    monkeypatch.setattr(Target, "load", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(Target, "load", lambda *arguments, **options: asked.append(arguments))
     monkeypatch.setattr("poss_lightning.extract.write_store", lambda *arguments, **options: None)
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"messages": make_conversations(1)[0].messages}) + "\n")
     extract(str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), device=device)

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.convert import parse_published
-from poss_lightning.interop.layouts import LAYOUTS, check_expressible
+from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.target.model import Target
 from tests.support import naive
 from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, Code, D, put, read, refused, same
@@ -147,41 +147,17 @@ def test_ours_comes_back_and_its_scale_goes_into_the_weights(convert, deep, tmp_
 THREE = ("layers.0", "layers.1", "layers.2")
 
 
-@pytest.mark.parametrize(("allocation", "most"), [([3, 3, 2], 8), ([1, 3, 4], 8), ([3, 3, 9], 9)], ids=str)
-def test_speeds_specialists_draft_as_its_trainer_has_it_and_come_back(
-    convert, deep, tmp_path, capsys, allocation, most
-):
+@pytest.mark.parametrize("allocation", [[3, 3, 2], [1, 3, 4]], ids=str)
+def test_speeds_specialists_draft_as_its_trainer_has_it_and_go_to_our_plugin(convert, deep, tmp_path, allocation):
     tensors = random_file(layers=THREE)
     put(tmp_path / "theirs", tensors, **{KEY: len(SOME)})
     convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "speed", "--allocation", allocation)
-    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "speed")
-    assert same(read(tmp_path / "back"), tensors)
-    assert f'"num_speculative_tokens": {most}}}' in capsys.readouterr().out
-    back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (back["num_hidden_layers"], back["architectures"]) == (3, ["LlamaForCausalLMEagle3"])
     draft = Specialists.from_pretrained(tmp_path / "ours")
     assert draft.config.allocation == tuple(allocation)
     assert (draft.config.kind, draft.config.kv, draft.config.detach) == ("eagle3", "shared", False)
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "vllm")
+    assert same(read(tmp_path / "back"), tensors)
     agree(tmp_path / "back", draft, deep, depth=8)
-
-
-@pytest.mark.parametrize(
-    ("allocation", "changes", "words"),
-    [
-        ([3, 3, 2], {}, None),
-        ([3, 5], {}, None),
-        ([2, 2, 2], {}, "all but the last serve [3] or [3, 3] or [1, 3] positions"),
-        ([3, 3, 2], {"kv": "separate"}, "have keys and values of their own (kv: separate)"),
-        ([8], {}, "--output_format eagle3 takes one"),
-    ],
-)
-def test_what_speeds_readers_would_draft_otherwise_is_refused(deep, allocation, changes, words):
-    config = tiny_draft(deep, allocation, **({"kind": "eagle3", "kv": "shared"} | changes)).config
-    if words is None:
-        return check_expressible(config, LAYOUTS["speed"])
-    with pytest.raises(ValueError) as caught:
-        check_expressible(config, LAYOUTS["speed"])
-    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- engines ---
@@ -308,11 +284,14 @@ def test_a_training_takes_a_variant_over_with_its_weights(deep):
         ({"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for the target's 320 tokens"),
         ({"d2t": None}, "d2t is missing"),
         ({"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64, one a draft id"),
-        ({"d2t": torch.zeros(107, dtype=torch.int64)}, "d2t and t2d contradict each other in 142 of 320 ids"),
+        ({"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
         ({"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
         ({"d2t": torch.full((107,), 300)}, "d2t does not lead to ascending ids of the target's 320"),
-        ({"t2d": torch.ones(107, dtype=torch.bool)}, "t2d is torch.bool [107]; it must be torch.bool [320]"),
-        ({"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "d2t and t2d contradict each other in 213 of 320 ids"),
+        (
+            {"t2d": torch.ones(107, dtype=torch.bool)},
+            "t2d does not mark the 107 of the target's 320 ids that d2t gives",
+        ),
+        ({"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "t2d does not mark the 107 of the target's 320 ids"),
         ({KEY: 106}, "draft_vocab_size is 106; a draft of ours for"),
         ({"fc_norm": True}, "fc_norm.0.weight is missing (and 2 more)"),
         ({"norm_before_fc": True}, "input_norm.weight is missing"),
@@ -400,19 +379,19 @@ def test_layers_may_be_counted_as_engines_do(deep, ids):
         (["theirs", "out", "--input_format", "eagle"], "layers.0.self_attn.q_proj.weight is missing (and 7 more)"),
         (
             ["theirs", "out", "--input_format", "eagle3", "--output_format", "eagle"],
-            "its kind is eagle3 and this layout's eagle2; --output_format eagle3 or speed",
+            "its kind is eagle3 and this layout's eagle2; --output_format eagle3, speculators or vllm",
         ),
         (
             ["single", "out", "--output_format", "eagle3"],
-            "its kind is eagle2 and this layout's eagle3; --output_format eagle, hass and poss",
+            "its kind is eagle2 and this layout's eagle3; --output_format eagle, poss or vllm",
         ),
         (
             ["several", "out", "--output_format", "eagle3"],
-            "it has 3 specialists and this layout one layer; --output_format speed takes several",
+            "it has 3 specialists and this layout one layer; --output_format vllm takes several",
         ),
         (
             ["several", "out", "--output_format", "sglang"],
-            "it has 3 specialists and this layout one layer; --output_format speed takes several",
+            "it has 3 specialists and this layout one layer; --output_format vllm takes several",
         ),
         (["shallow", "out", "--output_format", "eagle3"], "it fuses layers [2, 2, 1] of 4; EAGLE-3's code takes three"),
     ],

@@ -65,7 +65,7 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
     tensors = published(target, len(allocation or [6]), bias, dtype)
     theirs = put(tmp_path / "theirs", tensors, kind, **({} if bias else {"bias": False}))
     convert(theirs, tmp_path / "ours", "--input_format", name, *(["--allocation", allocation] if allocation else []))
-    convert(tmp_path / "ours", tmp_path / "back", f"--output_format={name}")
+    convert(tmp_path / "ours", tmp_path / "back", f"--output_format={'poss' if name == 'poss' else 'eagle'}")
     assert same(read(tmp_path / "back"), tensors)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     untold = {"max_position_embeddings", "torch_dtype"}  # the target's, and the tensors'
@@ -80,13 +80,11 @@ def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
     agree(tmp_path / "back", draft, target)
 
 
-@pytest.mark.parametrize("file", ["safetensors", "bin"])
-def test_ours_comes_back_but_for_what_only_training_knows(convert, target, tmp_path, file):
+def test_ours_comes_back_but_for_what_only_training_knows(convert, target, tmp_path):
     draft = tiny_draft(target, [2, 2, 2], intermediate_size=40, depth=8, detach=False)
     torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "poss", "--file", file)
-    assert (tmp_path / "theirs" / "pytorch_model.bin").exists() == (file == "bin")
+    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "poss")
     convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "poss", "--allocation", [2, 2, 2])
     assert same(read(tmp_path / "back"), read(tmp_path / "ours"))
     back = Specialists.from_pretrained(tmp_path / "back").config
@@ -339,7 +337,6 @@ def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatc
             ["theirs", "out", "--input_format", "poss", "--output_format", "poss"],
             "input_format and output_format are both poss",
         ),
-        (["theirs", "out", "--input_format", "poss", "--file", "bin"], "file is bin"),
         (["theirs", "theirs", "--input_format", "poss"], "theirs is there already"),
         (["nowhere", "out", "--input_format", "poss"], "'nowhere' is neither a local folder nor a hub id"),
         (["ours", "out", "--output_format", "poss", "--allocation", [2, 2]], "states its own: leave it out"),
@@ -348,7 +345,7 @@ def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatc
             "does not fit --output_format eagle: it has 2 specialists and this layout one layer",
         ),
         (["another", "out", "--output_format", "eagle"], "another was trained for another target: fingerprint"),
-        (["cut", "out", "--output_format", "eagle"], "`poss vocabulary DRAFT CORPUS OUT --size null` gives it back"),
+        (["cut", "out", "--output_format", "eagle"], "--vocabulary_size 320` gives it back"),
     ],
     ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
 )
@@ -367,7 +364,7 @@ def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeyp
     [
         ([2, 2, 9], {}, None),  # past the end the last one goes on anyway
         ([1, 3, 2], {}, "as many positions as the first"),
-        ([2, 2], {"kv": "shared"}, "share keys and values"),
+        ([2, 2], {"kv": "shared"}, "its kv is shared, and in this layout it is separate"),
         ([6], {"kv": "shared"}, None),
         ([6], {"logit_scale": 0.5}, "scales or caps logits"),
         ([6], {"logit_cap": 30.0}, "scales or caps logits"),

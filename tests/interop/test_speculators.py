@@ -9,9 +9,7 @@ import torch
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings, speculators
-from poss_lightning.interop.convert import _write
 from poss_lightning.interop.layouts import LAYOUTS
-from poss_lightning.interop.tensors import Draft
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.interop.test_eagle3 import DEEP, FUSED, KEY, SOME, agree, random_file
@@ -191,15 +189,6 @@ def test_the_tokens_that_an_engine_drafts_are_the_allocation(convert, deep, tmp_
     assert Specialists.from_pretrained(tmp_path / "ours").config.allocation == allocation
 
 
-@pytest.mark.parametrize(("name", "local"), [("OWNER/NAME", False), (None, True)])
-def test_a_target_by_its_path_is_said_to_hold_here_alone(deep, tmp_path, monkeypatch, capsys, name, local):
-    monkeypatch.setattr(deep, "spec", replace(deep.spec, name=name or str(tmp_path)))
-    draft = tiny_draft(deep, [5], kind="eagle3")
-    _write(Draft(draft.config, draft.state_dict()), tmp_path / "out", "speculators", pickled=False, target=deep)
-    said = f", on this machine only: its config.json names the target by its path here, {tmp_path}"
-    assert (said in capsys.readouterr().out) == local
-
-
 def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
     """No engine knows it by the name that it has here."""
     monkeypatch.setattr(embedded, "folder", lambda: Path("/cache/smollm2"))
@@ -262,5 +251,5 @@ def test_the_format_is_named_where_another_was_said(convert, deep, tmp_path, inp
 
 def test_several_specialists_are_refused(convert, deep, tmp_path):
     tiny_draft(deep, [3, 3], kind="eagle3", kv="shared").save_pretrained(tmp_path / "ours")
-    words = "it has 2 specialists and this layout one layer; --output_format speed takes several"
+    words = "it has 2 specialists and this layout one layer; --output_format vllm takes several"
     refused(convert, tmp_path, words, tmp_path / "ours", tmp_path / "out", "--output_format", "speculators")

@@ -6,18 +6,15 @@ import re
 import runpy
 from dataclasses import asdict
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from poss_lightning import cli
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.evaluation.cells import pack
 from poss_lightning.features.extract import write_store
-from poss_lightning.files import conf
 from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
 from tests.support.lab import CHOICES, DEPTH, SEEDS
@@ -71,6 +68,7 @@ def nobodys_home(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
 def test_a_notebook_runs(file, given, nobodys_home):
     """From its first cell to its last, as it is committed but for what it reads; what it shows names no place."""
@@ -94,16 +92,16 @@ def test_a_notebook_is_committed_stripped(file):
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
-def test_the_commands_it_shows_exist(file):
-    prose = "\n".join(cell.source for cell in read(file).cells if cell.cell_type == "markdown")
-    for command, arguments in re.findall(r"^poss (\w+) (.*)$", prose, re.MULTILINE):
-        for yaml in re.findall(r"conf/(\S+)", arguments):
-            conf(yaml)
-        if command not in cli.TRAINER:
-            known = signature(getattr(import_module(cli.TOOLS[command][0]), command)).parameters
-            assert set(re.findall(r"--(\w+)", arguments)) <= set(known)
+def test_what_it_imports_is_there(file):
+    code = "\n".join(cell.source for cell in read(file).cells if cell.cell_type == "code")
+    lines = ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE)))
+    for line in (line for line in lines if isinstance(line, ast.ImportFrom)):
+        module = import_module(line.module)
+        for name in line.names:
+            assert hasattr(module, name.name) or import_module(f"{line.module}.{name.name}")
 
 
+@pytest.mark.nightly
 def test_what_runs_is_written_and_what_fails_stays(tmp_path, nobodys_home):
     code = nbformat.v4.new_code_cell
     good, bad = tmp_path / "good.ipynb", tmp_path / "bad.ipynb"

@@ -17,7 +17,7 @@ from poss_lightning.evaluation.cells import pack
 from poss_lightning.evaluation.rounds import NAME, Round, to_line
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.explorer import spans, steps
-from poss_lightning.reports.findings import find
+from poss_lightning.reports.findings import choose_seeds, find
 from poss_lightning.reports.page import public
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.tables import overview
@@ -58,7 +58,7 @@ def hostile(tmp_path_factory):
 
 
 def page_of(folder, records, **options) -> str:
-    compare(str(records), html=str(folder / "page.html"), **options)
+    compare(records if isinstance(records, list) else str(records), html=str(folder / "page.html"), **options)
     return (folder / "page.html").read_text(encoding="utf-8")
 
 
@@ -141,6 +141,21 @@ def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path)
     assert "Milliseconds" not in page_of(tmp_path, tmp_path, reference="eagle")
     write_records(tmp_path / "turns", make_records(methods=("autoregressive", *CHOICES)), {"methods": {}})
     assert "Milliseconds" in page_of(tmp_path, tmp_path / "turns", reference="eagle")
+
+
+def test_answers_of_two_temperatures_are_those_of_the_lower_with_its_rounds(lab, tmp_path):
+    shutil.copytree(lab[0] / "eagle" / "seed-0", tmp_path / "run")
+    write_records(tmp_path / "warm", make_records(methods=("eagle",), seed=1), {"config": {"temperature": 1.0}})
+    record = next(record for record in make_records() if record.method == "poss-1")
+    other = replace(rounds_of(record)[0], method="eagle")  # fits no answer of the lower
+    (tmp_path / "warm" / NAME).write_text(to_line(other))
+    page = page_of(tmp_path, [str(tmp_path / "run"), str(tmp_path / "warm")])
+    assert "Round 1 of" in page and "eagle, T = 1" in page
+
+
+def test_a_seed_that_is_shown_is_one_that_all_have():
+    assert choose_seeds({"a": {1: None, 2: None}, "b": {2: None, 5: None}}) == {"a": 2, "b": 2}
+    assert choose_seeds({"a": {3: None, 1: None}, "b": {2: None}}) == {"a": 1, "b": 2}
 
 
 def test_sections_without_matter_are_left_out(tmp_path):

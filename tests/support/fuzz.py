@@ -173,7 +173,6 @@ ALWAYS = {  # or a command may take minutes, or print pages
     "benchmark": {"limit": "1", "max_new_tokens": "4", "drafts.d": "{inputs}/draft", "suites": SUITES},
     "generate": {"max_new_tokens": "4"},
     "convert": {"output_format": "poss"},
-    "vocabulary": {"size": "40"},
     "extract": {"batch_tokens": "64"},
     "replay": {"drafts.d": "{inputs}/draft"},
     "demo": {"minutes": "nan"},  # it trains for minutes: only refusals are looked at
@@ -246,7 +245,6 @@ def command_lines_over_corpora(draw: Callable) -> Command:
     """A good command line of a command that reads conversations or questions, of any kind."""
     reading = {
         "extract": ["{inputs}/mine/corpus.jsonl", "out"],
-        "vocabulary": ["{inputs}/draft", "{inputs}/mine/corpus.jsonl", "out"],
         "answer": ["out.jsonl"],
         "benchmark": ["out"],
     }

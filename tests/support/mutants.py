@@ -392,8 +392,8 @@ MUTANTS = (
     Mutant(
         "interop: fc's bias, moved to attention, is not in the residual",
         "interop/tensors.py",
-        'biases["o_proj"] = bias',
-        'biases["o_proj"] = 0 * bias',
+        'exact["o_proj"] = bias.double()',
+        'exact["o_proj"] = 0 * bias.double()',
         "interop/test_layouts.py",
     ),
     Mutant(
@@ -422,7 +422,7 @@ MUTANTS = (
         "reports/summary.py",
         "if one.tokens[:both] != other.tokens[:both] else",
         "if False else",
-        "reports/test_statistics.py",
+        "reports/test_summary.py",
     ),
     Mutant(
         "statistics: two prompts that happen to agree make a difference sure",
@@ -507,6 +507,13 @@ MUTANTS = (
         "Jackknife(taus, sums[:, 0] > 0)",
         "Jackknife(taus, sums[:, 0] >= 0)",
         "reports/test_compare.py",
+    ),
+    Mutant(
+        "engines: a round of three tokens counts as two",
+        "evaluation/engines.py",
+        "rounds = [int(accepted) for accepted in rounds]",
+        "rounds = [min(int(accepted), 2) for accepted in rounds]",
+        "evaluation/test_engines.py",
     ),
     Mutant(
         "loss: a tiny overlap is made of 1 - (1 - it)",

@@ -4,6 +4,7 @@ import numpy as np
 from scipy.special import expit
 
 from poss_lightning.evaluation.records import BASELINES, Record
+from poss_lightning.reports.summary import ALL, by_choice, by_method, summarise
 
 SHARES = {"eagle": (0.6, 0.4, 0.2), "poss-1": (0.6, 0.6, 0.6)}  # pos-acc by position
 
@@ -53,6 +54,24 @@ def _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness) ->
 def _accepted(draw, shares, hardness) -> int:
     held = [draw.random() < share + hardness for share in shares]
     return (held + [False]).index(False)
+
+
+def rows_of(records, suite=ALL, **options):
+    found = summarise(by_method(records), **({"baseline": "autoregressive"} | options))
+    return {row.method: row for row in found if row.suite == suite}
+
+
+def make_cells(choices=("eagle", "poss-1"), seeds=(0, 1, 2)):
+    return {
+        (choice, seed): make_records(("autoregressive", choice), seed=10 * seed + place, prompts=4)
+        for place, choice in enumerate(choices)
+        for seed in seeds
+    }
+
+
+def over_seeds(cells, reference="eagle", suite=ALL):
+    found = summarise(by_choice(cells), baseline="autoregressive", reference=reference)
+    return {row.method: row for row in found if row.suite == suite}
 
 
 # --- rounds alone, many experiments at once ---

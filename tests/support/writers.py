@@ -97,7 +97,6 @@ WRITERS = {
         ("answer", "out.jsonl", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6", "--batch_size=2")
     ),
     "merge": Writer(("merge", "[store,more]", "out"), (STORE, "more")),
-    "vocabulary": Writer(("vocabulary", "{inputs}/draft", "{inputs}/corpus.jsonl", "out", "--size=40", TARGET[0])),
     "convert": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", TARGET[0])),
     "convert-bin": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", "--file=bin", TARGET[0])),
     "export": Writer(("export", "{inputs}/run/checkpoints/last.ckpt", "out", "--dtype=bfloat16")),

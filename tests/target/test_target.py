@@ -334,14 +334,16 @@ def test_a_quantised_target_is_the_model_that_it_stands_for(copy):
 
 
 def test_a_token_without_a_row_is_refused_by_name_wherever_text_is_read(tmp_path):
-    """Of a tokenizer that got tokens, while its model's embedding did not."""
+    """Of a tokenizer that got tokens, while its model's embedding did not; a corpus leaves such a text out, or ends."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<image>"])
     target = Target(tiny_model(vocab_size=len(tokenizer) - 1), tokenizer, "rare")
     beyond, words = len(tokenizer) - 1, r"token \d+ of .* \('<image>'\) is none of rare's"
     talk = [{"role": "user", "content": "<image> what?"}, {"role": "assistant", "content": "A horse."}]
     for work in (
-        lambda: write_store(tmp_path / "store", target, [*make_conversations(), Conversation("img", talk)], **SIZES),
+        lambda: write_store(
+            tmp_path / "store", target, [*make_conversations(), Conversation("img", talk)], **SIZES, strict=True
+        ),
         lambda: generate(target, [[beyond]], 4, frozenset()),
         lambda: Autoregressive(target).decode([[5, beyond]], 4, frozenset()),
     ):

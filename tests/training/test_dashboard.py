@@ -1,7 +1,6 @@
 """What TensorBoard gets: no chart is empty, one row a run, histograms and points that say what the scalars say."""
 
 import csv
-import json
 import re
 from types import SimpleNamespace
 
@@ -83,13 +82,6 @@ def test_a_chart_shows_one_measurement_and_none_is_empty(run):
             assert ("each" in category.title) == family.pop().endswith("/depth_k")
 
 
-def test_tau_stands_first_trees_apart_from_chains(run):
-    first = written_layout(run.events).category[0]
-    shown = {chart.title: list(chart.multiline.tag) for chart in first.chart}
-    assert first.title.startswith("τ")
-    assert shown == {"in trees (replayed)": ["val/tau_tree$"], "in chains (replayed)": ["val/tau_chain$"]}
-
-
 def test_histograms_are_the_drift_slot_by_slot(run):
     for k in range(1, DEPTH + 1):
         drawn = run.events.Histograms(f"val_drift_cosine_by_slot/depth_{k}")
@@ -151,15 +143,8 @@ def test_points_against_a_loop(store):
     assert len(pick_slots(outputs, batch, 3).target) == 3
 
 
-def test_tokens_are_spelt_where_the_tokenizer_is_at_hand(tiny_folder):
-    spell = panels.load_speller(tiny_folder)
-    assert spell(1) == "<|im_end|>" and all("\t" not in spell(i) and "\n" not in spell(i) for i in range(320))
-    assert (
-        panels.load_speller("somebody/unknown")(7) == "7" and panels.load_speller("no folder, no id/ at all/")(7) == "7"
-    )
-
-
 def test_forged_tokens_are_one_line_of_text_in_the_projector(tiny_folder, tmp_path):
+    assert panels.load_speller("somebody/unknown")(7) == "7"  # its number, where the tokenizer is not at hand
     forged = f"{FORGED}\t\n\r\u2028</script>"
     tokenizer = Tokenizer.from_file(f"{tiny_folder}/tokenizer.json")
     tokenizer.add_tokens([forged])
@@ -210,9 +195,8 @@ def test_another_logger_gets_the_scalars_alone(store, tmp_path, monkeypatch):
 # --- replay while training ---
 
 
-@pytest.mark.parametrize("vocabulary", [None, 100])
-def test_validation_replays_the_held_out_answers(store, tmp_path, vocabulary):
-    training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=vocabulary)
+def test_validation_replays_the_held_out_answers(store, tmp_path):
+    training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=100)
     held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
     for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
         found = replay_rounds(draft, data.source.embed_head(), held, depth=DEPTH, nodes=nodes, tree_width=tree_width)
@@ -249,15 +233,3 @@ def test_no_answer_long_enough_for_a_round_ends_no_training(store, tmp_path, mon
         trainer.fit(SpecialistTraining(store, [1]), FeatureData(store, batch_tokens=512, validation=0.2))
     assert trainer.global_step == 2 and not (tmp_path / "draft-best").exists() and (tmp_path / "draft-last").exists()
     assert "val/tau_tree" not in (tmp_path / "metrics.csv").read_text()
-
-
-def test_few_answers_are_whole_batches(store):
-    batch = collate([[FeatureStore(store)[i] for i in (0, 20, 39)]])
-    training, watch = SpecialistTraining(store, [1]), Replay(answers=4)
-    for _ in range(3):
-        watch.on_validation_batch_end(SimpleNamespace(world_size=1), training, None, batch, 0)
-    assert [len(watch.samples), json.dumps(watch.samples[0].spans)] == [6, json.dumps(FeatureStore(store)[0].spans)]
-    with pytest.raises(ValueError, match="answers is 0"):
-        Replay(answers=0)
-    with pytest.raises(ValueError, match="slots is 0"):
-        Dashboard(slots=0)

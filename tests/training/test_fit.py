@@ -132,9 +132,9 @@ def test_what_is_fitted_once_begins_anew_resumes_or_is_refused(store, tmp_path):
     written = (draft / "model.safetensors").stat().st_mtime_ns
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns == written
     (folder / FINISHED).unlink()
-    (folder / "events.out.tfevents.0.killed").touch()
+    (folder / "events.out.tfevents.1700000000.host.1.0").touch()
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns > written
-    assert not (folder / "events.out.tfevents.0.killed").exists() and not (folder / "checkpoints").exists()
+    assert not (folder / "events.out.tfevents.1700000000.host.1.0").exists() and not (folder / "checkpoints").exists()
     with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):
         fit_once(folder, *layers, {"model": {"learning_rate": 0.5}})
     config.write_text("model: {learning_rate: 5.0}")

@@ -16,9 +16,9 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.draft.vocabulary import restrict_vocabulary
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.training.export import restrict_vocabulary
 from tests.support.decoders import tokens_of
 from tests.support.stores import contents, make_conversations
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
@@ -135,8 +135,9 @@ def given(target, tiny_folder, tmp_path) -> dict[str, str]:
     return {"draft": str(tmp_path / "draft"), "corpus": str(tmp_path / "corpus.jsonl"), "target": tiny_folder}
 
 
-def run(given: dict[str, str], out: Path, *options: str) -> None:
-    cli.run("vocabulary", [given["draft"], given["corpus"], str(out), "--target", given["target"], *options])
+def run(given: dict[str, str], out: Path, size: int, *options: str) -> None:
+    corpus = ("--corpus", given["corpus"], "--target", given["target"])
+    cli.run("export", [given["draft"], str(out), "--vocabulary_size", str(size), *corpus, *options])
 
 
 def answers_of(target, conversations) -> list[list[int]]:
@@ -144,54 +145,32 @@ def answers_of(target, conversations) -> list[list[int]]:
     return [chat.tokens[start:stop] for chat in rendered for start, stop in chat.spans]
 
 
-@pytest.mark.parametrize(("size", "limit"), [(1, 24), (20, 24), (20, 5), (200, 24), (320, 24)])
+@pytest.mark.parametrize(("size", "limit"), [(1, 24), (20, 24), (20, 5), (200, 24)])
 def test_the_command_keeps_and_covers_what_a_hand_count_says(target, given, tmp_path, capsys, size, limit):
-    run(given, tmp_path / "small", "--size", str(size), "--limit", str(limit))
+    run(given, tmp_path / "small", size, "--limit", str(limit))
     answers = answers_of(target, make_conversations()[:limit])
     expected = naive(answers, 320, size, set(target.chat.stops))
     cut_to = Specialists.from_pretrained(tmp_path / "small")
-    assert listed(cut_to.vocabulary) == expected and cut_to.config.vocabulary_size == (None if size == 320 else size)
+    assert listed(cut_to.vocabulary) == expected and cut_to.config.vocabulary_size == size
     written = list(chain(*answers))
-    covered = sum(expected is None or token in expected for token in written)
-    line = f"{size} of 320 tokens cover {100 * covered / len(written):.1f} % of {len(written)} answer tokens\n"
-    assert capsys.readouterr().out == line
+    covered = sum(token in expected for token in written)
+    line = f"{size} of 320 tokens cover {100 * covered / len(written):.1f} % of {len(written)} answer tokens"
+    assert capsys.readouterr().out.splitlines()[0] == line
 
 
-def test_the_command_gives_the_whole_head_back(given, tmp_path, capsys):
-    run(given, tmp_path / "small", "--size", "20")
-    run(given | {"draft": str(tmp_path / "small")}, tmp_path / "whole", "--size", "null")
+def test_the_command_gives_the_whole_head_back(given, tmp_path):
+    run(given, tmp_path / "small", 20)
+    cli.run("export", [str(tmp_path / "small"), str(tmp_path / "whole"), "--vocabulary_size", "320"])
     assert contents(tmp_path / "whole") == contents(tmp_path / "draft")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("320 of 320 tokens cover 100.0 % of ")
 
 
 def test_a_store_of_the_corpus_chooses_the_same(target, given, tmp_path):
     """Nothing is cut off here, and the stop token, which ends every answer, is among the most frequent."""
     write_store(tmp_path / "store", target, make_conversations(), max_length=512, batch_tokens=512, shard_bytes=2**20)
     for size in (5, 20, 200, 320):
-        run(given, tmp_path / f"cut-{size}", "--size", str(size))
+        run(given, tmp_path / f"cut-{size}", size)
         cut_to = Specialists.from_pretrained(tmp_path / f"cut-{size}").vocabulary
         assert listed(cut_to) == listed(FeatureStore(tmp_path / "store").common_tokens(size))
-
-
-def test_a_killed_command_leaves_no_folder(given, tmp_path, monkeypatch):
-    def killed(*arguments):
-        raise KeyboardInterrupt
-
-    before = contents(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", killed)
-        run(given, tmp_path / "small", "--size", "20")
-    assert contents(tmp_path) == before
-    run(given, tmp_path / "small", "--size", "20")
-    with pytest.raises(FileExistsError, match="small is there already"):
-        run(given, tmp_path / "small", "--size", "30")
-    assert len(Specialists.from_pretrained(tmp_path / "small").vocabulary) == 20
-
-
-def test_a_draft_with_a_head_of_its_own_is_refused(given, tmp_path):
-    tiny_draft(tiny_target(num_hidden_layers=4), [2], kind="eagle3").save_pretrained(tmp_path / "own")
-    with pytest.raises(ValueError, match="own has a head of its own, whose vocabulary is chosen when it is trained"):
-        run(given | {"draft": str(tmp_path / "own")}, tmp_path / "small", "--size", "20")
 
 
 def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):
@@ -199,7 +178,21 @@ def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):
     tiny_model(eos_token_id=[1, 319]).save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     given = given | {"target": str(tmp_path / "target")}
-    run(given, tmp_path / "small", "--size", "2")
+    run(given, tmp_path / "small", 2)
     assert Specialists.from_pretrained(tmp_path / "small").vocabulary.tolist() == [1, 319]
     with pytest.raises(ValueError, match=r"size is 1; it must lie between 2, as it holds .* \[1, 319\], and .* 320"):
-        run(given, tmp_path / "smaller", "--size", "1")
+        run(given, tmp_path / "smaller", 1)
+
+
+def test_what_cannot_be_cut_is_refused(target, given, tmp_path):
+    tiny_draft(tiny_target(num_hidden_layers=4), [2], kind="eagle3").save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match="own has a head of its own, whose vocabulary is chosen when it is trained"):
+        run(given | {"draft": str(tmp_path / "own")}, tmp_path / "small", 20)
+    with pytest.raises(ValueError, match=r"vocabulary_size is 321; it must lie between 1, .* and the target's 320"):
+        run(given, tmp_path / "small", 321)
+    with pytest.raises(ValueError, match="vocabulary_size is 20 of 320 tokens; give the --corpus that says which"):
+        cli.run("export", [given["draft"], str(tmp_path / "small"), "--vocabulary_size", "20"])
+    tiny_draft(tiny_target(1), [2]).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="was trained for another target: fingerprint"):
+        run(given | {"draft": str(tmp_path / "other")}, tmp_path / "small", 20)
+    assert not (tmp_path / "small").exists()

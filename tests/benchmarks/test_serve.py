@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serve
+from benchmarks.vllm_server import Server, count_accepted
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records, read_runs
 from poss_lightning.reports.compare import compare
-from poss_lightning.serving.client import Server, count_accepted
 from tests.support.tiny import tiny_draft
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_vllm.py"))

@@ -1,0 +1,75 @@
+"""Engines' own numbers: whatever form an answer's rounds have, its record accepts what they accepted."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from poss_lightning.evaluation.records import read_records
+
+ROUNDS = [[2, 0, 1, 2], [0, 0], [3]]
+
+
+def vllm(rounds: list[int], detailed: bool = True) -> dict:
+    """A response of vLLM's server."""
+    counts = [rounds.count(accepted) for accepted in range(4)]
+    known = {"acceptance_histogram": counts, "num_draft_tokens": 3 * len(rounds)}
+    known |= {"per_step_accepted": rounds} if detailed else {}
+    return {"id": "cmpl-1", "choices": [{"text": "so"}], "metrics": {"speculative_decoding": known}}
+
+
+def aiperf(rounds: list[int]) -> dict:
+    """A line of AIPerf's profile_export.jsonl."""
+    counts = {str(accepted): times for accepted, times in Counter(rounds).items()}
+    metadata = {"suite": "chat", "id": "seven", "method": "poss2"}
+    return {"metadata": metadata, "spec_decode_acceptance": {"acceptance_histogram": counts}}
+
+
+def lines(answers: list[dict]) -> str:
+    return "".join(json.dumps(answer) + "\n" for answer in answers)
+
+
+ANSWERS = [vllm(rounds) for rounds in ROUNDS]
+FORMS = {
+    "detailed": lines(ANSWERS),
+    "histograms": lines([vllm(rounds, False) for rounds in ROUNDS]),
+    "AIPerf": lines([aiperf(rounds) for rounds in ROUNDS]),
+    "an array": json.dumps(ANSWERS),
+    "a mark of the encoding, blank lines, CRLF": "\ufeff" + lines(ANSWERS).replace("\n", "\r\n\r\n"),
+    "a request that failed": lines([ANSWERS[0], {"metrics": None, "choices": []}, *ANSWERS[1:]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
+    (tmp_path / "served.jsonl").write_text(FORMS[form], encoding="utf-8", newline="")
+    records = read_records(tmp_path / "served.jsonl")
+    assert [Counter(record.accepted) for record in records] == [Counter(rounds) for rounds in ROUNDS]
+    assert form in ("histograms", "AIPerf") or [record.accepted for record in records] == ROUNDS
+    assert {(r.suite, r.method) for r in records} == {
+        ("chat", "poss2") if form == "AIPerf" else ("requests", "served (engine)")
+    }
+
+
+PROMETHEUS = '# HELP vllm:spec_decode_num_drafts_total Number.\nvllm:spec_decode_num_drafts_total{engine="0"} 40.0\n'
+SGLANG = {"text": "so", "meta_info": {"spec_verify_ct": 20, "completion_tokens": 48}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (PROMETHEUS, "is Prometheus text, .* --per-request-spec-decode-metrics detailed"),
+        (PROMETHEUS.partition("\n")[2], "is Prometheus text, .* --per-request-spec-decode-metrics detailed"),
+        (lines([SGLANG]), "no answer says what each round accepted: .* --per-request-spec-decode-metrics"),
+        (lines([{"choices": [], "usage": {}, "metrics": None}]), "no answer says .*AIPerf's .* --export-level records"),
+        (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": [-1]}}}]), r"is \[-1\]"),
+        (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": "x"}}}]), "is 'x'; it must"),
+        (lines([{"no": "record"}]), "lacks accepted"),
+        ("[1]", "is not a JSON object"),
+    ],
+)
+def test_another_form_is_named_with_what_writes_the_right_one(tmp_path, text, words):
+    (tmp_path / "metrics.txt").write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        read_records(tmp_path / "metrics.txt")
+    assert "\n" not in str(caught.value)
