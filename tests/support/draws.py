@@ -4,7 +4,7 @@
 
 The target draws each text once, by plain decoding. Then rounds are drafted along it, as `poss replay` does: `chain`,
 `16` and `60` see the noise of the text; `chain-blind` and so on are the published rule, which drafts the most likely
-tokens whatever is drawn; `16-x1.5` and so on score nodes by `log_softmax((l + T g) / 1.5)`, where the package has 1.
+tokens whatever is drawn. `--scales 1.5` adds `16-x1.5`, which scores nodes by `log_softmax((l + T g) / 1.5)`.
 `poss compare OUT --reference 60-blind` prints τ and the paired difference.
 """
 
@@ -35,7 +35,6 @@ from poss_lightning.target.model import Target
 
 TREES = {"chain": (6, 7, 1), "16": (6, 16, 4), "60": (6, 60, 10)}  # depth, nodes, tree width
 BLIND = "-blind"
-SCALES = (0.75, 1.25, 1.5)  # of a draft's error; of chains nothing depends on it
 UNKNOWN = -2  # the token behind the end of a text: no draft proposes it
 
 
@@ -72,10 +71,12 @@ def rounds(drafter: Drafter, sampler: TokenSampler | None, text: list[int], feat
     return accepted
 
 
-def rules(tree: str, sampler: TokenSampler | None) -> list[tuple[str, TokenSampler | None, float]]:
-    """Names of methods, what they see, and the scale of their scores."""
-    scales = [] if tree == "chain" else [(f"{tree}-x{scale}", sampler, scale) for scale in SCALES]
-    return [(tree, sampler, 1.0), (tree + BLIND, None, 1.0), *scales]
+def rules(
+    tree: str, sampler: TokenSampler | None, scales: list[float]
+) -> list[tuple[str, TokenSampler | None, float]]:
+    """Names of methods, what they see, and the scale of their scores, on which no chain depends."""
+    scaled = [] if tree == "chain" else [(f"{tree}-x{scale}", sampler, scale) for scale in scales]
+    return [(tree, sampler, 1.0), (tree + BLIND, None, 1.0), *scaled]
 
 
 def scaled_log_probs(logits, count, noise=None, scale: float = 1.0):
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions of each suite")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scales", type=float, nargs="*", default=[], help="others than 1 that are tried")
     options = parser.parse_args()
     target, sampling = Target.load("embedded", device="cpu"), Sampling(options.temperature)
     draft = Specialists.from_pretrained(options.draft).to(target.dtype).eval()
@@ -114,7 +116,7 @@ def main() -> None:
         sampler = TokenSampler(1, target.spec.vocab_size, target.device)
         sampler.begin(sampling, [prompt], seeded(seed))
         for name, drafter in drafters.items():
-            for method, sees, scale in rules(name, sampler):
+            for method, sees, scale in rules(name, sampler, options.scales):
                 with patch.object(drafting, "top_log_probs", partial(scaled_log_probs, scale=scale)):
                     accepted = rounds(drafter, sees, text, features, len(prompt), TREES[name][1])
                 said = text[len(prompt) :][: 1 + sum(count + 1 for count in accepted)]
@@ -124,7 +126,7 @@ def main() -> None:
     methods = {
         method: {"depth": depth, "nodes": nodes, "tree_width": width, **describe(draft)}
         for name, (depth, nodes, width) in TREES.items()
-        for method, *_ in rules(name, None)
+        for method, *_ in rules(name, None, options.scales)
     }
     config = {name: value for name, value in vars(options).items() if name != "out"}
     config |= {"target": target.spec.name, "fingerprint": target.spec.fingerprint, "dtype": target.dtype_name}
