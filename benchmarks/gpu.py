@@ -4,7 +4,6 @@ step      a training step at the sizes of Llama-3-8B, against the published twin
 rounds    rounds and plain steps at these sizes, as graphs and without, beside the bandwidth floor
 extract   tokens a second of extraction, against the bare forward
 answers   the embedded target's suites, with a shipped draft, against plain decoding
-memory    the peak of a training, against `poss plan`
 
 Prints each part and writes runs/bench/gpu.json. After a kill, the same command goes on with the parts that are missing.
 With POSS_DEVICE=cpu every line runs at tiny sizes, so that the first GPU finds no typing error; these figures mean
@@ -17,13 +16,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import core, floor, plan, soak, speed, train
-from benchmarks.decode import show
+from benchmarks import core, decode, floor, soak, train
 from benchmarks.random_target import random_target
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import provenance
@@ -31,7 +28,6 @@ from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.files import atomic
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target.model import Target
-from poss_lightning.training.plan import TARGETS
 from poss_lightning.work import Work
 
 
@@ -49,10 +45,8 @@ class Sizes:
     conversations: int
     questions: int  # of each suite
     new_tokens: int
-    cases: tuple[plan.Case, ...]
 
 
-EIGHT_B = TARGETS["llama-3-8b"]
 FULL = Sizes(
     draft=train.LLAMA_3_8B,
     slots=(2048, 8192),
@@ -64,11 +58,6 @@ FULL = Sizes(
     conversations=64,
     questions=5,
     new_tokens=128,
-    cases=(
-        plan.Case(EIGHT_B, (6,), 6, [2048]),
-        plan.Case(EIGHT_B, (3, 3), 6, [2048]),
-        plan.Case(EIGHT_B, (3, 3, 2), 8, [4096], vocabulary=32000, detach=False, kind="eagle3"),
-    ),
 )
 TINY = Sizes(
     draft=(64, 96, 4, 2, 16, 500),
@@ -81,7 +70,6 @@ TINY = Sizes(
     conversations=2,
     questions=1,
     new_tokens=4,
-    cases=(plan.Case(plan.NARROW, (1, 1), 2, [64]),),
 )
 
 
@@ -105,20 +93,10 @@ def extract(sizes: Sizes, device: str) -> dict[str, object]:
 
 def answers(sizes: Sizes, device: str) -> dict[str, object]:
     target, draft = Target.load("embedded", device=device), Specialists.from_pretrained("embedded-hass")
-    return speed.suites(target, draft, read_suites(None, sizes.questions), sizes.new_tokens)
+    return decode.suites(target, draft, read_suites(None, sizes.questions), sizes.new_tokens)
 
 
-def memory(sizes: Sizes, device: Literal["cpu", "cuda"]) -> dict[str, object]:
-    cases = {
-        f"{case.target.name} {list(case.allocation)}, T {sum(case.lengths)}": plan.compare(case, device)
-        for case in sizes.cases
-    }
-    return {name: {key: found[key] for key in ("predicted", "measured", "ratio")} for name, found in cases.items()}
-
-
-PARTS: dict[str, Callable[..., dict[str, object]]] = {
-    part.__name__: part for part in (step, rounds, extract, answers, memory)
-}
+PARTS: dict[str, Callable[..., dict[str, object]]] = {part.__name__: part for part in (step, rounds, extract, answers)}
 
 
 def _large_dtype(device: str) -> torch.dtype:
@@ -142,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
             if device == "cuda":
                 torch.cuda.empty_cache()
         print(f"\n{part}")
-        show(work.receipt(part))
+        decode.show(work.receipt(part))
     with atomic(options.out) as path:
         found = {part: work.receipt(part) for part in PARTS}
         path.write_text(json.dumps({**facts, **{part: of for part, of in found.items() if of}}, indent=1) + "\n")

@@ -25,6 +25,13 @@ def seconds(work: Callable[[], object], times: int, device: str = "cpu") -> floa
     return median(once(work, device) for _ in range(times))
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, and the 10th and 90th percentile."""
+    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    return {"median": middle, "low": low, "high": high}
+
+
 def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
     """Most bytes of tensors that `work` had allocated at once, beyond what was there before; it runs twice."""
     work()

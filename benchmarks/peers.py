@@ -2,20 +2,15 @@
 
 Both have the same weights, slots, passes, vocabulary and dtype, and the loss of speculators (the KL divergence from the
 target, a mean over slots for each pass). Gradients are compared first: they show that both do the same. On a CPU
-speculators has its eager attention and losses, as its fused ones need a GPU; there it takes those. With `--train N`
-both are trained on a store, N steps from the same weights, and measured by our engine. Prints a table, and writes
-runs/bench/peers.json.
+speculators has its eager attention and losses, as its fused ones need a GPU; there it takes those. Prints a table, and
+writes runs/bench/peers.json.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import islice
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -23,7 +18,6 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import LlamaConfig
 
 from benchmarks.measure import once, peak_bytes
@@ -33,23 +27,14 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.evaluation.records import read_records
-from poss_lightning.evaluation.replay import replay
-from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.features.stream import Batch, collate
 from poss_lightning.files import atomic
-from poss_lightning.interop.convert import convert
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.reports.summary import by_method, summarise
-from poss_lightning.target.model import Target
 from poss_lightning.target.spec import EmbedHead
-from poss_lightning.training.module import SpecialistTraining
 
 LAYERS = 30  # of the target, of which three are read
-LEARNING_RATE = 1e-3  # of those that are trained
 BOTH = ("ours", "theirs")
 
 
@@ -74,7 +59,6 @@ class Problem:
         norm: (D,) weight of the target's final norm.
         slots: T, at most.
         dtype: in which products are computed; weights are float32.
-        learning_rate: of AdamW, for both.
     """
 
     def __init__(
@@ -84,7 +68,6 @@ class Problem:
         norm: Tensor,
         slots: int,
         dtype: torch.dtype,
-        learning_rate: float = 0.0,
     ):
         self.draft, self.dtype, self.device = draft, dtype, draft.fc.weight.device.type
         self.depth = draft.config.depth
@@ -92,7 +75,7 @@ class Problem:
         self.peer = make_peer(draft, head, norm, slots).to(draft.fc.weight.device)
         draft.lm_head.requires_grad_(self.peer.lm_head.weight.requires_grad)
         self.optimizers = {
-            name: torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=learning_rate)
+            name: torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.0)
             for name, model in (("ours", draft), ("theirs", self.peer))
         }
         self.loss_config = resolve_loss_config("kl_div", "eager" if self.device == "cpu" else "fused")
@@ -234,71 +217,6 @@ def figures(problem: Problem, row: Row, pairs: int) -> dict[str, object]:
     }
 
 
-# --- trained ---
-
-
-def train(
-    steps: int, store: str, slots: int, depth: int, vocabulary: int, device: str, dtype: torch.dtype, out: Path
-) -> Path:
-    """Both from the same weights, on the same texts in the same order: drafts `ours` and `theirs` in the folder `out`.
-
-    Each counts the slots that it counts: ours those that a round can reach, theirs all of the answers, and passes that
-    began before an answer, or run on into the next text.
-    """
-    features = FeatureStore(store)
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"kind": "eagle3", "detach": False, "vocabulary_size": vocabulary, "normalise": False}
-    draft = SpecialistTraining(store, [depth], **options).draft.to(device)
-    features = features.select(draft.config.layers)
-    norm = Target.load(features.target.name, "float32", "cpu").model.get_decoder().norm.weight.data.to(device)
-    problem = Problem(draft, features.embed_head().to(device, torch.float32), norm, slots, dtype, LEARNING_RATE)
-    with tqdm(total=steps, unit="step", desc="training both") as bar:
-        for row in islice(stored_rows(features, problem.embed_head, norm, slots, dtype), steps):
-            losses = {name: float(problem.step(name, row)) for name in BOTH}
-            bar.set_postfix(losses, refresh=False)
-            bar.update()
-    draft.save_pretrained(out / "ours")
-    problem.peer.save_pretrained(out / "peer")
-    convert(str(out / "peer"), str(out / "theirs"), input_format="speculators", target=features.target.name)
-    return out
-
-
-def stored_rows(store: FeatureStore, head: EmbedHead, norm: Tensor, slots: int, dtype: torch.dtype) -> Iterator[Row]:
-    """The texts of a store in a random order, again and again, as many in a row as fit."""
-    chosen: list[Sample] = []
-    while True:
-        for index in torch.randperm(len(store)).tolist():
-            sample = store[index]
-            if chosen and sum(len(each.tokens) for each in [*chosen, sample]) > slots:
-                yield as_row(collate([chosen]), head, norm, dtype)
-                chosen = []
-            chosen.append(sample)
-
-
-def as_row(batch: Batch, head: EmbedHead, norm: Tensor, dtype: torch.dtype) -> Row:
-    """A row of a store, as `SpecialistTraining` reads it."""
-    texts = torch.cat([torch.full((length,), number) for number, length in enumerate(batch.lengths[0])])
-    device, features = norm.device, batch.features[:, 1:].float().to(norm.device)
-    return Row(
-        tokens=batch.tokens[:, 1:].to(device),
-        inputs=batch.draft_input[:, :-1].to(device, dtype),
-        features=features.to(dtype),
-        hidden=(features / norm).to(dtype),
-        counts=batch.counts[:, :-1].to(device) * head.has_row(batch.greedy[:, 1:].to(device)),
-        packing=Packing(batch.lengths, batch.positions[:, :-1].to(device)),
-        texts=texts[None, :-1].to(device),
-    )
-
-
-def measure(drafts: Path, answers: str, depth: int) -> dict[str, str]:
-    """τ of both in our engine, with 95 % intervals over prompts."""
-    replay(answers, str(drafts / "replay"), drafts={name: str(drafts / name) for name in BOTH}, depth=depth)
-    rows = summarise(by_method(read_records(drafts / "replay")), reference="theirs")
-    ours, theirs = (next(row for row in rows if (row.suite, row.method) == ("all", name)) for name in BOTH)
-    found = {f"tau_{row.method}": row.values["tau_macro"].with_interval(".3f") for row in (ours, theirs)}
-    return found | {"tau_ours_less_theirs": ours.gains["tau_macro"].with_interval("+.3f")}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -307,9 +225,6 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--train", type=int, default=0, help="then train both for so many steps, and measure their τ")
-    parser.add_argument("--store", default="runs/lab/layers", help="features with inner layers, to train on")
-    parser.add_argument("--answers", default="runs/lab/dev-layers", help="features of the answers to measure on")
     given = parser.parse_args()
     sizes = SMOLLM2 if given.device == "cpu" else LLAMA_3_8B
     dtype = choose_dtype(given.dtype, given.device)
@@ -323,10 +238,6 @@ def main() -> None:
         "largest_relative_gradient_difference": max(difference.values()),
         **figures(problem, row, given.pairs),
     }
-    if given.train:
-        with TemporaryDirectory() as place:
-            drafts = train(given.train, given.store, *options, given.device, getattr(torch, dtype), Path(place))
-            results |= {"steps": given.train, **measure(drafts, given.answers, given.depth)}
     for name, value in results.items():
         print(f"  {name:<38} {value if not isinstance(value, float) else format(value, '.4g')}")
     with atomic("runs/bench/peers.json") as path:

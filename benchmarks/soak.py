@@ -55,21 +55,13 @@ class Case:
     prompts: list[list[int]]
     limit: int
     stops: frozenset[int]
-    temperature: float
-    top_k: int  # of sampling
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+    sampling: Sampling
     allocation: tuple[int, ...]
     proposals: int | None  # the draft proposes so many tokens only, those the answers have most: else few are accepted
     depth: int
     nodes: int
     tree_width: int
     tree: Literal["fixed", "auto"]
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
 
 
 class Mismatch(AssertionError):
@@ -91,11 +83,13 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         prompts,
         limit=random.randint(1, limit),
         stops=frozenset(random.sample(range(size), random.choice([0, 1, 8]))),
-        temperature=random.choice([0.0, 0.5, 1.0]),
-        top_k=random.choice([0, 5, 50]),
-        top_p=random.choice([1.0, 0.9, 0.5]),
-        min_p=random.choice([0.0, 0.0, 0.1]),
-        repetition_penalty=random.choice([1.0, 1.0, 1.3]),
+        sampling=Sampling(
+            temperature=random.choice([0.0, 0.5, 1.0]),
+            top_k=random.choice([0, 5, 50]),
+            top_p=random.choice([1.0, 0.9, 0.5]),
+            min_p=random.choice([0.0, 0.0, 0.1]),
+            repetition_penalty=random.choice([1.0, 1.0, 1.3]),
+        ),
         allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
         proposals=random.choice([None, 4, 12, 40]),
         depth=depth,

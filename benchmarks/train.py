@@ -92,8 +92,7 @@ def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype)
 
     Where the twin does not fit the device's memory, its figures are None.
     """
-    problem, half = Problem(sizes, slots, device, dtype), Problem(sizes, slots // 2, device, dtype)
-    fits = True
+    problem, fits = Problem(sizes, slots, device, dtype), True
     try:
         problem.step(problem.twin)  # not counted
     except torch.OutOfMemoryError:
@@ -104,12 +103,10 @@ def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype)
     losses = [problem.ours, problem.twin] if fits else [problem.ours]
     times = [[once(lambda loss=loss: problem.step(loss), device) for loss in losses] for _ in range(PAIRS)]
     ours, *twin = (median(of_one) for of_one in zip(*times, strict=True))
-    steps = {"ours": (problem, problem.ours), "half": (half, half.ours)}
-    steps |= {"twin": (problem, problem.twin)} if fits else {}
-    resident = {name: one.resident() for name, (one, _) in steps.items()}
+    resident = problem.resident()
     peaks = {
-        name: resident[name] + peak_bytes(lambda one=one, loss=loss: one.step(loss), device)
-        for name, (one, loss) in steps.items()
+        name: resident + peak_bytes(lambda loss=loss: problem.step(loss), device)
+        for name, loss in zip(("ours", "twin"), losses, strict=False)
     }
     flops = step_flops(problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2)
     rate = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype)
@@ -129,9 +126,6 @@ def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype)
         "matmul_rate_fraction": flops / ours / rate,
         "matmul_teraflops": rate / 1e12,
         "peak_megabytes": {name: peak / 1e6 for name, peak in peaks.items()},
-        "memory_of_twice_the_slots": peaks["ours"] / peaks["half"],
-        "memory_of_twice_the_slots_beyond_what_stays": (peaks["ours"] - resident["ours"])
-        / (peaks["half"] - resident["half"]),
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, refuse_numbers
 
 BLOCK = 128  # numbers whose largest is sought first: two short searches are faster than one long one
+ROWS = 16  # places whose logits exist in float32 at once: a CPU takes longer to find memory for more than to add them
 DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a float that is not negative: where each begins, its bits
 
 
@@ -50,10 +51,8 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; the target has {size} tokens, and 0 takes all of them")
 
     def filter(self, logits: Tensor, temperature: Tensor | float) -> Tensor:
-        """Logits (..., V) with -inf for the tokens that are not kept; of equal ones, all or none are."""
-        if not (self.top_k or self.top_p < 1 or self.min_p):
-            return logits
-        logits, floors = logits.float(), []  # of what is kept
+        """Logits (..., V) in float32, with -inf for tokens that are not kept; of equal ones, all or none are."""
+        floors = []  # of what is kept
         if self.top_k:
             best = logits.topk(min(self.top_k, logits.shape[-1])).values  # (..., k), in order
             floors.append(best[..., -1:])
@@ -74,7 +73,7 @@ class Sampling:
         """What a token is drawn from: (..., V) -> (..., V) float32, sums 1. At temperature 0 one token has all."""
         if self.temperature == 0:
             return torch.nn.functional.one_hot(argmax(logits), logits.shape[-1]).float()
-        return (self.filter(logits, self.temperature).float() / self.temperature).softmax(-1)
+        return (self.filter(logits.float(), self.temperature) / self.temperature).softmax(-1)
 
 
 GREEDY = Sampling()
@@ -92,7 +91,7 @@ class TokenSampler:
         self.kind, self.seen = GREEDY, torch.zeros(0, dtype=torch.bool, device=device)
         self.keys = torch.zeros(batch, 2, dtype=torch.int32, device=device)
         self.temperature = torch.zeros((), device=device)
-        self.ids = torch.arange(vocabulary, dtype=torch.int32, device=device)
+        self.ids = _mix(torch.arange(vocabulary, dtype=torch.int32, device=device))
 
     def begin(
         self, sampling: Sampling, prompts: Sequence[Sequence[int]], generator: torch.Generator | None = None
@@ -114,17 +113,15 @@ class TokenSampler:
         if not self.kind.temperature:
             return None
         keys = _mix(self.keys[:, :, None] + places[:, None].to(torch.int32))[..., None]  # (B, 2, n, 1)
-        return gumbel(_mix(_mix(self.ids ^ keys[:, 0]) + keys[:, 1])).mul_(self.temperature)
+        return minus_gumbel(_mix((self.ids ^ keys[:, 0]).add_(keys[:, 1]))).mul_(-self.temperature)
 
-    def choose(
-        self, logits: Tensor, noise: Tensor | None, index: Tensor | None = None, seen: Tensor | None = None
-    ) -> Tensor:
+    def choose(self, logits: Tensor, noise: Tensor | None, index: Tensor, seen: Tensor | None = None) -> Tensor:
         """The token after each of n places of each text: (B, n).
 
         Args:
             logits: (B, n, V)
-            noise: (B, m, V), of `noise`; without an index it is overwritten.
-            index: (B, n) which of the m is a place's; None where they are the same.
+            noise: (B, m, V), of `noise`.
+            index: (B, n) which of the m is a place's.
             seen: (B, n, V) what the text has up to each place, of `seen_after`.
         """
         if seen is not None:
@@ -132,15 +129,18 @@ class TokenSampler:
             logits = torch.where(logits < 0, logits * penalty, logits / penalty).where(seen, logits)
         if noise is None:
             return argmax(logits)
-        if index is not None:
-            rows = torch.arange(len(noise), device=noise.device)[:, None] * noise.shape[1]
-            noise = noise.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*logits.shape)
-        return argmax(noise.add_(self.kind.filter(logits, self.temperature)))
+        begins = torch.arange(len(noise), device=noise.device)[:, None] * noise.shape[1]
+        rows, noise, chosen = (begins + index).flatten(), noise.flatten(0, 1), []
+        for own, row in zip(logits.flatten(0, 1).split(ROWS), rows.split(ROWS), strict=True):
+            kept = self.kind.filter(own.float(), self.temperature)
+            chosen.append(argmax(noise.index_select(0, row).add_(kept)))
+        return torch.cat(chosen).view(index.shape)
 
     def next(self, logits: Tensor, places: Tensor) -> Tensor:
         """The next token of each text, which is at `places` (B,): logits (B, V) -> (B,), and into the texts."""
         seen = None if self.kind.repetition_penalty == 1 else self.seen[:, None]
-        tokens = self.choose(logits[:, None], self.noise(places[:, None]), seen=seen)
+        noise, index = self.noise(places[:, None]), torch.zeros_like(places)[:, None]
+        tokens = self.choose(logits[:, None], noise, index, seen)
         self.append(tokens)
         return tokens[:, 0]
 
@@ -185,25 +185,25 @@ def argmax(x: Tensor) -> Tensor:
 
 def text_keys(seeds: Tensor) -> Tensor:
     """What the noise of texts is made from: (B,) int64 -> (B, 2) int32."""
-    low, high = seeds.view(torch.int32).view(-1, 2).unbind(1)  # every machine here keeps the low bits first
+    low, high = seeds.clone().view(torch.int32).view(-1, 2).unbind(1)  # every machine here keeps the low bits first
     first = _mix(low)
     return torch.stack([first, _mix(high ^ first)], dim=1)
 
 
-def gumbel(bits: Tensor) -> Tensor:
-    """32 random bits each -> -log(-log(1 - u)), u uniform; resolved finely where it is large, up to 22."""
-    negative = (bits & 0x7FFFFFFF).float().add_(0.5).mul_(-(2**-31)).clamp_(min=2**-24 - 1)  # -u
-    return negative.log1p_().neg_().log_().neg_()
+def minus_gumbel(bits: Tensor) -> Tensor:
+    """32 random bits each -> log(-log(1 - u)), u uniform; finely resolved where u is small, down to -21."""
+    negative = bits.bitwise_and_(0x7FFFFFFF).float().mul_(-(2**-31)).clamp_(2**-24 - 1, -(2**-32))  # -u
+    return negative.log1p_().neg_().log_()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Each int32 in the place of another, so that each bit depends on all (lowbias32 of Wellons' hash-prospector).
+    """Give each int32 the place of another, so that each bit depends on all (lowbias32 of Wellons' hash-prospector).
 
-    Products are taken modulo 2^32, and shifted bits come from zeros, on every device.
+    In place. Products are taken modulo 2^32, and zeros move in from the left, on every device.
     """
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-        x = (x ^ (x >> shift & (1 << (32 - shift)) - 1)) * factor
-    return x ^ (x >> 15 & 0x1FFFF)
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    return x
 
 
 # --- a nucleus ---

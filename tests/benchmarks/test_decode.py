@@ -1,0 +1,121 @@
+"""The decoding benchmark, the floor and the soak, at tiny sizes: they count what happens, and change nothing."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import decode, floor, soak
+from benchmarks.measure import spread
+from benchmarks.random_target import random_draft, random_target
+from poss_lightning.clock import Clock
+from poss_lightning.decoding.decoder import Request
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.sampling import Sampling
+from tests.support.tiny import tiny_draft
+
+
+def test_figures_of_rounds(target):
+    kinds = {"one": ([4], {}), "two": ([2, 2], {}), "tied": ([2, 2], {"kv": "shared"})}
+    drafts = {name: tiny_draft(target, allocation, **config) for name, (allocation, config) in kinds.items()}
+    found = decode.costs(target, drafts, 3, depth=2, nodes=8, tree_width=3)
+    assert found["one"]["round_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and found["two"]["round_ms"] > 0
+    slot = 2 * drafts["one"].layers[0].k_proj.out_features
+    assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot]
+    assert found["two"]["weights_MB"] == found["tied"]["weights_MB"] > found["one"]["weights_MB"]
+    assert spread([3.0, 1.0, 2.0]) == pytest.approx({"median": 2.0, "low": 1.2, "high": 2.8})
+
+
+def test_figures_and_ratios_by_hand():
+    pairs = [
+        {"x": decode.Run(10, 1.0, [1, 0]), "y": decode.Run(10, 2.0, [])},
+        {"x": decode.Run(20, 1.0, [3]), "y": decode.Run(20, 4.0, [])},
+        {"x": decode.Run(30, 3.0, [0]), "y": decode.Run(30, 30.0, [])},
+    ]
+    assert decode.figures(pairs, ("x",), ("y",)) == {
+        "x": {"tokens_per_second": 12.0, "tau": 2.0},
+        "y": {"tokens_per_second": 60 / 36},
+        "x_speedup_vs_y": 4.0,
+    }
+
+
+def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
+    asked = []
+    monkeypatch.setattr(decode, "run", lambda decoder, prompts, limit: asked.append((decoder, prompts, limit)))
+    decode.answers({"x": "x", "y": "y"}, [[[1]], [[2]]], 20)
+    warm = [("x", [[1]], 16), ("y", [[1]], 16)]
+    assert asked == warm + [("x", [[1]], 20), ("y", [[1]], 20), ("y", [[2]], 20), ("x", [[2]], 20)]
+
+
+def test_the_command_writes_what_it_prints(target, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode.Target, "load", lambda *args, **options: target)
+    monkeypatch.setattr(decode.Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
+    monkeypatch.setattr(decode, "KINDS", {"[1]": {"allocation": (1,)}})
+    out = tmp_path / "decode.json"
+    options = ["--limit", "1", "--max-new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)]
+    decode.main(options)
+    written, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert set(written["costs"]) == {"[1]"} and set(written["suites"]) == {"chat", "all"} and written["questions"] == 1
+    assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
+    assert all(f"\n{part}\n" in printed for part in ("costs", "draws", "suites", "batch"))
+
+
+def test_floors_are_the_bytes_that_must_be_read():
+    """D 32, MLP 48, 4 heads and 2 of keys, of 8 each, 288 tokens, 2 layers; float32."""
+    target = random_target(soak.TINY, torch.float32)
+    engine = Speculative(target, random_draft(target, (1, 2)), 3, 20)
+    next(engine.rounds(Request([[5] * 10], 8, frozenset()), Clock(target.device)))
+    mlp, attention, slot, head = 3 * 32 * 48, 2 * 32 * 32, 2 * 2 * 8, 288 * 32  # projections of keys: 32 * slot
+    layer = mlp + attention + 32 * slot + 2 * 32  # two norms
+    assert floor.verify_bytes(engine, 20) == 4 * (2 * layer + 32 + head + 2 * slot * (10 + 20))
+    own = mlp + attention + 32  # without the projections of keys, and with one norm
+    join = 2 * 32 * 32 + 32 * slot  # of a slot that the second specialist will read
+    assert floor.draft_bytes(engine, 1) == 4 * (own + head + slot * 10)
+    assert floor.draft_bytes(engine, 3) == 4 * (3 * (own + head) + 2 * join + slot * (10 + 20 + 30))
+
+
+# --- the soak ---
+
+
+def test_a_case_follows_from_its_seed_and_a_short_soak_has_some(target):
+    cases = [soak.make_case(seed, target, ["A horse has four legs."], 6, 30, 20) for seed in (1, 1, 2)]
+    assert cases[0] == cases[1] != cases[2]
+    assert all(1 <= len(prompt) <= 30 and max(prompt) < 320 for case in cases for prompt in case.prompts)
+    seen = soak.soak(2 / 60)
+    assert seen["cases"] >= 1 and seen["tokens"] > 0
+
+
+def test_a_soak_stops_at_a_mismatch_and_names_its_case(monkeypatch):
+    plain = soak.Speculative.decode
+
+    def wrong(self, *args):
+        decoded = plain(self, *args)
+        decoded[-1].tokens[-1] = (decoded[-1].tokens[-1] + 1) % 288
+        return decoded
+
+    monkeypatch.setattr(soak.Speculative, "decode", wrong)
+    with pytest.raises(soak.Mismatch, match=r"--seed 7, random: row \d of \d, token \d+"):
+        soak.soak(1, seed=7)
+
+
+def test_only_rounding_excuses_a_mismatch():
+    """Two tokens with the same rows of the head tie; the next most likely one is no excuse."""
+    target = random_target(soak.TINY, torch.float32)
+    case = replace(soak.make_case(3, target, ["A horse."], 6, 5, 4), prompts=[[5, 6, 7], [8]], sampling=Sampling())
+    logits = target.embed_head.logits(target.text_features(torch.tensor([[8]])))[0, -1]
+    best, second = logits.topk(2).indices.tolist()
+    assert not soak.undecided(target, case, case.prompts, 1, [], {best, second})
+    twin = (best + 1) % 288
+    target.embed_head.head.data[twin] = target.embed_head.head[best]
+    assert soak.undecided(target, case, case.prompts, 1, [], {best, twin})
+
+
+def test_growing_memory_fails(monkeypatch, capsys):
+    monkeypatch.setattr(soak, "soak", lambda *args: {"cases": 1, "growth": 0.051})
+    monkeypatch.setattr(soak.Target, "load", lambda *args: None)
+    with pytest.raises(SystemExit, match="1"):
+        soak.main(["--part", "decoding"])
+    assert "memory grew by 5.1% after the first fifth" in capsys.readouterr().out
+    monkeypatch.setattr(soak, "soak", lambda *args: {"cases": 1, "growth": 0.049})
+    soak.main(["--part", "decoding"])
