@@ -71,9 +71,7 @@ def rounds(drafter: Drafter, sampler: TokenSampler | None, text: list[int], feat
     return accepted
 
 
-def rules(
-    tree: str, sampler: TokenSampler | None, scales: list[float]
-) -> list[tuple[str, TokenSampler | None, float]]:
+def rules(tree: str, sampler: TokenSampler | None, scales: list[float]) -> list[tuple[str, TokenSampler | None, float]]:
     """Names of methods, what they see, and the scale of their scores, on which no chain depends."""
     scaled = [] if tree == "chain" else [(f"{tree}-x{scale}", sampler, scale) for scale in scales]
     return [(tree, sampler, 1.0), (tree + BLIND, None, 1.0), *scaled]
