@@ -27,7 +27,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
 }
-_WEIGHTS = ("weight", "loss", "train", "training", "trainable")  # 0 or false: people keep the answer out of the loss
+# 0 or false: people keep the answer out of the loss
+_WEIGHTS = ("weight", "loss_weight", "loss", "train", "training", "trainable", "train_on_turn")
 _SIDES = ("user", "assistant")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
@@ -134,6 +135,7 @@ def _with_unique_id(conversation: Conversation, others: dict[str, Conversation])
 def _conversation(raw: object, name: str) -> Conversation | None:
     """One record as a regular conversation; None where it has no answer."""
     record = parse(raw) if isinstance(raw, bytes) else raw
+    record = {"messages": record} if isinstance(record, list) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
     messages = make_regular(messages_of(record))
@@ -152,16 +154,27 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
     Raises:
         Malformed: it has none of the forms, or something that a text cannot hold.
     """
-    if media := next((key for key in _MEDIA if record.get(key)), None):
-        raise Malformed(f"it has {media!r}, and only text is read")
+    check_text(record)
     turns, key = _turns(record)
-    messages = [read_message(turn, f"{key}[{i}]") for i, turn in enumerate(turns)]
+    messages: list[Message] = []
+    for i, turn in enumerate(turns):
+        message = read_message(turn, f"{key}[{i}]")
+        if messages and message.get("tool_calls") and not message["content"] and "tool_calls" in messages[-1]:
+            messages[-1]["tool_calls"] += message["tool_calls"]  # several calls at once, a turn each
+        else:
+            messages.append(message)
     system = system_of(record)
     if system and messages and messages[0]["role"] == "system":
         if messages[0] != system[0]:
             raise Malformed("its 'system' and its first message are different system messages")
         return messages
     return [*system, *messages]
+
+
+def check_text(record: dict[str, Any]) -> None:
+    """Raise Malformed where a record has pictures, sound or films."""
+    if media := next((key for key in _MEDIA if record.get(key)), None):
+        raise Malformed(f"it has {media!r}, and only text is read")
 
 
 def system_of(record: dict[str, Any]) -> list[Message]:
@@ -181,6 +194,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
         raise Malformed(f"'chat_template_kwargs' must be an object, it is a {type(given).__name__}")
     if not (tools := _unpacked(record.get("tools") or record.get("functions"))):
         return given
+    tools = list(map(_unpacked, tools)) if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Malformed("'tools' must be a list of functions")
     return given | {"tools": [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]}
@@ -196,10 +210,10 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     asked, question = question_of(record)
     answered = next((key for key in _ANSWERED if record.get(key)), None)
     if asked and answered:
-        past = [(role, text) for pair in record.get("history") or () for role, text in zip(_SIDES, pair, strict=True)]
-        turns = [{"role": role, "content": text} for role, text in past]
-        answer = _as_turns(_unpacked(record[answered]), "assistant")
-        return [*turns, *_as_turns(question, "user"), *answer], f"{asked} and {answered}"
+        thoughts = {key: record[key] for key in THOUGHTS if record.get(key)}
+        answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **thoughts}]
+        question = as_chat(question) or [{"role": "user", "content": question}]
+        return [*_history(record), *question, *answer], f"{asked} and {answered}"
     if any(isinstance(record.get(key), list) for key in _CHATS):
         return [], "messages"  # empty
     has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
@@ -210,16 +224,37 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """The field of a record's one question, and the question: a text, or turns; "" and None where it has none."""
     asked = next((key for key in _ASKED if record.get(key)), "")
-    question = _unpacked(record.get(asked))
+    question = as_chat(record.get(asked)) or _one(record, asked)
     if asked == "instruction" and record.get("input"):
         question = f"{question}\n\n{record['input']}"
     return asked, question
 
 
-def _as_turns(text: Any, role: str) -> list[Any]:
-    """The turns that a list is, or one of `role`."""
-    is_chat = isinstance(text, list) and all(isinstance(turn, dict) and "type" not in turn for turn in text)
-    return text if is_chat else [{"role": role, "content": text}]
+def _one(record: dict[str, Any], key: str) -> Any:
+    """The value of a field, which may be a list of one text."""
+    value = record.get(key)
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        if len(value) != 1:
+            raise Malformed(f"{key!r} has {len(value)} texts; it must be one")
+        return value[0]
+    return value
+
+
+def _history(record: dict[str, Any]) -> list[Message]:
+    """Earlier questions and answers, as pairs."""
+    pairs = _unpacked(record.get("history") or [])
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise Malformed("'history' must be a list of pairs, question and answer")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(_SIDES, pair, strict=True)]
+
+
+def as_chat(value: Any) -> list[Any] | None:
+    """The turns of a chat, also where they stand in a JSON text; None for what is no chat."""
+    turns = _unpacked(value)
+    is_chat = isinstance(turns, list) and all(
+        isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns
+    )
+    return turns if is_chat and turns else None
 
 
 def _unpacked(value: Any) -> Any:
@@ -227,7 +262,7 @@ def _unpacked(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -266,10 +301,11 @@ def read_message(turn: object, where: str) -> Message:
         return message
     if calls := turn.get("tool_calls") or turn.get("function_call"):
         message["tool_calls"] = _calls(calls, where)
-    if thoughts := next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None):
-        message |= thinking(_text(thoughts, where))
+    thoughts = next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None)
+    if thoughts and "</think>" not in content:  # else they stand in the content, too
+        message |= thinking(_text(thoughts, where, "thoughts"))
     if tokens := turn.get("tokens"):
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise Malformed(f"{where}: 'tokens' must be a list of token ids")
         message["tokens"] = tokens
     if turn.get("finish_reason"):
@@ -278,22 +314,26 @@ def read_message(turn: object, where: str) -> Message:
 
 
 def _weight(turn: dict[str, Any]) -> Message:
-    return {"weight": 0} if any(turn.get(key) is not None and not turn[key] for key in _WEIGHTS) else {}
+    if turn.get("train_detail"):
+        raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
+    given = [str(turn[key]).lower() for key in _WEIGHTS if turn.get(key) is not None]
+    is_masked = str(turn.get("mask")).lower() in ("1", "true")
+    return {"weight": 0} if is_masked or {"0", "0.0", "false"} & {*given} else {}
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, name: str = "content") -> str:
     """A text, or the texts of its parts, one after another."""
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
             raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
-        content = "".join(_text(part.get("text", ""), where) for part in parts)
+        content = "".join(_text(part.get("text", ""), where, name) for part in parts)
     if not isinstance(content, str):
-        raise Malformed(f"{where}: 'content' must be a text, it is a {type(content).__name__}")
+        raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise Malformed(f"{where}: 'content' holds half a surrogate pair, which is no text") from error
+        raise Malformed(f"{where}: {name!r} holds half a surrogate pair, which is no text") from error
     return content
 
 

@@ -38,7 +38,7 @@ def records(source: str, split: str = "train") -> Iterator[tuple[int, object]]:
         return file_records(path)
     if path.name.endswith(ENDINGS):
         raise CorpusError(f"{source} is missing: there is no such file")
-    return enumerate(_rows(source, split), 1)
+    return enumerate(map(_without_nulls, _rows(source, split)), 1)
 
 
 def stem(source: str) -> str:
@@ -72,7 +72,7 @@ def parse(line: bytes) -> object:
         return json.loads(line)
     except UnicodeDecodeError as error:
         raise Malformed(f"not UTF-8 text ({error}): save the file as UTF-8") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON ({error})") from error
 
 
@@ -122,7 +122,7 @@ def _whole(path: Path, first: bytes) -> list[object] | None:
     text = b"".join(line for _, line in _lines(path))
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if first.startswith(b"[") and not _is_json(first):
             raise CorpusError(f"{path} is not JSON: {error}") from error
         return None  # lines, of which the first is broken
@@ -134,9 +134,16 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         for batch in parquet.ParquetFile(path).iter_batches(1024):
-            yield from batch.to_pylist()
+            yield from map(_without_nulls, batch.to_pylist())
     except ArrowException as error:
         raise CorpusError(f"{path} cannot be read to its end: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row of a table without the fields that only other rows have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _rows(source: str, split: str) -> Any:

@@ -34,7 +34,8 @@ def asked(record: dict, field: str | None = None) -> Asked:
 
     The answers of a conversation are left out, since the model gives its own. Everything between two answers is one
     turn: its messages are joined by a blank line. Where there are no answers at all, as in SPEED-Bench's files, each
-    message of the user is a turn. A conversation ends where the answer was a call of a tool: nobody runs it here.
+    message of the user is a turn. A conversation ends where the answer was a call of a tool, which nobody runs here,
+    and before a system message in its middle.
 
     Raises:
         Malformed: there is no such field, or it has no question; or SPEED-Bench left the text out.
@@ -49,10 +50,11 @@ def asked(record: dict, field: str | None = None) -> Asked:
         raise Malformed(
             f"has no {f'`{field}`' if field else known}; it has {', '.join(map(str, record)) or 'no field'}"
         )
+    readers.check_text(record)
     opening = readers.system_of(record)
-    if key in _CHATS or (isinstance(value, list) and value and isinstance(value[0], dict)):
+    if key in _CHATS or (chat := readers.as_chat(value)):
         given = {name: record[name] for name in ("system", "system_prompt") if name in record}
-        opening, texts = _user_turns(readers.messages_of({"messages": value, **given}), key)
+        opening, texts = _user_turns(readers.messages_of({"messages": value if key in _CHATS else chat, **given}), key)
     else:
         texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
@@ -76,10 +78,11 @@ def name(record: dict, number: int) -> int | str:
     Raises:
         Malformed: it is neither a number of at least 0 nor a name.
     """
-    field = next((field for field in _NAMES if record.get(field) not in (None, "")), None)
+    field = next((name for name in _NAMES if record.get(name) not in (None, "") and record[name] == record[name]), None)
     if field is None:
         return number
     value = record[field]
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(value, bool) or not isinstance(value, int | str) or (isinstance(value, int) and value < 0):
         raise Malformed(f"{field} is {value!r}; it must be a number of at least 0 or a name")
     return value
@@ -90,8 +93,10 @@ def _user_turns(messages: list[Message], field: str) -> tuple[list[Message], lis
     if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
         asked = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
         messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in asked), one)]
-    called = next((place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool"), None)
-    messages = readers.make_regular([*messages[:called], _ANSWER])
+    first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    ends = (place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
+    later = (place for place, one in enumerate(messages) if one["role"] == "system" and place > first)
+    messages = readers.make_regular([*messages[: min([*ends, *later], default=len(messages))], _ANSWER])
     first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
     runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]

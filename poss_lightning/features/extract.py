@@ -212,6 +212,7 @@ def tokenize(
         except ValueError as error:
             refused.append(f"conversation {conversation.id}: {error}")
             continue
+        short += not rendered  # all answers are kept out of the loss
         for number, text in enumerate(rendered, 1):
             spans = [(start, min(stop, max_length)) for start, stop in text.spans if start < max_length]
             kept = any(stop - start >= 2 for start, stop in spans)
@@ -227,7 +228,9 @@ def tokenize(
     if tell and len(said) < len(conversations):
         logger.warning("%d conversations are there more than once", len(conversations) - len(said))
     if tell and short:
-        logger.warning("left out %d texts whose answers have less than two of the first %d tokens", short, max_length)
+        logger.warning(
+            "left out %d texts without two tokens of an answer for the loss among the first %d", short, max_length
+        )
     return sorted(texts, key=lambda text: len(text.tokens))
 
 

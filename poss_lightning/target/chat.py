@@ -1,5 +1,6 @@
 """Chat: conversations -> token ids, the spans the assistant wrote in them, the tokens that stop it."""
 
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from poss_lightning.target.spelling import Spelling, any_of
 from poss_lightning.target.template import MARK, OTHER_MARK, THOUGHTS, Message, Template, Variables, thinking
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,9 @@ class Chat:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer (tokenizer.json)")
         self._tokenizer, self.template = tokenizer, Template(tokenizer, variables)
-        self.stops = _stops(tokenizer, generation_config) | _turn_ends(tokenizer, self.template)
-        self._stop_texts = [text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text]
+        stops = _stops(tokenizer, generation_config)
+        self.stops = stops | _turn_ends(tokenizer, self.template, stops)
+        self._stop_texts = tuple(text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text)
         self._spelling = Spelling(tokenizer, self._stop_texts)
         self._special_ids = {*tokenizer.all_special_ids, *self.stops}
 
@@ -94,8 +98,9 @@ class Chat:
         """
         self._check_tokens(messages)
         messages, variables = self._guarded(messages, variables)
-        self.template.check_rendered(messages, variables)
-        answers = {i: self._answer(messages, i, variables) for i in _answered(messages)}
+        places = _answered(messages)
+        self.template.check_rendered(messages[: max(places, default=0)], variables)
+        answers = {i: self._answer(messages, i, variables) for i in places}
         remaining = {i for i in answers if messages[i].get("weight", 1)}
         texts = []
         while remaining:
@@ -123,7 +128,7 @@ class Chat:
         Raises:
             ValueError: as in `render`.
         """
-        text = self.template.text(self._spelling.guard([*messages, {"role": "user", "content": MARK}]), {})
+        text = self.template.text(self._guarded([*messages, {"role": "user", "content": MARK}], None)[0], {})
         return self._spelling.tokens(text.split(MARK)[0] + self._spelling.guard(opening))[0]
 
     def text(self, tokens: list[int]) -> str:
@@ -151,8 +156,10 @@ class Chat:
         if tokens := message.get("tokens"):
             return _Answer(prompt, "", tokens)
         content, finished = message["content"], self.template.text(messages[: i + 1], variables)
-        shared = _shared(prompt, finished)
-        opened, tail = prompt[shared:], finished[shared:]
+        cut = message.get("finish_reason") == "length"
+        if cut and "</think>" not in content and "<think>" in (content.lstrip()[:7], prompt.rstrip()[-7:]):
+            return _Answer(prompt, "", _behind("<think>" * prompt.rstrip().endswith("<think>"), content))
+        shared, opened, tail = _parted(prompt, finished, content)
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
             raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
         body, stop = self._until_stop(tail)
@@ -160,20 +167,25 @@ class Chat:
         if not stop and said not in shown:
             raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
         _check_said(message, i, shown)
-        end = "" if message.get("finish_reason") == "length" else stop
-        if shown and shown != said and said.endswith(shown):  # it keeps the end of the content, and drops thoughts
+        end = "" if cut else stop
+        missing = said[: len(said) - len(shown)] if shown and said.endswith(shown) else ""
+        is_known = _squeeze(prompt[:shared]).endswith(missing)  # the prompt opens the thought, and the content too
+        if missing and not is_known:  # the template keeps the end of the content, and drops thoughts
             return _Answer(prompt, "", _behind(opened, content) + end)
         if opened:
             raise ValueError(
                 f"message {i}: the chat template opens an answer with {opened!r} but writes a finished one "
                 f"with {tail[:40]!r}, so what the assistant wrote cannot be told"
             )
-        if said not in shown:
+        if said not in shown and not missing:
             raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
         if not stop:
-            kept = content if content in body else content.strip()
-            body = body[: body.index(kept) + len(kept)] if kept in body else body
-        lead = self._empty_thought(messages[: i + 1], tail, shared, variables)
+            kept = "" if message.get("tool_calls") else content if content in body else content.strip()
+            body = body[: body.index(kept) + len(kept)] if kept and kept in body else body.rstrip()
+        begins = content.strip() and tail.lstrip().startswith(content.strip())
+        lead = 0 if begins or missing else self._empty_thought(messages[: i + 1], tail, shared, variables)
+        if not body[lead:] + end:
+            raise ValueError(f"message {i}: the chat template writes nothing of it")
         return _Answer(prompt, tail[:lead], body[lead:] + end)
 
     def _until_stop(self, tail: str) -> tuple[str, str]:
@@ -213,7 +225,7 @@ class Chat:
                 )
 
     def _guarded(self, messages: list[Message], variables: Variables | None) -> tuple[list[Message], dict[str, Any]]:
-        return self._spelling.guard(messages), self._spelling.guard(dict(variables or {}))
+        return list(map(self._spelling.guard_message, messages)), self._spelling.guard(dict(variables or {}))
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
         """Text up to where the assistant answers the last message."""
@@ -250,7 +262,10 @@ class Chat:
                     spans[i] = cut, cut + len(written)
             elif text.startswith(written, len(answer.before)):
                 start = bisect_left(begins, len(answer.before), lo=cut)
-                spans[i] = start, bisect_left(begins, len(answer.before) + len(written), lo=start)
+                stop = bisect_left(begins, len(answer.before) + len(written), lo=start)
+                is_open = messages[i].get("finish_reason") != "length" and not written.endswith(self._stop_texts)
+                # Some families end an answer with the token that begins the next turn.
+                spans[i] = start, stop + (is_open and stop < len(tokens) and tokens[stop] in self.stops)
         return tokens, spans
 
 
@@ -265,15 +280,24 @@ def _check_said(message: Message, i: int, shown: str) -> None:
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
     if _squeeze(thoughts) not in shown:
         raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
-    for call in message.get("tool_calls", ()):
-        if call["function"]["name"] not in shown:
-            raise ValueError(f"message {i}: the chat template leaves out its call of {call['function']['name']!r}")
+    names = [_squeeze(call["function"]["name"]) for call in message.get("tool_calls", ())]
+    for name in names:
+        if shown.count(name) < names.count(name):
+            raise ValueError(f"message {i}: the chat template leaves out its call of {name!r}")
 
 
-def _shared(one: str, other: str) -> int:
-    """Letters at the beginning of both."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
+    """How many letters of a prompt a finished answer's text begins with, what it lacks of it, and what follows.
+
+    What stands far before an answer may be another once it is finished: a system message that stands before the last
+    user's alone.
+    """
+    pairs = zip(prompt, finished, strict=False)
+    shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(finished)))
+    _, found, tail = finished.rpartition(prompt[-20:])
+    if shared < len(prompt) and found and content.strip() and content.strip() in tail:
+        return len(prompt), "", tail
+    return shared, prompt[shared:], finished[shared:]
 
 
 def _squeeze(text: str) -> str:
@@ -293,9 +317,11 @@ def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConf
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if isinstance(token, int))
 
 
-def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template) -> frozenset[int]:
+def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template, stops: frozenset[int]) -> frozenset[int]:
     """The token that the template writes behind every answer, whether the chat goes on or not, if there is one."""
-    added = any_of(map(str, tokenizer.added_tokens_decoder.values()))
-    ends = {found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.behind_answers()}
     known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    return frozenset(known[end] for end in ends) if len(ends) == 1 and "" not in ends else frozenset()
+    added = any_of(known)
+    ends = [found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.behind_answers()]
+    if ends and not ends[0] and ends[1] and known[ends[1]] not in stops:
+        logger.warning("%s stands behind an answer where the chat goes on, and is no stop token", ends[1])
+    return frozenset(known[end] for end in ends) if len({*ends}) == 1 and "" not in ends else frozenset()

@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 GUARD = "\ufdd0"  # stands in no text: Unicode keeps it for a program's own use
 _ANCHOR = "\u241f"  # merges with no letter
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # tokens of single bytes: special in some tokenizers, and they close nothing
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+# Special in some tokenizers, and they close no turn: tokens of single bytes, and the marks of thoughts in an answer.
+_HARMLESS = re.compile(f"{_BYTE.pattern}|</?think>")
 _NOT_TEXT = ("role", "tokens", "finish_reason", "weight")  # of a message
 
 
@@ -34,21 +36,25 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: Iterable[str]):
         self._tokenizer = tokenizer
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        texts = {*added, *tokenizer.all_special_tokens, *stops} - {""}
-        special = sorted(text for text in texts if not _BYTE.fullmatch(text))
+        added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+        texts = {text for text, is_special in added.items() if is_special or text in stops} - {""}
+        special = sorted(text for text in texts if not _HARMLESS.fullmatch(text))
         self._names = {text: GUARD + chr(0xF0000 + place) for place, text in enumerate(special)}
         self._special = any_of(special)
 
     def guard(self, value: Any) -> Any:
-        """Every text inside a message, or inside what a template is given, with guards."""
+        """Every text inside a value, with guards."""
         if isinstance(value, str):
             return self._special.sub(lambda found: found[0][:1] + GUARD + found[0][1:], value.replace(GUARD, ""))
         if isinstance(value, list):
             return [self.guard(part) for part in value]
         if isinstance(value, dict):
-            return {key: part if key in _NOT_TEXT else self.guard(part) for key, part in value.items()}
+            return {self.guard(key): self.guard(part) for key, part in value.items()}
         return value
+
+    def guard_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with guards in all that somebody wrote."""
+        return {key: part if key in _NOT_TEXT else self.guard(part) for key, part in message.items()}
 
     def encode(self, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Tokens of guarded text, none of them reaching over a border, where a prompt ends.
@@ -104,10 +110,8 @@ class Spelling:
         """The copy of the tokenizer in which special tokens have other names; loaded when a text has their letters."""
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         model, names = state["model"], self._names
+        state |= {"truncation": None, "padding": None}  # a saved tokenizer may have them
         kept = [token for token in state["added_tokens"] if not _BYTE.fullmatch(token["content"])]
-        plain = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
-        for text in names.keys() - {token["content"] for token in kept}:  # a stop token of the ordinary vocabulary
-            kept.append({"id": self._tokenizer.convert_tokens_to_ids(text), "content": text, **plain})
         state["added_tokens"] = [token | {"content": names.get(token["content"], token["content"])} for token in kept]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(piece, piece): token for piece, token in model["vocab"].items()}

@@ -47,7 +47,15 @@ class Template:
         if taken := [name for name in given if name in _TAKEN]:
             raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template's own")
         self._today = self._render([{"role": "user", "content": ""}], {}, template=_ISO_DATE)  # by the templates' clock
-        self.variables: dict[str, Any] = ({_TODAY: self._today} if _TODAY in self._source else {}) | given
+        self.variables: dict[str, Any] = (
+            {_TODAY: self._today} if _TODAY in str(tokenizer.chat_template) else {}
+        ) | given
+        try:
+            date.fromisoformat(self.variables.get(_TODAY, self._today))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"chat_template_kwargs: {_TODAY} is {given[_TODAY]!r}; it must be a date, as {self._today}"
+            ) from error
         used = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in self._source}
         self.digest = hashlib.sha256(json.dumps([self._source, used], sort_keys=True).encode()).hexdigest()[:16]
         self.opens_answers = "add_generation_prompt" in self._source
@@ -63,17 +71,20 @@ class Template:
         Raises:
             ValueError: the template refuses the messages.
         """
-        given = {**self.variables, **variables}
-        try:
-            return self._render(messages, given, open_answer)
-        except Exception as error:  # whatever a template's code raises
-            if any(message.get("tool_calls") for message in messages):
-                try:  # some templates want a call's arguments as an object, and others as a text
-                    return self._render(list(map(_with_text_arguments, messages)), given, open_answer)
-                except Exception:  # the first reason is the better one
-                    pass
-            roles = ", ".join(message["role"] for message in messages)
-            raise ValueError(f"the chat template refuses messages with the roles {roles}: {error}") from error
+        given, faults, texts = {**self.variables, **variables}, [], []
+        # Some templates want a call's arguments as an object, and others as a text.
+        for variant in (messages, [_with_text_arguments(message) for message in messages]):
+            try:
+                texts.append(self._render(variant, given, open_answer))
+            except Exception as error:  # whatever a template's code raises
+                faults.append(error)
+                continue
+            if _has_calls(messages, texts[-1]):
+                return texts[-1]
+        if texts:
+            return texts[0]
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"the chat template refuses messages with the roles {roles}: {faults[0]}") from faults[0]
 
     def _render(self, messages: list[Message], given: Variables, open_answer: bool = False, template: str = "") -> str:
         rest = {name: value for name, value in given.items() if name != _TODAY}
@@ -84,17 +95,17 @@ class Template:
         return str(render(messages, chat_template=template, tokenize=False, add_generation_prompt=open_answer, **rest))
 
     def check_rendered(self, messages: list[Message], variables: Variables) -> None:
-        """Raise ValueError where the template leaves out the tools, or what a system or a tool says."""
+        """Raise ValueError where the template leaves out the tools, or what a system or a tool says, of a prompt."""
         others = [i for i, message in enumerate(messages) if message["role"] in ("system", "tool")]
         if not others and not variables.get("tools"):
             return
-        text = self.text(messages, variables)
-        if variables.get("tools") and text == self.text(messages, {**variables, "tools": None}):
+        text = self.text(messages, variables, open_answer=True)
+        if variables.get("tools") and text == self.text(messages, {**variables, "tools": None}, open_answer=True):
             raise ValueError("the chat template leaves out the tools")
         for i in others:
-            message, said = messages[i], messages[i]["content"].strip()
+            message = messages[i]
             changed = [*messages[:i], message | {"content": MARK}, *messages[i + 1 :]]
-            if said and said not in text and text == self.text(changed, variables):
+            if message["content"].strip() and text == self.text(changed, variables, open_answer=True):
                 raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
 
     def behind_answers(self) -> Iterable[str]:
@@ -109,13 +120,29 @@ class Template:
 
 def _dated(template: str, day: date) -> str:
     """The template with a fixed day where it asks for today's date."""
-    return re.sub(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""", lambda call: json.dumps(day.strftime(call[2])), template)
+    return re.sub(
+        r"""strftime_now\((?:\s*format\s*=)?\s*(['"])(.*?)\1\s*\)""",
+        lambda call: json.dumps(day.strftime(call[2])),
+        template,
+    )
 
 
 def _with_text_arguments(message: Message) -> Message:
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return call | {"function": call["function"] | {"arguments": arguments}}
+    if not (calls := message.get("tool_calls")):
+        return message
+    functions = [dict(call["function"]) for call in calls]
+    for function in functions:
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return message | {"tool_calls": [call | {"function": one} for call, one in zip(calls, functions, strict=True)]}
 
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": [as_text(call) for call in calls]} if calls else message
+
+def _has_calls(messages: list[Message], text: str) -> bool:
+    """Whether the text has all calls, and no arguments as Python would print them."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    printed = any(
+        function["arguments"] and str(function["arguments"]) in text
+        for function in functions
+        if not isinstance(function["arguments"], str)
+    )
+    return not printed and all(function["name"] in text for function in functions)

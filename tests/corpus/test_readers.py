@@ -80,6 +80,17 @@ def test_parquet_and_saved_folders(tmp_path):
         read_conversations(str(tmp_path / "splits"), "dev")
 
 
+def test_fields_that_only_other_rows_of_a_table_have_are_no_arguments(tmp_path):
+    def called(arguments: dict) -> dict:
+        return {"messages": [HI, CALLING | {"tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
+
+    datasets.Dataset.from_list([called({"city": "Oslo"}), called({"x": 1})]).to_parquet(tmp_path / "x.parquet")
+    found = [
+        c.messages[1]["tool_calls"][0]["function"]["arguments"] for c in read_conversations(str(tmp_path / "x.parquet"))
+    ]
+    assert found == [{"city": "Oslo"}, {"x": 1}]
+
+
 def test_one_object_that_is_no_conversation_tells_its_fields(write):
     with pytest.raises(CorpusError, match=r"1 of 1 malformed\n  line 1: neither .*: it has 'data'"):
         read_conversations(write("x.json", json.dumps({"data": [CHAT]})))
@@ -90,6 +101,7 @@ BRIEF = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 OLD = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 CALLING, RESULT = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}
+TURN = {"from": "tool_call", "value": json.dumps(CALL["function"])}
 THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
 FORMS = [
     ({"conversations": [{"role": "user", "content": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [HI, HELLO]),
@@ -107,6 +119,15 @@ FORMS = [
     ({"messages": [HI, HELLO | {"thinking": "hm"}]}, [HI, HELLO | THOUGHTS]),
     ({"messages": [HI, HELLO | {"reasoning_content": "hm"}]}, [HI, HELLO | THOUGHTS]),
     ({"messages": [HI, HELLO | {"weight": 0}, HI, HELLO | {"weight": 1}]}, [HI, HELLO | {"weight": 0}, HI, HELLO]),
+    ({"prompt": "Hi", "response": '["a", "b"]'}, [HI, HELLO | {"content": '["a", "b"]'}]),
+    ({"prompt": "Hi", "response": '{"name": "Bob"}'}, [HI, HELLO | {"content": '{"name": "Bob"}'}]),
+    ({"prompt": "Hi", "response": ["Hello"], "thinking": "hm"}, [HI, HELLO | THOUGHTS]),
+    ({"messages": [HI, HELLO | {"content": "<think>a</think>b", "thinking": "a"}]},
+     [HI, HELLO | {"content": "<think>a</think>b"}]),
+    ({"messages": [HI, HELLO | {"loss_weight": "0"}]}, [HI, HELLO | {"weight": 0}]),
+    ({"messages": [HI, HELLO | {"train_on_turn": "False"}]}, [HI, HELLO | {"weight": 0}]),
+    ({"messages": [HI, HELLO | {"mask": 1}]}, [HI, HELLO | {"weight": 0}]),
+    ({"conversations": [{"from": "human", "value": "Hi"}, TURN, TURN]}, [HI, CALLING | {"tool_calls": [CALL, CALL]}]),
     ({"messages": [HI, HELLO | {"train": False}]}, [HI, HELLO | {"weight": 0}]),
     (
         {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT, HELLO]},
@@ -198,7 +219,14 @@ def message(**changed) -> dict:
 
 MALFORMED = [
     ("{", "not JSON"),
-    ("[1]", "a record must be an object, it is a list"),
+    ("1", "a record must be an object, it is a int"),
+    ("[1]", "messages[0] must be an object, it is a int"),
+    ("[" * 10**5, "not JSON"),
+    ({"question": "a", "answer": ["b", "c"]}, "'answer' has 2 texts; it must be one"),
+    ({"history": [["a"]], "prompt": "b", "response": "c"}, "'history' must be a list of pairs"),
+    ({"messages": [HI, HELLO | {"train_detail": [{"begin_offset": 0}]}]}, "an answer has 'train_detail'"),
+    ({"messages": [HI, HELLO | {"tokens": [-5]}]}, "messages[1]: 'tokens' must be a list of token ids"),
+    ({"messages": [HI, HELLO | {"thinking": True}]}, "messages[1]: 'thoughts' must be a text, it is a bool"),
     ({"text": "Hi"}, "neither 'messages' nor 'conversations', nor a question with its answer: it has 'text'"),
     (
         {"prompt": "Hi"},

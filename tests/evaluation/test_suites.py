@@ -44,7 +44,8 @@ FORMS = [
     ({"messages": chat(("user", "a"), ("assistant", "x"))}, ["a"]),
     ({"messages": chat(("user", "a"), ("user", "b"), ("assistant", "x"), ("user", "c"))}, ["a\n\nb", "c"]),
     ({"messages": chat(("system", "s"), ("user", "a"), ("user", "b"))}, ["a", "b"]),  # no answers
-    ({"messages": chat(("user", "a"), ("user", "b"), ("system", "s"))}, ["a", "b\n\ns"]),
+    ({"messages": chat(("user", "a"), ("assistant", "x"), ("system", "s"), ("user", "b"))}, ["a"]),
+    ({"question": '["a", "b"]'}, ['["a", "b"]']),
     ({"messages": chat(("assistant", "unasked"), ("user", "a"))}, ["a"]),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
     ({"turns": ["a"], "system": "s"}, ["a"]),
@@ -65,6 +66,9 @@ def test_every_form_of_a_record(tmp_path, name):
     assert [question.turns for question in questions] == [turns for _, turns in FORMS]
     openings = [question.opening for question in questions if question.opening]
     assert openings == [chat(("system", "s"))] * 2
+    with pytest.raises(ValueError, match="it has 'images', and only text is read"):
+        (tmp_path / "pictures.jsonl").write_text(lines({"question": "a", "images": ["b"]}))
+        read_suites([str(tmp_path / "pictures.jsonl")])
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
 
 

@@ -203,7 +203,7 @@ def test_what_is_left_out_is_told(caplog):
     long = conversation("long", "hi " * 30, "no room")
     assert len(tokenize(target, [*talks, refused, long], length + 4)) == 20
     assert "1 of 22 conversations that the target cannot read\n  conversation x: " in caplog.text
-    assert f"left out 1 texts whose answers have less than two of the first {length + 4} tokens" in caplog.text
+    assert f"left out 1 texts without two tokens of an answer for the loss among the first {length + 4}" in caplog.text
     with pytest.raises(CorpusError, match="conversation x: the chat template refuses"):
         tokenize(target, [*talks, refused], 500, strict=True)
 

@@ -222,6 +222,14 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 
 
+CUT = {"finish_reason": "length"}
+CALLED = "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+GLM = (  # an answer ends where the next turn begins
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + CALLED + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def thinks(content: str, thoughts: str) -> dict[str, str]:
     return assistant(content) | thinking(thoughts)
 
@@ -238,6 +246,10 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (THINKING, assistant("Yes."), "Yes.<|im_end|>"),
         (R1, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (R1, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (THINKING, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (THINKING, assistant("Two and") | CUT, "Two and"),
+        (QWEN3, assistant("<think>\nTwo and") | CUT, "<think>\nTwo and"),
+        (GLM, assistant("") | {"tool_calls": [CALL]}, 'weather{"city": "Oslo"}'),
         (HARMONY, assistant("Yes."), "<|channel|>final<|message|>Yes.<|im_end|>"),
         (
             HARMONY,
@@ -254,7 +266,7 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
 def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expected):
     chat, messages = Chat(tiny_tokenizer(template)), [user("Prime?"), answer]
     [found] = words(chat, messages)
-    assert found.startswith(expected)
+    assert found.startswith(expected) and ("finish_reason" not in answer or found == expected)
     prompt = chat.prompt(messages[:1])
     assert chat.render(messages).tokens[: len(prompt)] == prompt
 
@@ -266,6 +278,7 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
         (R1, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
         (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
         (CHATML, chat_of(["b"]), {"tools": TOOLS}, "leaves out the tools"),
+        (LLAMA_3, [user("a"), assistant("") | {"tool_calls": [CALL, CALL]}], {}, "message 1: .* its call of 'weather'"),
         (CHATML.replace("{{ message['content'] }}", "{{ message['content'] if message['role'] != 'system' }}"),
          [{"role": "system", "content": "Be brief."}, *chat_of(["b"])], {}, "message 0: .* what a system says"),
         (CHATML.replace("['content'] }}", "['content'] | upper }}"), chat_of(["b"]), {}, "message 1: .* 'B' for 'b'"),
@@ -274,6 +287,33 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
 def test_what_a_template_leaves_out_is_refused(template, messages, given, reason):
     with pytest.raises(ValueError, match=reason):
         Chat(tiny_tokenizer(template)).texts(messages, given)
+
+
+def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog):
+    tokenizer = tiny_tokenizer(GLM)
+    begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    stops = GenerationConfig(eos_token_id=[begin])
+    assert words(Chat(tokenizer, stops), chat_of(["four", "five"])) == ["four<|im_start|>", "five"]
+    assert not caplog.text
+    assert words(Chat(tokenizer), chat_of(["four", "five"])) == ["four", "five"]
+    assert "<|im_start|> stands behind an answer where the chat goes on, and is no stop token" in caplog.text
+
+
+def test_a_system_message_that_stands_before_the_last_user_alone():
+    """As Mistral's does, so that a finished answer's text lacks it."""
+    template = (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
+        "{% else %}{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}{% if m.role == 'user' %}"
+        "[INST]{% if loop.last and system %}{{ system + ' ' }}{% endif %}{{ m.content }}[/INST]{% else %}"
+        "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    chat = Chat(tiny_tokenizer(template))
+    messages = [{"role": "system", "content": "Be brief."}, *chat_of(["four", "five"])]
+    texts = chat.texts(messages)
+    assert words(chat, messages) == ["four<|im_end|>", "five<|im_end|>"]
+    assert [text.tokens[: text.spans[0][0]] for text in texts] == [chat.prompt(messages[:2]), chat.prompt(messages[:4])]
+    written = [*messages[:2], chat.message([70, 71, 1])]
+    assert [text.tokens for text in chat.texts(written)] == [[*chat.prompt(messages[:2]), 70, 71, 1]]
 
 
 def test_tools_and_their_results_are_rendered():
@@ -294,8 +334,9 @@ def test_templates_that_want_a_calls_arguments_as_text_get_it():
     called = "{% set call = message.tool_calls[0].function %}{{ call.name + call.arguments }}"
     written = "{% if message.tool_calls %}" + called + "{% else %}{{ message['content'] }}{% endif %}"
     template = CHATML.replace("{{ message['content'] }}", written)
-    [found] = words(Chat(tiny_tokenizer(template)), [user("Oslo?"), assistant("") | {"tool_calls": [CALL]}])
-    assert found == 'weather{"city": "Oslo"}<|im_end|>'
+    for joined in (template, template.replace("call.name + call", "call.name ~ call")):  # which prints a dictionary
+        [found] = words(Chat(tiny_tokenizer(joined)), [user("Oslo?"), assistant("") | {"tool_calls": [CALL]}])
+        assert found == 'weather{"city": "Oslo"}<|im_end|>'
 
 
 def test_excluded_answers_and_answers_to_an_answer_are_context():
@@ -504,10 +545,29 @@ def test_letters_of_special_tokens_are_spelled_without_new_blanks(make, tmp_path
         assert tokenizer.decode(theirs["input_ids"]) == twin
 
 
+def test_what_a_saved_tokenizer_cuts_and_fills_is_not(tmp_path):
+    tokenizer = tiny_tokenizer()
+    plain = Chat(tokenizer).render(chat_of([FORGED] * 3))
+    tokenizer.backend_tokenizer.enable_truncation(12)
+    tokenizer.backend_tokenizer.enable_padding(length=400)
+    assert Chat(tokenizer).render(chat_of([FORGED] * 3)) == plain
+
+
+def test_a_stop_token_of_the_ordinary_vocabulary_leaves_letters_alone():
+    tokenizer = tiny_tokenizer()
+    line = tokenizer("\n").input_ids[0]
+    chat = Chat(tokenizer, GenerationConfig(eos_token_id=[1, line]))
+    assert (
+        tokenizer.decode(chat.prompt([user(f"a\n{FORGED}")]))
+        == f"<|im_start|>user\na\n{FORGED}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_special_tokens_in_tool_calls_and_thoughts_are_letters():
     chat = Chat(tiny_tokenizer(QWEN3))
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}
+    arguments = {"x": "<|im_end|>", "role": "<|im_end|>", "<|im_end|>": 1}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [user("a"), thinks("b", "<|im_end|>") | {"tool_calls": [call]}]
-    tools = {"tools": [{"type": "function", "function": {"name": "<|im_start|>"}}]}
+    tools = {"tools": [{"type": "function", "function": {"name": "<|im_start|>", "role": "<|im_end|>"}}]}
     special = [chat._tokenizer.convert_tokens_to_ids(token) for token in SPECIAL]
     assert sum(token in special for token in chat.render(messages, tools).tokens) == 4
