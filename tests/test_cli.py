@@ -59,7 +59,7 @@ BAD = [
     ((*EXTRACT, "out", "--target", "{inputs}/no-template"), "has no chat template"),
     # the corpus
     (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
-    (("extract", "{inputs}/malformed.jsonl", "out", *FLOAT), "malformed.jsonl: 2 malformed; line 2: not JSON"),
+    (("extract", "{inputs}/malformed.jsonl", "out", *FLOAT, "--strict", "true"), "malformed.jsonl: 1 of 4 malformed"),
     ((*EXTRACT, "out", *FLOAT, "--max_length", "2"), "none of the 40 conversations has an answer within 2 tokens"),
     # the store
     (
@@ -232,7 +232,7 @@ def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs,
         ),
         (
             ("extract", "{inputs}/suite.jsonl", "out"),
-            "it has 'turns', and `poss answer` lets a target answer questions",
+            "'turns', and `poss answer` lets a target answer questions",
         ),
         (("extract", "asked.jsonl", "out"), "with an answer (1 without); `poss answer` lets a target answer them"),
         (
@@ -270,7 +270,7 @@ def test_a_run_json_that_is_none_is_named(poss, inputs, tmp_path, content, words
 
 
 def test_a_target_that_is_not_supported_is_refused_in_a_line(poss, monkeypatch):
-    def load(*args) -> None:
+    def load(*_, **__) -> None:
         raise NotImplementedError("its layers are of kind 'mamba'")
 
     monkeypatch.setattr("poss_lightning.target.model.Target.load", load)
@@ -350,7 +350,7 @@ def test_the_version_names_the_stack(poss):
 
 
 def test_a_true_process_prints_one_line_and_fails(inputs, tmp_path):
-    command = [Path(sys.executable).parent / "poss", "extract", inputs / "malformed.jsonl", "out"]
+    command = [Path(sys.executable).parent / "poss", "extract", inputs / "empty.jsonl", "out"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("poss extract: ")
@@ -467,7 +467,7 @@ def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
 def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
     asked = []
 
-    def load(*arguments):
+    def load(*arguments, **_):
         asked.append(arguments)
         raise FileNotFoundError("not today")
 
@@ -483,7 +483,7 @@ def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
 def test_the_six_suites_are_the_hub_s(poss, monkeypatch):
     asked = []
 
-    def load(*arguments):
+    def load(*arguments, **_):
         asked.append(arguments)
         raise FileNotFoundError("not today")
 
@@ -491,4 +491,4 @@ def test_the_six_suites_are_the_hub_s(poss, monkeypatch):
     monkeypatch.setattr(benchmark, "load_suites", load)
     for command in ("answer", "benchmark"):
         poss(command, "out.jsonl", "--config", CONF / "suites/six.yaml")
-    assert asked == [([f"hub:{name}" for name in SIX], None)] * 2
+    assert [call[:2] for call in asked] == [([f"hub:{name}" for name in SIX], None)] * 2

@@ -14,7 +14,7 @@ import torch
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
 from poss_lightning.files import read_json, without_secrets
-from poss_lightning.target.spec import same_weights
+from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
 

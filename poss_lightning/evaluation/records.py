@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
 from poss_lightning.evaluation.engines import engine_lines
 from poss_lightning.files import read_json
-from poss_lightning.target.spec import same_weights
+from poss_lightning.target.fingerprints import same_weights
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`

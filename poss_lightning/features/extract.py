@@ -31,8 +31,8 @@ from poss_lightning.features.reading import Reader, TargetReader
 from poss_lightning.features.shards import TokenizedText, write_shard
 from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
+from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import same_weights
 from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from poss_lightning.ranges import refuse_types
+from poss_lightning.target.fingerprints import same_weights
 
 Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, D) -> (..., V)
 
@@ -45,12 +46,6 @@ class TargetSpec:
             if value != another:
                 return f"{field} {value!r} ({self.name}) against {another!r} ({other.name})"
         return None
-
-
-def same_weights(one: str, other: str) -> bool:
-    """Whether two fingerprints may be of one model; one of before they had two halves has the first alone."""
-    shared = min(len(one), len(other))
-    return one[:shared] == other[:shared] and bool(shared or one == other)
 
 
 class EmbedHead(nn.Module):

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from poss_lightning.configs import config_files, explain, read_config, set_up_parser
+from poss_lightning.configs import config_files, explain, set_up_parser
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
@@ -39,14 +39,12 @@ from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.help import PRECISION, SAID, choose_help
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import fetch_checkpoint, folder_of, has_outputs, stay_in_folder
+from poss_lightning.training.resume import fetch_checkpoint, has_outputs, stay_in_folder
 from poss_lightning.training.strategies import prepare
 from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
-CONFIG = "config.yaml"
 COMMANDS = ("fit", "validate", "test")
-HELD_OUT = ("store", "corpus", "validation", "split_seed")  # of the data: what decides which conversations are
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +220,7 @@ class Training(LightningCLI):
 
     def before_validate(self) -> None:
         if self.options.ckpt_path:
-            return self._compare_data()
+            return
         if (start := self.options.model.start_from) is None:
             raise ValueError(
                 "no --ckpt_path: this is the draft before training, of random weights; give a training's "
@@ -231,15 +229,6 @@ class Training(LightningCLI):
         rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
 
     before_test = before_validate
-
-    def _compare_data(self) -> None:
-        """Warn where the data are other ones than the config.yaml beside the checkpoint says."""
-        config, now = folder_of(self.options.ckpt_path) / CONFIG, self.options.data
-        before = read_config(str(config)).get("data") or {}
-        changed = [name for name in HELD_OUT if name in before and _place(before[name]) != _place(now[name])]
-        if changed:
-            differ = " and ".join(f"data.{name} is {now[name]} where it was {before[name]}" for name in changed)
-            rank_zero_warn(f"{differ} ({config}): conversations that it was trained on may be among these")
 
     def _say_how_to_go_on(self) -> None:
         """A line, where a training was stopped."""
@@ -284,13 +273,6 @@ def _expand_home(options: Any) -> None:
             raise ValueError(f"{name} is {place!r}: a config takes nothing from the environment: write the path")
         if place:
             owner[name] = os.path.expanduser(place)
-
-
-def _place(value: Any) -> Any:
-    """A path as it is from everywhere, or several, and other values as they are."""
-    if isinstance(value, list):
-        return [_place(each) for each in value]
-    return os.path.abspath(value) if isinstance(value, str) else value
 
 
 def _check_unused(folder: Path) -> None:

@@ -99,9 +99,9 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
 
 def test_a_validation_on_other_held_out_texts_warns(trained):
     folder, data = trained
-    module = SpecialistTraining(str(data.source.folder), [2])
+    module = SpecialistTraining(str(data.source.folders[0]), [2])
     trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
-    others = FeatureData(str(data.source.folder), validation=0.3, split_seed=7)
+    others = FeatureData(str(data.source.folders[0]), validation=0.3, split_seed=7)
     seen = sum(i in data.train for i in others.held_out)
     with pytest.warns(UserWarning, match=f"was trained on {seen} of these {len(others.held_out)} conversations"):
         trainer.validate(module, others, ckpt_path=str(folder / "last.ckpt"), verbose=False, weights_only=True)

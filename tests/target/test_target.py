@@ -20,9 +20,10 @@ from poss_lightning.features.extract import write_store
 from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
 from poss_lightning.target.describe import fingerprint
+from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.generation import generate, prefill
 from poss_lightning.target.model import Target, causal_ancestors
-from poss_lightning.target.spec import TargetSpec, same_weights
+from poss_lightning.target.spec import TargetSpec
 from tests.support import naive
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
