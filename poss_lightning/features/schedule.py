@@ -44,18 +44,22 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
     Of few conversations a side may get none; then it gets the one that is nearest to it, and a line says so.
 
     Args:
-        origins: of every sample the id that its conversation first had: what is there twice is on one side.
+        origins: of every sample the id that its conversation first had: what is there twice is on one side,
+            unless nothing else is there.
 
     Raises:
         ValueError: there is only one conversation, or `validation` is no fraction.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
+    if len(set(origins)) == 1 and len(origins) > 1:
+        logger.warning("all %d conversations have one text: what is held out is trained on too", len(origins))
+        origins = [f"{name}/{i}" for i, name in enumerate(origins)]
     ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in origins])
     border = min(max(validation, np.nextafter(ranks.min(), 1)), ranks.max())
     held_out, train = np.flatnonzero(ranks < border).tolist(), np.flatnonzero(ranks >= border).tolist()
     if not held_out:
-        raise ValueError(f"{len(origins)} conversations, or one many times: none can be held out for validation")
+        raise ValueError("there is one conversation: none can be held out for validation")
     if border != validation:
         logger.info(
             "validation %s of %d conversations leaves a side empty: it gets %d of them",

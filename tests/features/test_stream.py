@@ -135,14 +135,19 @@ def split_of(names: list[str], validation: float) -> int:
 @pytest.mark.parametrize(
     ("names", "validation", "words"),
     [
-        (["a"], 0.5, "1 conversations, or one many times"),
-        (["a", "a"], 0.5, "none"),
+        (["a"], 0.5, "there is one conversation: none"),
         (["a", "b"], 0.0, "validation is 0"),
     ],
 )
 def test_splits_that_cannot_be(names, validation, words):
     with pytest.raises(ValueError, match=words):
         split(names, validation, 0)
+
+
+def test_one_text_many_times_is_split_all_the_same(caplog):
+    train, held = split(["a"] * 8, 0.3, 0)
+    assert train and held and sorted(train + held) == list(range(8))
+    assert "what is held out is trained on too" in caplog.text
 
 
 def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> list[list[int]]:
