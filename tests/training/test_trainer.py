@@ -1,4 +1,4 @@
-"""What users of Lightning do with the module and the data, without `poss fit`; docs/trainer.md has the rest."""
+"""What users of Lightning do with the module and the data, without `poss fit`; docs/extending.md has the rest."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from poss_lightning.features.schedule import split
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.processes import forked, printed
 
-PAGE = Path(__file__).parents[2] / "docs" / "trainer.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 CPU = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, **QUIET}
 
@@ -23,7 +23,8 @@ def test_the_page_runs(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "features").symlink_to(store)
-    code = "\n".join(re.findall(r"```python\n(.+?)```", PAGE.read_text(), re.DOTALL))
+    section = PAGE.read_text().partition("## Your own Trainer")[2].partition("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.+?)```", section, re.DOTALL))
     exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
     assert (tmp_path / "runs/mine/draft/model.safetensors").is_file()
 
