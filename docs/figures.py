@@ -1,4 +1,4 @@
-"""`make figures`: the pictures of the documentation, made from committed records.
+"""`python docs/figures.py`: the pictures of the documentation, made from committed records.
 
     python docs/figures.py             # writes docs/figures/*.svg, and report.png where Chromium is installed
     python docs/figures.py --decode    # first decodes the example answer again: docs/figures/rounds.jsonl.gz

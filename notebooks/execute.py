@@ -1,4 +1,4 @@
-"""`make notebooks`: runs notebooks where they lie, and keeps of their outputs what a diff can be read of.
+"""`python notebooks/execute.py`: runs notebooks where they lie, and keeps of their outputs what a diff can be read of.
 
     python notebooks/execute.py [NOTEBOOK ...]
 

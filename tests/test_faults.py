@@ -1,4 +1,4 @@
-"""Commands killed, on a full disk, beside another, or on a store that changes: a few cases of `make soak`."""
+"""Commands killed, on a full disk, beside another, or on a store that changes: a few cases of `benchmarks/soak.py`."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Any options and any corpus end in a result or in one line: never a traceback, never a file left, within seconds.
 
-A few here, the same in every run; `make soak` runs new ones, ten a minute.
+A few here, the same in every run; `python -m benchmarks.soak` runs new ones, ten a minute.
 """
 
 import os

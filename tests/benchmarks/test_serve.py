@@ -1,4 +1,4 @@
-"""The client of vLLM's server, and `make bench-serve`, against a stand-in that knows its answers before."""
+"""The client of vLLM's server, and `benchmarks.serve`, against a stand-in that knows its answers before."""
 
 import json
 import os
