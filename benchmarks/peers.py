@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peers`: an EAGLE-3 training step of ours beside that of speculators, vLLM's library, on equal terms.
+"""A training step of ours beside that of speculators, vLLM's library, on equal terms: `python -m benchmarks.peers`.
 
 Both have the same weights, slots, passes, vocabulary and dtype, and the loss of speculators (the KL divergence from the
 target, a mean over slots for each pass). Gradients are compared first: they show that both do the same. On a CPU

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serve`: vLLM's server on the prompts of a benchmark, with its drafts and without, at several loads.
+"""vLLM's server on the prompts of a benchmark, with its drafts and without, at several loads.
 
     poss benchmark OURS --drafts.hass DRAFT --tree_width 1 --dtype float32
     python -m benchmarks.serve OURS OUT --loads 1 4 16 -- --enforce-eager

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`: commands that nobody would write, random decoding, commands that are killed, for as long as one likes.
+"""Commands that nobody would write, random decoding, commands that are killed: `python -m benchmarks.soak`.
 
 Decoding: random prompts, batches, laws, trees and drafts, each against plain decoding. Every case follows from its
 seed, so `python -m benchmarks.soak --part decoding --seed N` begins with the case that failed (trees of the kind `auto`

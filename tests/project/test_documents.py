@@ -264,7 +264,8 @@ def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    "document", [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("decoding", "own-target", "extending"))]
+    "document",
+    [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("decoding", "own-target", "extending"))],
 )
 def test_python_that_a_document_shows_runs(document, python):
     given = python(blocks(document.read_text(), "python")[0].text)
