@@ -390,7 +390,7 @@ FILES = ("ends.safetensors", "manifest.json", "shard-00000.arrow")
 
 # --- the YAML files ---
 
-TRAINERS = [CONF / f"trainer/{name}.yaml" for name in ("cpu", "gpu", "ddp", "fsdp2", "zero1", "zero2", "zero3")]
+TRAINERS = [CONF / f"trainer/{name}.yaml" for name in ("cpu", "gpu", "ddp", "zero1", "zero2", "zero3")]
 TREES, DRAFTS = sorted((CONF / "tree").glob("*.yaml")), sorted((CONF / "draft").glob("*.yaml"))
 TARGETS = sorted((CONF / "target").glob("*.yaml"))
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.training.muon import orthogonalize_flops
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -35,11 +34,6 @@ def count_specialist_parameters(config: DraftConfig) -> int:
     return sum(parameter.numel() for parameter in empty_draft(config).layers[0].parameters())
 
 
-def count_head_parameters(config: DraftConfig) -> int:
-    """Trained numbers of the draft's own head; 0 where the draft takes the target's."""
-    return empty_draft(config).lm_head.weight.numel() if config.own_head else 0
-
-
 def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Number, context: float) -> Number:
     """FLOPs of the matrix products of one training step, forward and backward; what is recomputed counts once.
 
@@ -60,17 +54,6 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
     # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
     head = (1 + (3 if config.own_head else 2) * depth) * width * vocabulary
     return 2 * tokens * (fc + specialists + keys_values + attention) + 2 * slots * head
-
-
-def muon_flops(config: DraftConfig) -> int:
-    """FLOPs of the products in a step of Muon, of all processes together."""
-    return sum(orthogonalize_flops(matrix.shape) for matrix in muon_matrices(config))
-
-
-def muon_matrices(config: DraftConfig) -> list[Tensor]:
-    """All matrices but an own head, without numbers."""
-    named = empty_draft(config).named_parameters()
-    return [parameter for name, parameter in named if parameter.ndim == 2 and name != "lm_head.weight"]
 
 
 def joined_width(config: DraftConfig) -> int:

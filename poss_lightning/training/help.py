@@ -14,7 +14,7 @@ SAID = {
     "trainer.accelerator": "auto, cpu, gpu or mps (default: %(default)s)",
     "trainer.devices": "how many of a machine's devices train, or auto for all (default: %(default)s)",
     "trainer.num_nodes": "machines (default: %(default)s)",
-    "trainer.strategy": "how several devices share the work: auto, ddp, or as conf/trainer/ has it for FSDP2 and ZeRO "
+    "trainer.strategy": "how several devices share the work: auto, ddp, or as conf/trainer/ has it for ZeRO "
     "(default: %(default)s)",
     "trainer.precision": f"{PRECISION} (default: %(default)s)",
     "trainer.max_steps": "optimizer steps; -1 for as many as the epochs have (default: %(default)s)",

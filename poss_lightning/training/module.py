@@ -33,12 +33,12 @@ from poss_lightning.ranges import (
     Weight,
     refuse_numbers,
 )
-from poss_lightning.training import guard
 from poss_lightning.training.muon import Muon
 from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
-from poss_lightning.training.strategies import FSDP2, DeepSpeed
+from poss_lightning.training.strategies import DeepSpeed
 
 Source = FeatureStore | OnlineFeatures
+SHOWN = 64  # conversations that a message names
 REPLAY = "poss_lightning.evaluation.probe.Replay"  # of a room above; by its name, as in a config
 
 
@@ -81,8 +81,6 @@ class SpecialistTraining(lightning.LightningModule):
         weight_decay: of both optimizers.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
         mean_over: the loss is a mean over the "slots" that count in an optimizer step, or over all its "tokens".
-        not_finite: "stop" when a loss or a gradient is not finite, or "skip" the step. Either way the message names
-            pass, specialist and conversations, and the batch is saved beside the log.
         chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for 512 on a GPU and 128 on a CPU.
 
     Attributes:
@@ -117,7 +115,6 @@ class SpecialistTraining(lightning.LightningModule):
         weight_decay: Weight = 0.0,
         warmup: ShareOrNone = 0.01,
         mean_over: Literal["slots", "tokens"] = "slots",
-        not_finite: Literal["stop", "skip"] = "stop",
         chunk: Count | None = None,
     ):
         refuse_numbers(SpecialistTraining, locals())
@@ -161,7 +158,8 @@ class SpecialistTraining(lightning.LightningModule):
         # Embedding and head never change, so DDP need not broadcast them before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
         # Batches since the last optimizer step, and their losses (K,).
-        self._since_step: list[tuple[Batch, Tensor]] = []
+        self._ids: list[str] = []  # conversations of the step that is on its way
+        self._norm: tuple[Tensor, int, list[str]] | None = None  # of the last step: gradient, number, conversations
         # Validation goes as deep as decoding will, at whatever depth the draft is trained.
         self.eval_depth = max(config.depth, sum(allocation))
         config.check_depth(self.eval_depth)
@@ -196,17 +194,10 @@ class SpecialistTraining(lightning.LightningModule):
         if precision in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
 
-    def configure_model(self) -> None:
-        """FSDP2 shards the draft before the optimizer is made."""
-        if self._trainer is not None and isinstance(self.trainer.strategy, FSDP2):
-            self.trainer.strategy.shard(self.draft)
-
     def on_fit_start(self) -> None:
         if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
-        if self.hparams["not_finite"] == "skip" and isinstance(self.trainer.strategy, DeepSpeed):
-            raise ValueError("not_finite is skip, but DeepSpeed cannot undo the backward of a loss: make it stop")
-        if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, FSDP2 | DeepSpeed):
+        if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, DeepSpeed):
             raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:  # it expects gradients that overflow
             raise ValueError(
@@ -255,7 +246,7 @@ class SpecialistTraining(lightning.LightningModule):
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         if any(batch.spans):  # and not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
-        self._since_step.append((batch, losses.weighted))
+        self._ids += batch.ids
         if logs:
             self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
@@ -277,25 +268,40 @@ class SpecialistTraining(lightning.LightningModule):
             batch: pass k counts at slot t where k <= `batch.counts[:, t]`.
         """
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
-        """Forward and backward, and the step if everything is finite on every process."""
-        loss = optimizer_closure()
-        (*batches,), (*losses,) = zip(*self._since_step, strict=True)
-        self._since_step.clear()
-        if self.trainer.strategy.reduce_boolean_decision(guard.is_finite(losses, self.draft)):
-            optimizer.step(closure=lambda: loss)
-            if isinstance(self.trainer.strategy, DeepSpeed) and self.trainer.strategy.overflowed:
-                self._handle_nonfinite(batches, losses)
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Clip as asked, and keep the norm of the gradient, which says whether it is finite."""
+        if isinstance(self.trainer.strategy, DeepSpeed):  # which clips by itself
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        self._norm = norm, self.trainer.global_step, self._ids
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         else:
-            self._handle_nonfinite(batches, losses)
-            optimizer.zero_grad()
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def _handle_nonfinite(self, batches: list[Batch], losses: list[Tensor]) -> None:
-        """Report the cause, save a reproducer, and stop or skip the step. All processes must call it."""
-        message = guard.report_nonfinite(self.trainer, self.draft, batches, losses)
-        if self.hparams["not_finite"] == "stop":
-            raise guard.NotFinite(message)
-        rank_zero_warn(f"{message}; the step is skipped")
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
+        self.check_finite()  # of the step before, whose norm is there by now
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if isinstance(self.trainer.strategy, DeepSpeed) and self.trainer.strategy.overflowed:
+            self._norm = torch.tensor(torch.inf), self.trainer.global_step, self._ids
+        self._ids = []
+
+    def check_finite(self) -> None:
+        """Raise ValueError where the gradient of the last step was not finite; before its weights are kept anywhere."""
+        if self._norm is None:
+            return
+        norm, step, ids = self._norm
+        if not norm.isfinite():
+            more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+            raise ValueError(
+                f"step {step}: the norm of the gradient is {norm.item()}, in {', '.join(ids[:SHOWN])}{more}. "
+                "Checkpoints and drafts are from before it"
+            )
+        self._norm = None
+
+    def on_train_end(self) -> None:
+        self.check_finite()
 
     # --- validation ---
 
@@ -309,6 +315,7 @@ class SpecialistTraining(lightning.LightningModule):
         return {"predictions": predictions}  # for callbacks
 
     def on_validation_start(self) -> None:
+        self.check_finite()
         data = getattr(self.trainer, "datamodule", None)
         if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
             return
@@ -336,6 +343,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
+        self.check_finite()
         checkpoint["draft"] = self.draft.config.to_json()
         checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
         checkpoint["epoch_steps"] = epoch_steps(self.trainer)

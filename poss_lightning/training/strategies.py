@@ -1,15 +1,13 @@
-"""Sharded training: DeepSpeed's ZeRO and FSDP2, on GPUs and on CPU ranks over gloo, with one kind of checkpoint.
+"""Sharded training: DeepSpeed's ZeRO, on GPUs and on CPU ranks over gloo, with one kind of checkpoint.
 
 With every strategy, a step's gradient is reduced once, after its last accumulated batch. A checkpoint is one plain
 Lightning file with undivided float32 weights and AdamW moments. So every strategy resumes from the checkpoint of any
 other, on any number of processes, and `poss export` needs no process group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,13 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import atomic
 
-CALLS = ("queries", "keys_values", "after_attention")  # of a specialist, in the unroll
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 # How long a process waits for another, which may be at a checkpoint or at a slow disk: Lightning's 30 minutes end a
 # training whose first process writes 20 GB, or a validation that is longer on one process.
@@ -78,8 +73,6 @@ def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
 
 
 def _gather(value: Tensor) -> Tensor:
-    if isinstance(value, DTensor):
-        return value.full_tensor()
     if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO, whose weights may be bfloat16
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -98,78 +91,6 @@ class Streamed(TorchCheckpointIO):
             return super().save_checkpoint(checkpoint, path, storage_options)
         with atomic(path) as temporary:
             torch.save(checkpoint, temporary)
-
-
-class FSDP2(ModelParallelStrategy):
-    """Weights, gradients and optimizer sharded over all processes by torch's fully_shard.
-
-    Every layer of a specialist is a group, and what is left of the draft another: weights are gathered once for each
-    batch, while passes before theirs compute; gradients are scattered once for each step, while those of earlier passes
-    are made. With precision bf16-mixed the gathered weights are bfloat16; shards and reduction stay float32.
-    `SpecialistTraining.configure_model` calls `shard`.
-    """
-
-    lightning_module: Any  # a `SpecialistTraining`; Lightning's type is optional
-
-    def __init__(self) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
-
-    def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
-
-    def shard(self, draft: Specialists) -> None:
-        """Shard the draft's parameters in place; a sharded draft stays as it is."""
-        if isinstance(draft, FSDPModule):
-            return
-        policy = MixedPrecisionPolicy()
-        if self.precision_plugin.precision == "bf16-mixed":
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        mesh = self.device_mesh["data_parallel"]
-        draft.to(self.root_device)
-        inside = replace(policy, cast_forward_inputs=False)  # rotary angles stay in float32
-        for layer in _layers(draft):
-            fully_shard(layer, mesh=mesh, mp_policy=inside, reshard_after_forward=False)
-        fully_shard(draft, mesh=mesh, mp_policy=policy)
-        _gather_at_first_calls(draft)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """The backward of a batch that is accumulated: gradients stay in this process."""
-        sharded = [module for module in self.lightning_module.modules() if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for module in sharded:
-                module.set_requires_gradient_sync(True)
-
-
-def _layers(draft: Specialists) -> list[nn.Module]:
-    return [*draft.layers]
-
-
-def _gather_at_first_calls(draft: Specialists) -> None:
-    """Let FSDP2 see the first call of every layer in a batch, and no other.
-
-    Before that call it gathers the weights. Backward runs calls in the reverse of their order, so behind that call all
-    gradients of the specialist are there: they are scattered once, and the weights freed.
-    """
-    fresh: set[nn.Module] = set()  # not yet called in this batch
-    draft.register_forward_pre_hook(lambda *_: fresh.update(_layers(draft)))
-    for layer in _layers(draft):
-        for name in CALLS:
-            plain = getattr(layer, name)
-            register_fsdp_forward_method(layer, name)
-            setattr(layer, name, partial(_call, fresh, layer, plain, getattr(layer, name)))
-
-
-def _call(fresh: set[nn.Module], layer: nn.Module, plain: Callable, hooked: Callable, *inputs: Any) -> Any:
-    if layer not in fresh:
-        return plain(*inputs)
-    fresh.discard(layer)
-    return hooked(*inputs)
 
 
 class DeepSpeed(DeepSpeedStrategy):

@@ -20,7 +20,7 @@ from poss_lightning import cli
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.strategies import FSDP2, DeepSpeed, gather_draft, prepare
+from poss_lightning.training.strategies import DeepSpeed, gather_draft, prepare
 
 STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
 DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
@@ -39,7 +39,6 @@ def deepspeed(stage: int, **options: bool) -> DeepSpeed:
 STRATEGIES = {
     "one": lambda: "auto",
     "ddp": DDPStrategy,
-    "fsdp2": FSDP2,
     "zero1": lambda: deepspeed(1),
     "zero2": lambda: deepspeed(2),
     "zero3": lambda: deepspeed(3),
@@ -57,7 +56,6 @@ class Reductions(lightning.Callback):
 
     def __init__(self):
         self.now, self.steps = 0, Counter()
-        self.scattered: list[int] = []  # of the last step, in order
         for name in dir(dist):
             if name.startswith(("all_reduce", "reduce")) and name != "reduce_op":
                 setattr(dist, name, self.counted(getattr(dist, name), place=int("scatter" in name)))
@@ -67,7 +65,6 @@ class Reductions(lightning.Callback):
             tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
             count = sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
             self.now += count
-            self.scattered += [count] * place
             return function(*args, **kwargs)
 
         return reduce
@@ -79,7 +76,6 @@ class Reductions(lightning.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, *_):
         self.now, self.step = 0, trainer.global_step + 1  # what checkpoints gather is not counted
-        self.scattered.clear()
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.steps[self.step] += self.now
@@ -91,7 +87,7 @@ def keeps_no_copy(trainer: lightning.Trainer) -> None:
 
     def checked(checkpoint: dict, *where: Any, **options: Any) -> None:
         moments = [state for optimizer in checkpoint["optimizer_states"] for state in optimizer.get("state", {})]
-        shares = isinstance(trainer.strategy, FSDP2 | DeepSpeed) and not trainer.is_global_zero
+        shares = isinstance(trainer.strategy, DeepSpeed) and not trainer.is_global_zero
         assert bool(checkpoint["state_dict"] and moments) is not shares
         save(checkpoint, *where, **options)
 
@@ -135,4 +131,3 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))
-            (folder / "scattered.json").write_text(json.dumps(reductions.scattered))

@@ -66,12 +66,12 @@ def test_a_folder_takes_one_training_and_what_cannot_go_on_leaves_it(poss, small
 
 def test_it_resumes_in_its_folder_with_the_options_that_are_given(poss, small, tmp_path):
     assert poss("fit", *small, *ONE, *AGAIN).code is None
-    given = ("--model.learning_rate", "1e-5", "--model.not_finite", "skip", "--trainer.max_steps", "2")
+    given = ("--model.learning_rate", "1e-5", "--model.warmup", "0.5", "--trainer.max_steps", "2")
     with pytest.warns(UserWarning, match="the learning rate is 1e-05 from here, it was 3e-05"):
         assert poss(*GO_ON, *given).code is None
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None  # of another training no beginning
-    assert (settings["model"]["learning_rate"], settings["model"]["not_finite"]) == (1e-5, "skip")
+    assert (settings["model"]["learning_rate"], settings["model"]["warmup"]) == (1e-5, 0.5)
     with pytest.warns(UserWarning, match="nothing was left to train at step 2"):
         poss(*GO_ON)
     elsewhere = ("--trainer.logger.save_dir", tmp_path, "--trainer.max_steps", "3")  # the same, by another path

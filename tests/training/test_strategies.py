@@ -2,13 +2,13 @@
 
 Covered, each against a loop without Lightning: four AdamW steps in float32, some clipped, with uneven slot counts.
 
-                                one ×1   DDP ×2   FSDP2 ×2   ZeRO-1 ×2   ZeRO-2 ×2   ZeRO-3 ×2   ZeRO-3 ×2, offloaded
-    2 batches a step              2        1         1           1           1           1            -
-    4 batches a step              4        2         2           2           2           2            2
-    … resumed after step 2      itself   itself    itself      itself      itself      itself         -
-    … resumed from                -       one       DDP        FSDP2       ZeRO-1      ZeRO-2         -
-    … in bf16-mixed               4        2         2           2           2           2            -
-    4, EAGLE-3 of two layers      -        2         2           2           -           2            -
+                                one ×1   DDP ×2   ZeRO-1 ×2   ZeRO-2 ×2   ZeRO-3 ×2   ZeRO-3 ×2, offloaded
+    2 batches a step              2        1         1           1           1            -
+    4 batches a step              4        2         2           2           2            2
+    … resumed after step 2      itself   itself    itself      itself      itself         -
+    … resumed from                -       one       DDP        ZeRO-1      ZeRO-2         -
+    … in bf16-mixed               4        2         2           2           2            -
+    4, EAGLE-3 of two layers      -        2         2           -           2            -
 
 The numbers are accumulated batches. At 4 batches a step the third is short: it ends the epoch.
 """
@@ -31,10 +31,9 @@ from poss_lightning.features.extract import write_store
 from poss_lightning.features.stream import collate
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders
+from poss_lightning.training.costs import count_parameters
 from poss_lightning.training.export import export
-from poss_lightning.training.memory import checkpoint_bytes
-from poss_lightning.training.setup import Setup
-from poss_lightning.training.strategies import FSDP2, DeepSpeed, Streamed, prepare
+from poss_lightning.training.strategies import DeepSpeed, Streamed, prepare
 from tests.support import ranks
 from tests.support.processes import forked, printed
 from tests.support.ranks import DATA, EAGLE3, MODEL
@@ -46,12 +45,12 @@ CONF = Path(__file__).parents[2] / "conf"
 HAS_DEEPSPEED = find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
 ZERO = [pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3)]
-SHARDED = ["ddp", "fsdp2", *ZERO]
+SHARDED = ["ddp", *ZERO]
 STRATEGIES = ["one", *SHARDED]
-OTHER_KIND = ("ddp", "fsdp2", "zero1", "zero3")
+OTHER_KIND = ("ddp", "zero1", "zero3")
 SPREAD = 4  # times what half an ulp makes: the sums of a strategy are rounded more often than once
 MODEL_DEPTH = sum(MODEL["allocation"])
-TABLE = [(strategy, batches) for strategy in ("one", "ddp", "fsdp2") for batches in (2, 4)]
+TABLE = [(strategy, batches) for strategy in ("one", "ddp") for batches in (2, 4)]
 TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
 TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
 
@@ -105,11 +104,10 @@ def trained(store, inner, initial, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("trained")
     launch(store, initial, out, 1, runs(out, "one"))
     another = {name: other_kind(out, name, inner, initial) for name in OTHER_KIND}
-    sharded = [*runs(out, "fsdp2", "ddp"), another["fsdp2"]]
-    launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"], *sharded, from_yaml(out, "fsdp2", store)])
+    launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"]])
     if not HAS_DEEPSPEED:
         return out
-    zero = runs(out, "zero1", "fsdp2") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
+    zero = runs(out, "zero1", "ddp") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
     offload = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2}
     launch(store, initial, out, 2, [*zero, another["zero1"], another["zero3"], offload, from_yaml(out, "zero3", store)])
     return out
@@ -221,16 +219,6 @@ def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
             assert 0 <= extra <= 4  # the norm that clips, an overflow flag
 
 
-@pytest.mark.parametrize("batches", ["2", "4"])
-def test_fsdp2_scatters_a_specialist_as_soon_as_its_passes_are_done(trained, initial, batches):
-    """Backward ends with the first pass, so the last specialist is on its way while the others compute."""
-    start = load_file(initial)
-    layers = [sum(v.numel() for name, v in start.items() if name.startswith(f"layers.{n}.")) for n in range(2)]
-    rest = start["fc.weight"].numel() + start["fc.bias"].numel()
-    scattered = json.loads((trained / "fsdp2" / batches / "scattered.json").read_text())
-    assert scattered == [layers[1], layers[0], rest]
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_stays_near(trained, reference, initial, strategy):
     """Arithmetic in bfloat16; masters, moments and what a checkpoint holds in float32."""
@@ -272,10 +260,8 @@ def test_a_checkpoint_is_as_large_as_planned(trained, strategy):
     """12 bytes a parameter, names and numbers beside them; the other processes kept no copy (`ranks.keeps_no_copy`)."""
     run = trained / strategy / "4"
     config = Specialists.from_pretrained(run / "draft-last").config
-    setup = Setup(config=config, tied=False, tokens=160, strategy=strategy, processes=1 if strategy == "one" else 2)
-    file, held = checkpoint_bytes(setup)
+    file = 12 * count_parameters(config)
     assert 0 <= (run / "step=4.ckpt").stat().st_size - file < 40_000 < file / 4
-    assert held == (0 if strategy in ("one", "ddp") else file)
 
 
 def test_a_checkpoint_is_whole_or_the_one_before(tmp_path, monkeypatch):
@@ -287,7 +273,7 @@ def test_a_checkpoint_is_whole_or_the_one_before(tmp_path, monkeypatch):
     assert torch.load(path, weights_only=True) == {"step": 1} and list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("make", [DDPStrategy, FSDP2, pytest.param(DeepSpeed, marks=needs_deepspeed)])
+@pytest.mark.parametrize("make", [DDPStrategy, pytest.param(DeepSpeed, marks=needs_deepspeed)])
 def test_processes_wait_for_the_first_one_s_checkpoint(make):
     """Lightning's own, 30 minutes, end a training whose first process is at a slow disk."""
     strategy = make()
@@ -339,7 +325,7 @@ def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
 # --- the YAML files ---
 
 
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("name", [pytest.param("zero3", marks=needs_deepspeed)])
 def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
     """With validation, probe and checkpoint while everything is divided."""
     run = trained / f"{name}.yaml"
