@@ -75,6 +75,7 @@ def overflow(store, folder, stages):
             fit(data, module, folder / str(stage), strategy=DeepSpeed(stage))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
 def test_deepspeed_s_own_skipping_is_not_silent(store, tmp_path):
     log = tmp_path / "log"

@@ -5,6 +5,7 @@ its definition.
 """
 
 from collections import Counter
+from itertools import product
 
 import lightning
 import pytest
@@ -35,6 +36,8 @@ LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
 STORE = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary_size": 200}
 PASSES = 3
+ADAMW, MUON = {"optimizer": "adamw"}, {"optimizer": "muon"}
+DPACE = {"slot_weights": "dpace", "loss": {"token": 1.0, "acceptance": 0.1}}
 
 # Laws by counts, at most. A log is written at some steps only, and may wait.
 WAITS_A_BATCH = 1  # to find the slots that count
@@ -135,15 +138,14 @@ def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | N
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"optimizer": "adamw"},
-        {"optimizer": "muon"},
-        {"slot_weights": "dpace", "loss": {"token": 1.0, "acceptance": 0.1}},
+        ("eagle2", MUON),
+        *(pytest.param(*given, marks=pytest.mark.nightly) for given in product(LAYERS, (ADAMW, DPACE))),
+        pytest.param("eagle3", MUON, marks=pytest.mark.nightly),
     ],
-    ids=lambda options: options.get("slot_weights") or options["optimizer"],
+    ids=str,
 )
-@pytest.mark.parametrize("kind", LAYERS)
 def test_steps_are_the_hosts(device, stores, kind, options):
     """Through Lightning: transfer, losses, clipping, the optimizer, validation."""
     host, host_metrics, _ = fit(stores[kind], kind, None, **options)
@@ -155,7 +157,7 @@ def test_steps_are_the_hosts(device, stores, kind, options):
         assert waits.total() <= WAITS_A_BATCH + WAITS_A_STEP * (number % 2), waits
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle2", marks=pytest.mark.nightly)])
 def test_autocast_of_cuda_takes_all_dtypes(device, stores, kind):
     """It rounds other operations than the CPU's: no product may meet two dtypes, and the loss stays what it is."""
     _, exact, _ = fit(stores[kind], kind, None)

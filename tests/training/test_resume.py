@@ -20,7 +20,11 @@ from tests.support.resuming import Kill, Killed, Left, fit
 
 @pytest.mark.parametrize(
     ("every", "options"),
-    [(1, {}), (2, {"accumulate_grad_batches": 2}), (3, {"max_epochs": -1, "max_steps": 17})],
+    [
+        (2, {"accumulate_grad_batches": 2}),
+        pytest.param(1, {}, marks=pytest.mark.nightly),
+        pytest.param(3, {"max_epochs": -1, "max_steps": 17}, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, every, options):
@@ -62,7 +66,11 @@ class Validations(lightning.Callback):
         self.steps.append(trainer.global_step)
 
 
-@pytest.mark.parametrize("options", [{"val_check_interval": 2, "check_val_every_n_epoch": None}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"val_check_interval": 2, "check_val_every_n_epoch": None}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 @pytest.mark.parametrize("behind", [False, True], ids=["in it", "behind it"])
 def test_killed_in_a_validation_it_goes_on_with_it_and_behind_it_without(store, tmp_path, options, behind):
     def run(folder, callback, goes_on=None):
@@ -81,6 +89,7 @@ def test_killed_in_a_validation_it_goes_on_with_it_and_behind_it_without(store, 
         assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
 
 
+@pytest.mark.nightly
 def test_sigkill(store, tmp_path):
     whole, _, _ = fit(store, tmp_path / "whole")
     work = partial(fit, store, tmp_path, Kill(9, signal.SIGKILL), every=4)
@@ -121,8 +130,16 @@ def saved_step(folder) -> int:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, {"accumulate_grad_batches": 2}),
+        pytest.param(signal.SIGINT, {"accumulate_grad_batches": 2}, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, {}, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, {}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_stopped_by_a_signal_it_goes_on_behind_that_step(store, tmp_path, number, options):
     options = {"limit_val_batches": 0, **options}
     whole, trainer, _ = fit(store, tmp_path / "whole", callbacks=[LastCheckpoint()], **options)

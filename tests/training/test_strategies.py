@@ -44,15 +44,16 @@ from tests.support.tiny import tiny_target
 CONF = Path(__file__).parents[2] / "conf"
 HAS_DEEPSPEED = find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
-ZERO = [pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3)]
+of_zero = [needs_deepspeed, pytest.mark.nightly]  # its processes take long
+ZERO = [pytest.param(f"zero{stage}", marks=of_zero) for stage in (1, 2, 3)]
 SHARDED = ["ddp", *ZERO]
 STRATEGIES = ["one", *SHARDED]
 OTHER_KIND = ("ddp", "zero1", "zero3")
 SPREAD = 4  # times what half an ulp makes: the sums of a strategy are rounded more often than once
 MODEL_DEPTH = sum(MODEL["allocation"])
 TABLE = [(strategy, batches) for strategy in ("one", "ddp") for batches in (2, 4)]
-TABLE += [pytest.param(f"zero{n}", batches, marks=needs_deepspeed) for n in (1, 2, 3) for batches in (2, 4)]
-TABLE += [pytest.param("zero3-offload", 4, marks=needs_deepspeed)]
+TABLE += [pytest.param(f"zero{n}", batches, marks=of_zero) for n in (1, 2, 3) for batches in (2, 4)]
+TABLE += [pytest.param("zero3-offload", 4, marks=of_zero)]
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +100,13 @@ def eagle3(initial: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(store, inner, initial, tmp_path_factory) -> Path:
-    """A folder a run, strategy/name, of all trainings in the table; each library has processes of its own."""
+def trained(request, store, inner, initial, tmp_path_factory) -> Path:
+    """A folder a run, strategy/name, of the trainings in the table; each library has processes of its own."""
     out = tmp_path_factory.mktemp("trained")
     launch(store, initial, out, 1, runs(out, "one"))
     another = {name: other_kind(out, name, inner, initial) for name in OTHER_KIND}
     launch(store, initial, out, 2, [*runs(out, "ddp", "one"), another["ddp"]])
-    if not HAS_DEEPSPEED:
+    if not any("zero" in item.name and item.path == request.path for item in request.session.items):
         return out
     zero = runs(out, "zero1", "ddp") + runs(out, "zero2", "zero1") + runs(out, "zero3", "zero2")
     offload = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2}
@@ -198,7 +199,7 @@ def test_every_strategy_takes_the_same_steps(trained, reference, initial, roundi
     assert difference(weights(trained / strategy / str(batches)), reference[batches], initial) <= SPREAD * rounding
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(n, marks=[needs_deepspeed] * ("zero" in n)) for n in OTHER_KIND])
+@pytest.mark.parametrize("strategy", [pytest.param(n, marks=of_zero * ("zero" in n)) for n in OTHER_KIND])
 def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, rounding, strategy):
     """Without detaching, each pass's rounding goes through those before it."""
     found = difference(weights(trained / strategy / "eagle3"), reference["eagle3"], eagle3(initial))
@@ -325,7 +326,7 @@ def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
 # --- the YAML files ---
 
 
-@pytest.mark.parametrize("name", [pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("name", [pytest.param("zero3", marks=of_zero)])
 def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
     """With validation, probe and checkpoint while everything is divided."""
     run = trained / f"{name}.yaml"
