@@ -551,6 +551,20 @@ MUTANTS = (
         "decoding/test_graphs.py",
     ),
     Mutant(
+        "graphs: a capture that fails leaves the process on its stream",
+        "target/graphs.py",
+        "torch.cuda.set_stream(usual)",
+        "pass",
+        "decoding/test_graphs.py",
+    ),
+    Mutant(
+        "graphs: each capture has a stream of its own, which shares no memory with the others'",
+        "target/graphs.py",
+        "self.stream = self.stream or torch.cuda.Stream()",
+        "torch.cuda.Stream()",
+        "decoding/test_graphs.py",
+    ),
+    Mutant(
         "generate: a config's temperature is dropped where the argument says that tokens are drawn",
         "decoding/model.py",
         'if not (fields | given).get("do_sample"):',
