@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from poss_lightning.features.trained import warn_of_training
 from poss_lightning.files import atomic, check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
+from poss_lightning.sampling import GREEDY, Draw, Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
@@ -52,6 +54,7 @@ class Answer(NamedTuple):
     draft_input: Tensor  # (T, R) what the draft reads after each
     start: int  # of the answer
     complete: bool  # the target ended it; else it was cut, and the token behind it is not known
+    draw: Draw | None = None  # how the target drew it; None where it did not
 
 
 @check_numbers
@@ -189,8 +192,10 @@ def replay_rounds(
     answers = [answer for sample_answers in by_sample for answer in sample_answers]
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start)  # by length
     drafter, rounds = Drafter(draft, embed_head, depth, tree_width), {}
-    for begin in range(0, len(order), rows):
-        places = order[begin : begin + rows]
+    alike: dict[Sampling, list[int]] = {}
+    for i in order:
+        alike.setdefault(_sampling(answers[i]), []).append(i)
+    for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
         rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
         progress(len(places))
     replayed = iter(rounds[i] for i in range(len(answers)))
@@ -202,12 +207,17 @@ def find_answers(sample: Sample) -> Iterator[Answer]:
 
     An answer at the sample's end counts as cut, since `poss extract` may have cut it.
     """
-    for start, stop in sample.spans:
+    for (start, stop), draw in zip(sample.spans, sample.draws or [None] * len(sample.spans), strict=True):
         if stop - start < 2 or start < 1:
             continue  # no root, or nothing behind it
         complete = bool(sample.greedy[stop - 2] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
         known = stop if complete else stop - 1
-        yield Answer(sample.tokens[:known], sample.draft_input[:known], start, complete)
+        yield Answer(sample.tokens[:known], sample.draft_input[:known], start, complete, draw)
+
+
+def _sampling(answer: Answer) -> Sampling:
+    """What of it drafts may know; of a repetition penalty they know nothing."""
+    return replace(answer.draw.sampling, repetition_penalty=1.0) if answer.draw else GREEDY
 
 
 @torch.inference_mode()
@@ -226,17 +236,22 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     drafter.append_context(text[:, 1 : first + 1].clamp(min=0), draft_input[:, :first], root)
     drafter.slots.advance_host(root.tolist())
     path = torch.arange(depth + 1, device=device)
+    sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
+    seeds = [answer.draw.seed if answer.draw else 0 for answer in answers]
+    sampler.begin(_sampling(answers[0]), [[]] * len(answers), seeds=seeds)
     rounds: list[list[int]] = [[] for _ in answers]
     rows = list(rounds)  # the lists of those that are still drafted
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
             drafter.select(kept)
+            sampler.select(kept)
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
-        tree = rerank(drafter.draft_tree(Fixed(depth, nodes)), nodes)
+        noise = sampler.noise(root[:, None] + path[1:])
+        tree = rerank(drafter.draft_tree(Fixed(depth, nodes), noise), nodes)
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)

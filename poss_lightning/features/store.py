@@ -30,6 +30,7 @@ from poss_lightning.features.manifest import EMBED_HEAD, StoreError, check
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.trained import text_digest
 from poss_lightning.machine import SUMS
+from poss_lightning.sampling import Draw
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.terminal import announced
 
@@ -46,6 +47,7 @@ class Sample(NamedTuple):
     spans: list[tuple[int, int]]  # half-open token ranges the assistant wrote
     features: Tensor  # (T, D), in the target's dtype
     layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of inner layers; n is 0 where there are none
+    draws: Sequence[Draw | None] = ()  # of every span, how it was drawn; () where nothing was
 
     @property
     def draft_input(self) -> Tensor:
