@@ -18,6 +18,7 @@ from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, 
 
 BLOCK = 128  # numbers whose largest is sought first: two short searches are faster than one long one
 ROWS = 16  # places whose logits exist in float32 at once: a CPU takes longer to find memory for more than to add them
+DRAWN = ("temperature", "top_k", "top_p", "min_p")  # numbers of an answer that say how it was drawn
 DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a float that is not negative: where each begins, its bits
 
 
@@ -88,16 +89,16 @@ class Draw(NamedTuple):
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """What `values` wrote, a `seed` and numbers of `Sampling`; ValueError where they are something else."""
+        """What `values` wrote, a `seed` and numbers of DRAWN; ValueError where they are something else."""
         numbers = dict(values) if isinstance(values, dict) else {}
         seed = numbers.pop("seed", None)
-        if type(seed) is not int or not 0 <= seed < 2**63 or not numbers.keys() <= vars(GREEDY).keys():
-            raise ValueError(f"it is {values!r}; it must hold a seed and numbers of sampling, as {GREEDY}")
+        if type(seed) is not int or not 0 <= seed < 2**63 or not numbers.keys() <= set(DRAWN):
+            raise ValueError(f"it is {values!r}; it must hold seed, and may hold {', '.join(DRAWN)}")
         return cls(Sampling(**numbers), seed)
 
-    def values(self) -> dict[str, float]:
-        """Plain ones, for a file: those that are not greedy decoding's."""
-        return {"seed": self.seed} | {k: v for k, v in vars(self.sampling).items() if v != getattr(GREEDY, k)}
+    def values(self) -> dict[str, Any]:
+        """As `of` reads them from a file."""
+        return {"seed": self.seed} | {name: getattr(self.sampling, name) for name in DRAWN}
 
 
 class TokenSampler:

@@ -3,12 +3,13 @@
 store/
   manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
   ends.safetensors        embedding and LM head, so that training needs no target, and cannot mix up two
-  shard-00000.arrow       samples: id, length, tokens, greedy, spans, features, layers; memory-mapped when read
+  shard-00000.arrow       samples: id, length, tokens, greedy, spans, draws, features, layers; memory-mapped when read
   unfinished/             only while `poss extract` is at work; see `work.py`
 """
 
 import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -118,6 +119,7 @@ class FeatureStore:
         index = range(len(self))[index]
         columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
+        drawn = columns["draws"][row].as_py() if "draws" in columns.schema.names else []
         return Sample(
             self.ids[index],
             torch.from_numpy(tokens),
@@ -125,6 +127,7 @@ class FeatureStore:
             [tuple(span) for span in self.spans[index].tolist()],
             self._vectors(columns, row, "features", 1)[:, 0],
             self._inner(columns, row),
+            [draw and Draw.of(draw) for draw in map(json.loads, drawn)],
         )
 
     def digest(self, index: int) -> int:

@@ -4,7 +4,7 @@
     python -m tests.support.draws --table FOLDER …          prints the table of such folders
 
 The target draws each text once, by plain decoding, and `poss replay` drafts along it: `chain`, `16` and `60` see the
-noise of the text; `chain-blind` and so on are the published rule, which drafts the most likely tokens whatever is drawn.
+noise of the text; `chain-blind` and so on are the published rule: the most likely tokens, whatever is drawn.
 `--scales 1.5` adds `16-x1.5`, which scores nodes by `log_softmax((l + T g) / 1.5)`. `auto` is `tree: auto`, so that the
 engine decodes the texts anew: where rounding of bfloat16 breaks ties, its text differs.
 """
@@ -105,7 +105,7 @@ def table(folders: list[Path]) -> None:
     counts = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))  # (temperature, draft, method): question: sums
     for folder in folders:
         config = json.loads((folder / "run.json").read_text())["config"]
-        for line in gzip.open(folder / "records.jsonl.gz", "rt"):
+        for line in gzip.decompress((folder / "records.jsonl.gz").read_bytes()).splitlines():
             record = json.loads(line)
             key = config["temperature"], config["draft"], record["method"]
             accepted = record["accepted"]
