@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from poss_lightning.decoding import drafting
 from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
@@ -85,7 +86,7 @@ def replayed(draft: Specialists, target: Target, samples: list[Sample], scales: 
 def decoded(draft: Specialists, target: Target, samples: list[Sample], limit: int):
     """The same by `tree: auto`: seeing and blind text by text in turn, with the same costs."""
     engines = {AUTO: Speculative(target, draft, tree="auto"), AUTO + BLIND: Speculative(target, draft, tree="auto")}
-    rounds, costs = {name: [] for name in engines}, {}
+    found, costs = {name: [] for name in engines}, {}
     for sample in tqdm(samples, desc=AUTO):
         start, (draw,) = sample.spans[0][0], sample.draws
         for name, engine in engines.items():
@@ -96,8 +97,8 @@ def decoded(draft: Specialists, target: Target, samples: list[Sample], limit: in
                 patch("poss_lightning.sampling.text_seeds", lambda count, generator, seed=seed: seed()),
             ):
                 (one,) = engine.decode([sample.tokens[:start].tolist()], limit, sampling=draw.sampling)
-            rounds[name].append([one.accepted])
-    return rounds, costs
+            found[name].append(one)
+    return found, costs
 
 
 def table(folders: list[Path]) -> None:
@@ -148,20 +149,23 @@ def main() -> None:
     questions = read_suites(None, options.limit)
     samples = drawn(target, questions, options.max_new_tokens, sampling, options.seed)
     found, costs = dict(tqdm(replayed(draft, target, samples, options.scales), desc="replay", unit="rule")), {}
+    answers = {name: list(zip(samples, rounds, strict=True)) for name, rounds in found.items()}
     if options.auto:
         some = samples[:: max(1, len(samples) // options.auto)]
-        rounds, costs = decoded(draft, target, some, options.max_new_tokens)
-        found |= {name: rounds[name] for name in (rounds if options.temperature else (AUTO,))}
+        ours, costs = decoded(draft, target, some, options.max_new_tokens)
+        answers |= {name: list(zip(some, ours[name], strict=True)) for name in ours}
     records = []
-    for name, rounds in found.items():
-        for sample, (accepted,) in zip(some if name.startswith(AUTO) else samples, rounds, strict=True):
+    for name, pairs in answers.items():
+        for sample, one in pairs:
             suite, _, question = sample.id.partition("/")
-            said = sample.tokens[sample.spans[0][0] :][: 1 + sum(count + 1 for count in accepted)].tolist()
+            (accepted,) = [one.accepted] if isinstance(one, Decoded) else one
+            written = one.tokens if isinstance(one, Decoded) else sample.tokens[sample.spans[0][0] :].tolist()
+            said = written[: 1 + sum(count + 1 for count in accepted)]
             facts = {"suite": suite, "id": question, "turn": 0, "method": name, "repeat": 0, "seed": options.seed}
             facts |= {"prompt_tokens": sample.spans[0][0], "new_tokens": len(said), "seconds": {}}
             records.append(Record(**facts, accepted=accepted, tokens=said, text=""))
     shapes = {name: dict(zip(("depth", "nodes", "tree_width"), tree, strict=True)) for name, tree in TREES.items()}
-    methods = {name: {**shapes.get(name.split("-")[0], {"tree": AUTO}), **describe(draft)} for name in found}
+    methods = {name: {**shapes.get(name.split("-")[0], {"tree": AUTO}), **describe(draft)} for name in answers}
     config = {name: value for name, value in vars(options).items() if name not in ("out", "table")}
     config |= {"target": target.spec.name, "fingerprint": target.spec.fingerprint, "dtype": target.dtype_name}
     facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(target.device)}
