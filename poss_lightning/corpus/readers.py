@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, stem
 from poss_lightning.ranges import Count, check_numbers
+from poss_lightning.sampling import Draw
 from poss_lightning.target.template import THOUGHTS, Message, thinking
 
 logger = logging.getLogger(__name__)
@@ -276,8 +277,8 @@ def read_message(turn: object, where: str) -> Message:
     Returns:
         role (system, user, assistant or tool) and content, a text; where the turn has them, an assistant's
         `tool_calls`; its thoughts, under each of the names that templates have for them; `name` and `tool_call_id` of a
-        tool; the `tokens` and `finish_reason` of an answer that a target wrote; `weight` 0 of one that is kept out of
-        the loss.
+        tool; the `tokens`, `finish_reason` and `drawn` of an answer that a target wrote; `weight` 0 of one that is kept
+        out of the loss.
 
     Raises:
         Malformed: it is no turn of a chat, or more than text.
@@ -308,6 +309,11 @@ def read_message(turn: object, where: str) -> Message:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise Malformed(f"{where}: 'tokens' must be a list of token ids")
         message["tokens"] = tokens
+    if drawn := turn.get("drawn"):
+        try:
+            message["drawn"] = Draw.of(drawn).values()
+        except ValueError as error:
+            raise Malformed(f"{where}: 'drawn' is wrong: {error}") from error
     if turn.get("finish_reason"):
         message["finish_reason"] = turn["finish_reason"]
     return message | _weight(turn)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
-from poss_lightning.sampling import Sampling
+from poss_lightning.sampling import Draw, Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -160,12 +160,13 @@ class _Writer:
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
                 prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
-                tokens = self._generate(prompts, limit, sampling, generator)
-                full += [messages for messages, row in zip(conversations, tokens, strict=True) if not row]
+                written = self._generate(prompts, limit, sampling, generator)
+                full += [messages for messages, (row, _) in zip(conversations, written, strict=True) if not row]
                 continued = []
-                for messages, opening, row in zip(conversations, beginnings, tokens, strict=True):
+                for messages, opening, (row, draw) in zip(conversations, beginnings, written, strict=True):
                     if row and (message := self._message(role, opening, row)):
-                        continued.append([*messages, message])
+                        known = {"drawn": draw.values()} if role == "assistant" and draw else {}
+                        continued.append([*messages, message | known])
                 conversations, beginnings = continued, [""] * len(continued)
                 if not conversations:
                     break
@@ -174,19 +175,20 @@ class _Writer:
 
     def _generate(
         self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator
-    ) -> list[list[int]]:
-        """Each prompt's new tokens, as many as the target's context has room for: none behind a full one."""
+    ) -> list[tuple[list[int], Draw | None]]:
+        """Each prompt's new tokens, as many as the target's context has room for, and how they were drawn."""
         rooms = [self.target.spec.context - len(prompt) for prompt in prompts]
         rows = [row for row, room in enumerate(rooms) if room > 0]
         texts: list[list[int]] = [[] for _ in prompts]
         if not rows:
-            return texts
+            return [(text, None) for text in texts]
         limits = [min(limit, rooms[row]) for row in rows]
         asked = [prompts[row] for row in rows]
         for tokens in self.loop.steps(asked, limits, self.target.chat.stops, sampling, generator):
             for place, token in tokens.items():
                 texts[rows[place]].append(token)
-        return texts
+        draws = dict(zip(rows, self.loop.sampler.draws, strict=False))
+        return [(text, draws.get(row)) for row, text in enumerate(texts)]
 
     def _prompt(self, messages: list[dict], opening: str, role: str) -> list[int]:
         """Tokens of the template up to the place where `role` continues the opening."""

@@ -215,11 +215,13 @@ def tokenize(
         short += not rendered  # all answers are kept out of the loss
         for number, text in enumerate(rendered, 1):
             spans = [(start, min(stop, max_length)) for start, stop in text.spans if start < max_length]
+            draws = tuple(conversation.messages[i].get("drawn") for i in text.answers[: len(spans)])
             kept = any(stop - start >= 2 for start, stop in spans)
             short += not kept
             if kept:
                 name = conversation.id if len(rendered) == 1 else f"{conversation.id}/{number}"
-                texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest))
+                draws = draws if any(draws) else ()
+                texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest, draws))
     if refused and (tell or strict):
         report_left_out("{} conversations that the target cannot read", refused, len(conversations), strict)
     if not texts:
@@ -254,5 +256,5 @@ def plan_shards(texts: list[TokenizedText], batch_tokens: int, shard_tokens: int
 def _digest(texts: list[TokenizedText]) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(json.dumps([text.id, text.tokens, text.spans]).encode())
+        digest.update(json.dumps([text.id, text.tokens, text.spans, *text.draws]).encode())
     return digest.hexdigest()

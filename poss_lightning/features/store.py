@@ -3,12 +3,13 @@
 store/
   manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
   ends.safetensors        embedding and LM head, so that training needs no target, and cannot mix up two
-  shard-00000.arrow       samples: id, length, tokens, greedy, spans, features, layers; memory-mapped when read
+  shard-00000.arrow       samples: id, length, tokens, greedy, spans, draws, features, layers; memory-mapped when read
   unfinished/             only while `poss extract` is at work; see `work.py`
 """
 
 import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -30,6 +31,7 @@ from poss_lightning.features.manifest import EMBED_HEAD, StoreError, check
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.trained import text_digest
 from poss_lightning.machine import SUMS
+from poss_lightning.sampling import Draw
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 from poss_lightning.terminal import announced
 
@@ -46,6 +48,7 @@ class Sample(NamedTuple):
     spans: list[tuple[int, int]]  # half-open token ranges the assistant wrote
     features: Tensor  # (T, D), in the target's dtype
     layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of inner layers; n is 0 where there are none
+    draws: Sequence[Draw | None] = ()  # of every span, how it was drawn; () where nothing was
 
     @property
     def draft_input(self) -> Tensor:
@@ -116,6 +119,7 @@ class FeatureStore:
         index = range(len(self))[index]
         columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
+        drawn = columns["draws"][row].as_py() if "draws" in columns.schema.names else []
         return Sample(
             self.ids[index],
             torch.from_numpy(tokens),
@@ -123,6 +127,7 @@ class FeatureStore:
             [tuple(span) for span in self.spans[index].tolist()],
             self._vectors(columns, row, "features", 1)[:, 0],
             self._inner(columns, row),
+            [draw and Draw.of(draw) for draw in map(json.loads, drawn)],
         )
 
     def digest(self, index: int) -> int:

@@ -11,6 +11,9 @@ import torch
 from poss_lightning.corpus import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.synthesize import synthesize
+from poss_lightning.evaluation.stored import find_answers
+from poss_lightning.features.extract import write_store
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.generation import PlainLoop, generate
 from tests.support.stores import contents, dies_at
@@ -60,11 +63,26 @@ def test_answers_are_sampled_where_that_is_asked(tmp_path):
     greedy, cold, warm = (
         write(tmp_path / f"{t}.jsonl", turns=1, answer_temperature=t, top_p=1.0) for t in (0.0, 1e-5, 5.0)
     )
+    for record in cold:
+        assert record["messages"][1].pop("drawn").keys() == {"seed", "temperature", "top_k", "top_p", "min_p"}
     assert [record["messages"] for record in greedy] == [record["messages"] for record in cold]
     questions, answers = (
         [[record["messages"][place] for record in records] for records in (greedy, warm)] for place in (0, 1)
     )
     assert questions[0][:4] == questions[1][:4] and answers[0] != answers[1]
+
+
+def test_a_drawn_answer_can_be_drawn_again_from_the_store(tmp_path, loads_at_once):
+    """Token for token, by features, head and what it says of its draw; a store of greedy answers says nothing."""
+    for temperature in (1.0, 0.0):
+        write(tmp_path / f"{temperature}.jsonl", answer_temperature=temperature, top_p=0.9)
+        corpus = read_conversations(str(tmp_path / f"{temperature}.jsonl"))
+        write_store(tmp_path / str(temperature), loads_at_once, corpus, batch_tokens=64)
+        samples = list(FeatureStore(tmp_path / str(temperature)))
+        answers = [answer for sample in samples for answer in find_answers(sample, loads_at_once.embed_head)]
+        assert len(answers) > 20 and all(one.choices.equal(one.tokens[one.start :]) for one in answers)
+        assert {answer.sampling for answer in answers} == {Sampling(1.0, top_p=0.9) if temperature else GREEDY}
+        assert len({answer.draw.seed for answer in answers if answer.draw}) == (len(answers) if temperature else 0)
 
 
 def test_first_messages_begin_as_told_and_others_do_not(tmp_path, loads_at_once):
