@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from poss_lightning import __version__, cli, extract
-from poss_lightning.evaluation import benchmark, suites
+from poss_lightning.evaluation import benchmark
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.datamodule import FeatureData
@@ -232,9 +232,12 @@ def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs,
         ),
         (
             ("extract", "{inputs}/suite.jsonl", "out"),
-            "it has 'turns', and `poss answer` lets a target answer questions",
+            "it has 'turns', and `poss synthesize --prompts` lets a target answer questions",
         ),
-        (("extract", "asked.jsonl", "out"), "with an answer (1 without); `poss answer` lets a target answer them"),
+        (
+            ("extract", "asked.jsonl", "out"),
+            "(1 without); `poss synthesize --prompts` lets a target answer them",
+        ),
         (
             ("convert", "{inputs}/draft", "out", "--input_format", "eagle"),
             "its config.json is of our format: leave out --input_format",
@@ -472,7 +475,7 @@ def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
         raise FileNotFoundError("not today")
 
     monkeypatch.setattr(extract.Target, "load", load)
-    commands = ("extract", inputs / "corpus.jsonl"), ("answer",), ("synthesize",), ("benchmark",)
+    commands = ("extract", inputs / "corpus.jsonl"), ("synthesize",), ("benchmark",)
     for command, *before in commands:
         poss(command, *before, "out.jsonl", "--config", file)
     given = yaml.safe_load(file.read_text())
@@ -487,8 +490,6 @@ def test_the_six_suites_are_the_hub_s(poss, monkeypatch):
         asked.append(arguments)
         raise FileNotFoundError("not today")
 
-    monkeypatch.setattr(suites, "load_suites", load)  # what `read_suites` asks
     monkeypatch.setattr(benchmark, "load_suites", load)
-    for command in ("answer", "benchmark"):
-        poss(command, "out.jsonl", "--config", CONF / "suites/six.yaml")
-    assert asked == [([f"hub:{name}" for name in SIX], None)] * 2
+    poss("benchmark", "out.jsonl", "--config", CONF / "suites/six.yaml")
+    assert asked == [([f"hub:{name}" for name in SIX], None)]

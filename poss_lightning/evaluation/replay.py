@@ -69,7 +69,7 @@ def replay(
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
     The answers must be the target's own greedy ones; otherwise it warns. Their conversations are named SUITE/ID: make
-    them by `poss answer`, then `poss extract`. Records say what each round accepts; they hold no times.
+    them by `poss synthesize --prompts`, then `poss extract`. Records say what each round accepts; they hold no times.
 
     Args:
         store: features of the answers.

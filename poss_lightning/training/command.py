@@ -45,7 +45,7 @@ from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
 CONFIG = "config.yaml"
-COMMANDS = ("fit", "validate", "test")
+COMMANDS = ("fit", "validate")
 HELD_OUT = ("store", "corpus", "validation", "split_seed")  # of the data: what decides which conversations are
 
 logger = logging.getLogger(__name__)
@@ -229,8 +229,6 @@ class Training(LightningCLI):
                 "checkpoints/last.ckpt"
             )
         rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
-
-    before_test = before_validate
 
     def _compare_data(self) -> None:
         """Warn where the data are other ones than the config.yaml beside the checkpoint says."""
