@@ -152,7 +152,7 @@ def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tm
     few = ("--target", inputs / "target", "--dtype", "float32", "--max_new_tokens", "3")
     assert poss("generate", "7", *few, "--draft", "1").code is None
     assert poss("benchmark", "2", *few, "--config", "a.yaml", "--drafts.7", "on").code is None
-    assert {record.method for record in read_records("2")} == {"autoregressive", "generate", "1", "b", "7"}
+    assert {record.method for record in read_records("2")} == {"plain", "generate", "1", "b", "7"}
     listed = ("--suites", f"[{inputs / 'suite.jsonl'}]", "--drafts", '{"1": "on", "b": "1", "7": "on"}')
     assert poss("benchmark", "2", *few, *listed).code is None  # the same settings
     assert poss("compare", "2").code is None

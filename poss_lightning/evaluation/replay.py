@@ -27,7 +27,7 @@ from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import check_settings, describe, provenance
+from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.trained import warn_of_training
@@ -125,6 +125,7 @@ def replay(
             for sample, rounds in zip(samples, replayed, strict=True):
                 records += _records(name, sample, rounds)
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
+        facts["trainings"] = {name: describe_training(source) for name, source in drafts.items()}
         with atomic(folder / "run.json") as path:
             path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
         with atomic(folder / NAMES[1]) as path:
