@@ -216,9 +216,7 @@ def data_path() -> Figure:
             color=INK,
         )
     axes.text(9.68, 1.45, "poss compare", ha="center", fontsize=8, family="DejaVu Sans Mono", color=INK)
-    axes.text(
-        0.1, 1.75, "poss synthesize or poss answer\nwrite them with the target", fontsize=8, color="#555555", va="top"
-    )
+    axes.text(0.1, 1.75, "poss synthesize writes\nthem with the target", fontsize=8, color="#555555", va="top")
     return figure
 
 

@@ -84,11 +84,13 @@ class Cell:
         """What was asked for: digests of configs, and options with the values that the training has."""
         configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
         fit: dict[str, Any] = {}
-        for group, name, given in (each for layer in self.layers if isinstance(layer, dict) for each in _names(layer)):
+        for group, name, value in (own for layer in self.layers if isinstance(layer, dict) for own in _own(layer)):
             if name is None:
                 fit[group] = self.training[group]
-            else:  # what is added to a list, by `name+`, stands as it was given
-                fit.setdefault(group, {})[name] = given if name.endswith("+") else self.training[group][name]
+            elif name.endswith("+"):  # what is appended to a list, whatever stands there
+                fit.setdefault(group, {})[name] = fit[group].get(name, []) + value
+            else:
+                fit.setdefault(group, {})[name] = self.training[group][name]
         settings = {"configs": configs, "fit": fit, self.measure: self.options}
         return json.loads(without_secrets(json.dumps(settings)))
 
@@ -323,12 +325,12 @@ def _with_seed(options: Any, seed: int) -> Any:
     return options.replace(SEED, str(seed)) if isinstance(options, str) else options
 
 
-def _names(options: dict) -> Iterator[tuple[str, str | None, Any]]:
-    """The options that a layer sets, by group and name: `trainer.max_steps`, and `trainer: {max_steps: ...}`."""
+def _own(options: dict) -> Iterator[tuple[str, str | None, Any]]:
+    """What a layer sets, by group and name: `trainer.max_steps: 2`, and `trainer: {max_steps: 2}`."""
     for name, value in options.items():
         group, _, rest = name.partition(".")
-        named = {rest: value} if rest else value if isinstance(value, dict) else {None: value}
-        yield from ((group, each and each.partition(".")[0], given) for each, given in named.items())
+        below = {rest: value} if rest else value if isinstance(value, dict) else {None: value}
+        yield from ((group, each and each.partition(".")[0], own) for each, own in below.items())
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:

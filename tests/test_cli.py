@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from poss_lightning import __version__, cli, extract
-from poss_lightning.evaluation import benchmark, suites
+from poss_lightning.evaluation import benchmark
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.datamodule import FeatureData
@@ -152,7 +152,7 @@ def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tm
     few = ("--target", inputs / "target", "--dtype", "float32", "--max_new_tokens", "3")
     assert poss("generate", "7", *few, "--draft", "1").code is None
     assert poss("benchmark", "2", *few, "--config", "a.yaml", "--drafts.7", "on").code is None
-    assert {record.method for record in read_records("2")} == {"autoregressive", "generate", "1", "b", "7"}
+    assert {record.method for record in read_records("2")} == {"plain", "generate", "1", "b", "7"}
     listed = ("--suites", f"[{inputs / 'suite.jsonl'}]", "--drafts", '{"1": "on", "b": "1", "7": "on"}')
     assert poss("benchmark", "2", *few, *listed).code is None  # the same settings
     assert poss("compare", "2").code is None
@@ -232,9 +232,12 @@ def test_what_is_no_draft_is_named_with_the_command_that_makes_one(poss, inputs,
         ),
         (
             ("extract", "{inputs}/suite.jsonl", "out"),
-            "'turns', and `poss answer` lets a target answer questions",
+            "it has 'turns', and `poss synthesize --prompts` lets a target answer questions",
         ),
-        (("extract", "asked.jsonl", "out"), "with an answer (1 without); `poss answer` lets a target answer them"),
+        (
+            ("extract", "asked.jsonl", "out"),
+            "(1 without); `poss synthesize --prompts` lets a target answer them",
+        ),
         (
             ("convert", "{inputs}/draft", "out", "--input_format", "eagle"),
             "its config.json is of our format: leave out --input_format",
@@ -472,7 +475,7 @@ def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
         raise FileNotFoundError("not today")
 
     monkeypatch.setattr(extract.Target, "load", load)
-    commands = ("extract", inputs / "corpus.jsonl"), ("answer",), ("synthesize",), ("benchmark",)
+    commands = ("extract", inputs / "corpus.jsonl"), ("synthesize",), ("benchmark",)
     for command, *before in commands:
         poss(command, *before, "out.jsonl", "--config", file)
     given = yaml.safe_load(file.read_text())
@@ -487,8 +490,6 @@ def test_the_six_suites_are_the_hub_s(poss, monkeypatch):
         asked.append(arguments)
         raise FileNotFoundError("not today")
 
-    monkeypatch.setattr(suites, "load_suites", load)  # what `read_suites` asks
     monkeypatch.setattr(benchmark, "load_suites", load)
-    for command in ("answer", "benchmark"):
-        poss(command, "out.jsonl", "--config", CONF / "suites/six.yaml")
-    assert [call[:2] for call in asked] == [([f"hub:{name}" for name in SIX], None)] * 2
+    poss("benchmark", "out.jsonl", "--config", CONF / "suites/six.yaml")
+    assert [call[:2] for call in asked] == [([f"hub:{name}" for name in SIX], None)]

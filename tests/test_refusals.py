@@ -12,7 +12,6 @@ from tests.support.command import run_in, says, unchanged
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # what comes before the name of what is written, and after
     "synthesize": ((), TINY),
-    "answer": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
     "export": (("{inputs}/draft",), ()),
     "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
@@ -22,7 +21,7 @@ WRITERS = {  # what comes before the name of what is written, and after
     "demo": (("--out",), TINY),
 }
 # What these write is a file, the others' a folder.
-ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "compare": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "compare": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
@@ -77,7 +76,6 @@ def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, f
 
 REFUSED = {  # what each command that writes finds out last, when it has loaded all
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
-    "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
     "export": ("--vocabulary_size", "321", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target"),
     "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),

@@ -381,7 +381,7 @@ HOPELESS = [
     ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
     ({"replay": {"store": "OTHER"}}, "other is of another target than the draft: "),
     ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is no .jsonl file"),
-    ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold autoregressive"),
+    ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold plain"),
     ({"fit": {"config": ["BROKEN"]}}, "one, seed 0: .*broken.yaml is no YAML, line 1"),
     ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*alocation'"),
     ({"choices": ONE | {"two": {"model": {"depth": 2}}}}, "two, seed 0: .* required: .*model.allocation"),
@@ -584,5 +584,5 @@ def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
     options = {"target": tiny_folder, "dtype": "float32", "suites": [str(suite)], "max_new_tokens": 9}
     sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
     records = read_records(tmp_path / "cells/one/seed-7")
-    assert {record.method for record in records} == {"autoregressive", "generate", "one"}
+    assert {record.method for record in records} == {"plain", "generate", "one"}
     assert {record.seed for record in records} == {7}

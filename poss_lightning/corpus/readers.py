@@ -99,7 +99,7 @@ def read_conversations(
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
     if not conversations:
-        hint = "; `poss answer` lets a target answer them" if skipped else ""
+        hint = "; `poss synthesize --prompts` lets a target answer them" if skipped else ""
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
         kept = len(conversations)
@@ -218,7 +218,7 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     if any(isinstance(record.get(key), list) for key in _CHATS):
         return [], "messages"  # empty
     has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
-    hint = ", and `poss answer` lets a target answer questions" if asked or "turns" in record else ""
+    hint = ", and `poss synthesize --prompts` lets a target answer questions" if asked or "turns" in record else ""
     raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: {has}{hint}")
 
 

@@ -25,8 +25,8 @@ from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import rounds
-from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
+from poss_lightning.evaluation.records import NAMES, OURS, PLAIN, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic, check_folder, read_json, without_secrets
@@ -49,7 +49,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work
 
-HERE = ("autoregressive", "generate", "lookup")  # baselines that decode in this process
+HERE = (PLAIN, "generate", "lookup")  # baselines that decode in this process
 logger = logging.getLogger(__name__)
 
 
@@ -106,8 +106,8 @@ def benchmark(
         top_p: sample among the likeliest tokens that hold this probability.
         seed: of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        baselines: some of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
-            the first two by default. `autoregressive` gives the target's own answer, so it must be among them.
+        baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
+            the first two by default. `plain` gives the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
         show: questions of each suite whose rounds are written too, for the report to show the trees.
         graphs: whether the steps of drafts and of our own loop, all alike, run as CUDA graphs; by default on CUDA.
@@ -117,7 +117,7 @@ def benchmark(
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     suites = [suites] if isinstance(suites, str) else suites
-    baselines = ["autoregressive", "generate"] if baselines is None else baselines
+    baselines = [PLAIN, "generate"] if baselines is None else baselines
     config = {name: value for name, value in dict(locals()).items() if name != "out"}
     check_folder(out, *OURS)
     drafts = drafts or {}
@@ -140,7 +140,7 @@ def benchmark(
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
     plain = {
-        "autoregressive": Autoregressive(model, graphs),
+        PLAIN: Autoregressive(model, graphs),
         "generate": Generate(model),
         "lookup": Generate(model, lookup=10),
     }
@@ -152,6 +152,7 @@ def benchmark(
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest},
         "methods": {name: _facts(method) for name, method in methods.items()},
+        "trainings": {name: describe_training(folder) for name, folder in drafts.items()},
         "suites": {suite.name: suite.source for suite in loaded_suites},
     }
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
@@ -172,8 +173,8 @@ def check(config: dict) -> Sampling:
         ValueError: an option is out of its range; the message names it.
     """
     baselines = config["baselines"]
-    if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(HERE)):
-        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
+    if baselines is not None and (PLAIN not in baselines or set(baselines) - set(HERE)):
+        raise ValueError(f"baselines is {baselines}; it must hold plain, and may hold generate, lookup")
     return Sampling(config["temperature"], config["top_k"], config["top_p"])
 
 
@@ -183,7 +184,7 @@ class Run:
     Args:
         folder: to write.
         target: the model.
-        methods: decoders by name; one is `autoregressive`.
+        methods: decoders by name; one is `plain`.
         facts: what run.json says of the settings: `command`, `config`, `methods` and `suites`.
         sampling: how tokens are chosen.
         seed: of sampling.
@@ -271,7 +272,7 @@ class Run:
                         watch=rounds.recorder(answer, self.target, trees) if shown and repeat == 0 else None,
                     )[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
-            plain = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
+            plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
             messages.append({"role": "assistant", "content": plain.text})
         return records, trees
 

@@ -34,7 +34,9 @@ BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that a
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}
 GREEDY = (0, 0, 1.0)  # temperature, top-k and top-p
 OPTIONAL = {"pieces", "question", "category"}  # fields of a record
-BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
+PLAIN = "plain"  # the target alone, in our own loop
+EARLIER = {"autoregressive": PLAIN}  # what older records call it
+BASELINES = (PLAIN, "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
 
 
 Natural = Annotated[int, Field(ge=0, strict=True)]
@@ -380,6 +382,8 @@ def _read_bytes(file: Path) -> bytes:
 
 def _record(place: str, values: dict[str, Any]) -> Record:
     known = {field.name for field in fields(Record)}
+    if "method" in values:
+        values = values | {"method": EARLIER.get(str(values["method"]), values["method"])}
     if missing := sorted(known - values.keys() - OPTIONAL):
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     try:

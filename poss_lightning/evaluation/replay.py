@@ -27,7 +27,7 @@ from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance, table
-from poss_lightning.evaluation.provenance import check_settings, describe, provenance
+from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.stored import Answer, find_answers, mismatch, sampled
 from poss_lightning.features.store import FeatureStore, Sample
@@ -57,10 +57,10 @@ def replay(
 ) -> None:
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
-    The answers must be the target's own; otherwise it warns. Make greedy ones by `poss answer`, which names
-    conversations SUITE/ID, and drawn ones by `poss synthesize --answer_temperature`; then `poss extract`. Records say
-    what each round accepts; they hold no times. Of drawn answers it also prints how often one of n children is the next
-    token: by published rules, by ours, and at most (arXiv 2502.18779).
+    The answers must be the target's own; otherwise it warns. Make greedy ones by `poss synthesize --prompts`, which
+    names conversations SUITE/ID, and drawn ones with `--answer_temperature`; then `poss extract`. Records say what each round
+    accepts; they hold no times. Of drawn answers it also prints how often one of n children is the next token: by
+    published rules, by ours, and at most (arXiv 2502.18779).
 
     Args:
         store: features of the answers.
@@ -123,6 +123,7 @@ def replay(
                 rates = acceptance(draft, embed_head, answers, methods[name]["depth"], counts)
                 drawn.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
+        facts["trainings"] = {name: describe_training(source) for name, source in drafts.items()}
         with atomic(folder / "run.json") as path:
             path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
         with atomic(folder / NAMES[1]) as path:

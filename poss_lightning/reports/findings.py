@@ -65,7 +65,7 @@ class Findings(NamedTuple):
 
 
 @announced("reading records")
-def find(records: Paths, *, baseline: str = "autoregressive", reference: str | None = None) -> Findings:
+def find(records: Paths, *, baseline: str = "plain", reference: str | None = None) -> Findings:
     """What records say.
 
     Args:

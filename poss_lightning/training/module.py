@@ -337,8 +337,6 @@ class SpecialistTraining(lightning.LightningModule):
                 self.log_by_depth(f"val_drift_{name}", drift[name])
             self.val_drift.reset()
 
-    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
-
     # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:

@@ -23,7 +23,7 @@ QUESTIONS = [
     {"question_id": "eight", "category": "b", "turns": ["Say it, please."]},
     {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
 ]
-METHODS = ("autoregressive", "generate", "chain", "poss")
+METHODS = ("plain", "generate", "chain", "poss")
 FILES = ["records.jsonl", "rounds.jsonl", "run.json"]
 
 
@@ -222,7 +222,7 @@ def test_a_run_of_yesterday_keeps_its_date(run, inputs, target, tmp_path):
     folder = tmp_path / "dated"
     target.model.save_pretrained(folder)
     tiny_tokenizer(DATED).save_pretrained(folder)
-    options = {"target": str(folder), "drafts": {}, "baselines": ["autoregressive"], "show": 0, "repeats": 1}
+    options = {"target": str(folder), "drafts": {}, "baselines": ["plain"], "show": 0, "repeats": 1}
     run(tmp_path / "out", **options, chat_template_kwargs={"strftime_now": "2024-07-26"})
     records = (tmp_path / "out" / "records.jsonl").read_bytes()
     run(tmp_path / "out", **options)
@@ -249,8 +249,8 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
         ({"limit": 0}, "limit is 0"),
         ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
         ({"depth": -1}, "depth is -1"),
-        ({"baselines": ["generate"]}, "must hold autoregressive"),
-        ({"baselines": ["autoregressive", "beam"]}, "may hold generate"),
+        ({"baselines": ["generate"]}, "must hold plain"),
+        ({"baselines": ["plain", "beam"]}, "may hold generate"),
         ({"drafts": {"generate": "x"}}, "like a baseline"),
         ({"drafts": {"d": "nowhere/at-all"}}, "neither a local folder nor a hub id"),
         ({"suites": ["nowhere"]}, "none of the project's own"),
@@ -372,10 +372,10 @@ def fixed_run(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, l
     return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
 
 
-def test_the_autoregressive_answer_is_the_context_for_all(target, tmp_path):
-    loop, asked = fixed_run(target, tmp_path, "autoregressive words", "other words", "wrong words")
+def test_the_plain_answer_is_the_context_for_all(target, tmp_path):
+    loop, asked = fixed_run(target, tmp_path, "plain words", "other words", "wrong words")
     loop.decode([Question("s", 1, "", ["Hi", "And?"])], 8, repeats=1)
-    messages = [("user", "Hi"), ("assistant", "autoregressive words"), ("user", "And?")]
+    messages = [("user", "Hi"), ("assistant", "plain words"), ("user", "And?")]
     second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
     assert [prompt == second for _, prompt in asked[-3:]] == [True] * 3
     assert [prompt == second for _, prompt in asked[:-3]] == [False] * 6  # the warm-up, and the first turn

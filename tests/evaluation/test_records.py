@@ -160,3 +160,8 @@ def test_two_drafts_of_one_name_and_two_targets_are_refused():
     check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})
     with pytest.raises(ValueError, match=r"a was measured on another target than d \(b, fingerprint 12, and b, fing"):
         check_targets(runs | {"d": {"config": {"target": "b", "fingerprint": "34"}}})
+
+
+def test_plain_decoding_is_called_so_in_older_records_too(tmp_path):
+    (tmp_path / "records.jsonl").write_text(json.dumps(RECORD | {"method": "autoregressive", "accepted": []}))
+    assert [record.method for record in read_records(tmp_path)] == ["plain"]

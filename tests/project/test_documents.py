@@ -196,7 +196,6 @@ FIT = {
 SMALL = {  # a line's own options come first, so these have the last word
     "synthesize": [*HERE, "--conversations", "40", "--user_tokens", "6", "--answer_tokens", "8"],
     "extract": HERE,
-    "answer": [*HERE, "--suites", "[chat]", "--limit", "3", "--max_new_tokens", "8"],
     "generate": [*HERE, "--max_new_tokens", "8"],
     "benchmark": [*HERE, "--suites", "[chat]", "--limit", "3", "--max_new_tokens", "4"],
     "fit": ["--config", "small.yaml"],  # FIT

@@ -199,7 +199,7 @@ def lines(target: str) -> Iterator[list[str]]:
         yield shlex.split(line)
 
 
-OUTPUTS = dict.fromkeys(("convert", "extract", "answer", "benchmark", "replay"), "out")
+OUTPUTS = dict.fromkeys(("convert", "extract", "synthesize", "benchmark", "replay"), "out")
 INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what is there already
 
 
@@ -232,7 +232,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
             made |= {line[2], str(Path(line[2]).parent)}
         else:
             assert line[0] in ("make", "mkdir") or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
-    asked = {f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "replay")}
+    asked = {f"poss {name}" for name in ("convert", "extract", "synthesize", "sweep", "benchmark", "compare", "replay")}
     assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
 

@@ -137,9 +137,9 @@ def test_an_answer_stands_under_its_question_with_its_rounds(lab):
 
 def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path):
     for choice in CHOICES:
-        write_records(tmp_path / choice / "seed-0", make_records(methods=("autoregressive", choice)), {"methods": {}})
+        write_records(tmp_path / choice / "seed-0", make_records(methods=("plain", choice)), {"methods": {}})
     assert "Milliseconds" not in page_of(tmp_path, tmp_path, reference="eagle")
-    write_records(tmp_path / "turns", make_records(methods=("autoregressive", *CHOICES)), {"methods": {}})
+    write_records(tmp_path / "turns", make_records(methods=("plain", *CHOICES)), {"methods": {}})
     assert "Milliseconds" in page_of(tmp_path, tmp_path / "turns", reference="eagle")
 
 
@@ -166,11 +166,25 @@ def test_sections_without_matter_are_left_out(tmp_path):
     assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training", "runs were made"))
 
 
+def test_methods_are_defined_below_the_title(tmp_path):
+    facts = {"methods": {"eagle": {"allocation": [6], "parameters": 1_234_567}, "poss-1": {"allocation": [1, 1]}}}
+    write_records(tmp_path / "run", make_records(prompts=3), facts | {"trainings": {"eagle": "10 steps from hass"}})
+    page = page_of(tmp_path, tmp_path / "run")
+    for defined in (
+        "plain: the target alone, one token a step",
+        "eagle: one layer [6], 1.2 M parameters, 10 steps from hass",
+        "poss-1: 2 specialists [1, 1]",
+    ):
+        assert f"<li>{defined}</li>" in page
+    assert page.index("</h1>") < page.index("<li>") < page.index("<table")
+    assert page.index("<th>τ</th>") < page.index("<th>speed-up</th>")
+
+
 def test_a_failing_page_leaves_the_old_one_and_is_named_like_one(tmp_path):
     write_records(tmp_path / "run", make_records(prompts=1), {})
     (tmp_path / "page.html").write_text("old")
-    with pytest.raises(ValueError, match="baseline is 'plain'"):
-        page_of(tmp_path, tmp_path / "run", baseline="plain")
+    with pytest.raises(ValueError, match="baseline is 'beam'"):
+        page_of(tmp_path, tmp_path / "run", baseline="beam")
     assert (tmp_path / "page.html").read_text() == "old" and not list(tmp_path.glob(".page*"))
     with pytest.raises(ValueError, match=r"README.md; its name must end in .html"):
         compare(str(tmp_path / "run"), html=str(tmp_path / "README.md"))

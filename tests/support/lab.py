@@ -23,7 +23,7 @@ def write_lab(folder: Path) -> None:
     for choice in CHOICES:
         for seed in range(SEEDS):
             cell = folder / choice / f"seed-{seed}"
-            own = make_records(methods=("autoregressive", "generate", choice), seed=seed)
+            own = make_records(methods=("plain", "generate", choice), seed=seed)
             write_records(cell, own, {"methods": {choice: {"depth": DEPTH}}, "config": {"seed": seed}})
             write_rounds(cell, own)
             write_events(cell, seed, gain=0.1 * CHOICES.index(choice))

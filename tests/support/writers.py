@@ -93,8 +93,9 @@ WRITERS = {
         ("synthesize", "out.jsonl.gz", *TARGET)
         + ("--conversations=6", "--batch_size=4", "--user_tokens=6", "--answer_tokens=6")
     ),
-    "answer": Writer(
-        ("answer", "out.jsonl", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6", "--batch_size=2")
+    "answers": Writer(
+        ("synthesize", "out.jsonl", *TARGET)
+        + ("--prompts=[{inputs}/suite.jsonl]", "--answer_tokens=6", "--batch_size=2")
     ),
     "convert": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", TARGET[0])),
     "export": Writer(("export", "{inputs}/run/checkpoints/last.ckpt", "out", "--dtype=bfloat16")),
