@@ -405,7 +405,7 @@ def printed(poss: Poss, *arguments: object) -> dict:
 
 
 def test_every_yaml_is_tried_below():
-    others = ("data/padded.yaml", "suites/six.yaml", "demo.yaml", "lab.yaml", "published.yaml", "trainer/base.yaml")
+    others = ("suites/six.yaml", "demo.yaml", "lab.yaml", "published.yaml", "trainer/base.yaml")
     tried = [*TREES, *DRAFTS, *TRAINERS, *TARGETS, *(CONF / name for name in others)]
     sweeps = [*(CONF / "reproduce").iterdir()]  # tried by tests/project/test_targets.py
     assert sorted(CONF.rglob("*.yaml")) == sorted([*tried, *sweeps])
@@ -425,9 +425,7 @@ def test_drafts_parse(poss, draft):
     ids=lambda path: path.stem,
 )
 def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, training):
-    config = printed(
-        poss, "--config", CONF / "draft/poss2.yaml", "--config", CONF / "data/padded.yaml", "--config", training
-    )
+    config = printed(poss, "--config", CONF / "draft/poss2.yaml", "--config", training)
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["validation"] == 0.05
     assert config["trainer"]["gradient_clip_val"] == 0.5 and config["trainer"]["precision"] in ("auto", "bf16-mixed")
     callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
@@ -436,8 +434,8 @@ def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, tra
 
 def test_files_of_conf_are_found_by_name_away_from_a_checkout(poss, tmp_path):
     """A file of one's own goes first."""
-    config = printed(poss, "--config", "draft/poss2.yaml", "--config=conf/data/padded.yaml")
-    assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["packed"] is False
+    config = printed(poss, "--config", "draft/poss2.yaml", "--config=conf/published.yaml")
+    assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["batch_tokens"] == 2048
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "poss2.yaml").write_text("model: {allocation: [5]}")
     assert printed(poss, "--config", "draft/poss2.yaml")["model"]["allocation"] == [5]

@@ -30,9 +30,7 @@ class FeatureData(lightning.LightningDataModule):
         parallel: of online features: none, where the target fits one device; layers spreads it over the other GPUs of
             this process.
         chat_template_kwargs: of online features: variables of the target's chat template.
-        batch_tokens: tokens of a batch of one process, padding included.
-        packed: several conversations in one row, each of which sees only itself; else one a row, with others of like
-            length.
+        batch_tokens: tokens of a batch of one process: a row of conversations, each of which sees only itself.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
         validation: fraction of conversations held out; of few conversations at least one.
         seed: of the order and the noise.
@@ -52,7 +50,6 @@ class FeatureData(lightning.LightningDataModule):
         parallel: Parallel = "none",
         chat_template_kwargs: dict[str, Any] | None = None,
         batch_tokens: BatchTokens = 4096,
-        packed: bool = True,
         noise: Weight = 0.2,
         validation: Fraction = 0.05,
         seed: Seed = 0,
@@ -75,7 +72,7 @@ class FeatureData(lightning.LightningDataModule):
             self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
         else:
             raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
-        self.batch_tokens, self.packed, self.noise = batch_tokens, packed, noise
+        self.batch_tokens, self.noise = batch_tokens, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
         train, self.held_out = split(self.source.origins, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
@@ -140,7 +137,6 @@ class FeatureData(lightning.LightningDataModule):
             self.source.spans,
             batch_tokens=self.batch_tokens,
             seed=self.seed if training else self.split_seed,  # all trainings are validated on the same batches
-            packed=self.packed,
             training=training and reorders,
             rank=rank,
             world=world,

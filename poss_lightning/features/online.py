@@ -8,7 +8,6 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import tokenize
-from poss_lightning.features.schedule import bucket_rows
 from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import (
     STATISTICS,
@@ -123,10 +122,9 @@ class OnlineFeatures:
         width = self.target.hidden_size
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
-        groups = bucket_rows(np.argsort(-lengths, kind="stable").tolist(), lengths, int(lengths.sum()))
-        for group in groups:
-            made = self._forward(pad_right([texts[i] for (i,) in group], self.model.device))
-            for (i,), row, draft_input in zip(group, *made, strict=True):
+        for group in group_by_length(lengths):
+            made = self._forward(pad_right([texts[i] for i in group], self.model.device))
+            for i, row, draft_input in zip(group, *made, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
@@ -146,3 +144,14 @@ class OnlineFeatures:
             return features, features
         features, outputs = self.model.text_layers(tokens, self.layers)
         return features, outputs.flatten(2)
+
+
+def group_by_length(lengths: np.ndarray) -> list[list[int]]:
+    """Texts in groups of like length, each padded to no more tokens than all texts have; the longest first."""
+    groups: list[list[int]] = []
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= lengths.sum():
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups

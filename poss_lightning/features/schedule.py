@@ -78,13 +78,13 @@ def stable_number(text: str) -> int:
 class PlannedBatch(NamedTuple):
     """A batch before it is read."""
 
-    rows: list[list[int]]  # indices of samples
+    samples: list[int]  # indices; they share a row
     counts: bool  # False: it only fills up the last step, and no slot of it counts
     step: Step
 
 
-def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
-    """One row a batch, filled by best fit: each sample, longest first, goes where it leaves the least room."""
+def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
+    """A row for each batch, filled by best fit: each sample, longest first, goes where it leaves the least room."""
     batches: list[list[int]] = []
     room: list[tuple[int, int]] = []  # what is left of each batch, ascending
     for index in ordered:
@@ -97,17 +97,6 @@ def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> lis
             free, batch = room.pop(place)
         batches[batch].append(index)
         insort(room, (free - length, batch))
-    return [[batch] for batch in batches]
-
-
-def bucket_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[list[int]]]:
-    """A row a sample, neighbours in length, `batch_tokens` with the padding at most."""
-    batches: list[list[list[int]]] = []
-    for index in ordered:  # the first of a batch is its longest
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0][0]] <= batch_tokens:
-            batches[-1].append([index])
-        else:
-            batches.append([[index]])
     return batches
 
 
@@ -115,7 +104,7 @@ class Schedule(Sampler[PlannedBatch]):
     """The batches of every epoch, in steps of `world * accumulate`; a process takes every world-th batch.
 
     Samples are shuffled by (seed, epoch), ordered by length (so those of one length change places from epoch to epoch),
-    made into batches, and these are shuffled. All epochs have the same number of batches, because Lightning asks only
+    packed into batches, and these are shuffled. All epochs have the same number of batches, because Lightning asks only
     once. The batches themselves do not depend on the number of processes. Where the last step has too few, batches in
     which nothing counts fill it up: all processes take as many, and no sample is dropped or shown twice.
 
@@ -123,9 +112,8 @@ class Schedule(Sampler[PlannedBatch]):
         indices: samples to draw from.
         lengths: (samples,) tokens of every sample of the source.
         spans: of every sample, (n, 2) each.
-        batch_tokens: tokens of a batch at most, padding included; a longer sample stands alone.
+        batch_tokens: tokens of a batch at most; a longer sample stands alone.
         seed: of the order.
-        packed: several conversations a row (`pack_rows`), or one (`bucket_rows`).
         training: a new order every epoch; else one for good, in which the first batches are a fair sample.
         rank: which of the `world` processes this is.
         world: how many processes share the batches.
@@ -140,7 +128,6 @@ class Schedule(Sampler[PlannedBatch]):
         *,
         batch_tokens: int,
         seed: int,
-        packed: bool = True,
         training: bool = True,
         rank: int = 0,
         world: int = 1,
@@ -148,12 +135,11 @@ class Schedule(Sampler[PlannedBatch]):
     ):
         self.indices, self.lengths, self.spans = indices, lengths, spans
         self.batch_tokens, self.seed, self.training = batch_tokens, seed, training
-        self.make_batches = pack_rows if packed else bucket_rows
         self.rank, self.world, self.accumulate = rank, world, accumulate
         self.epoch, self.resumed, self.taken = 0, (0, 0), 0
         self.total = len(self.batches())
         order = [(i, int(lengths[i])) for i in indices]
-        self.data = stable_number(f"{order} {batch_tokens} {packed} {seed}")  # what the order of batches follows from
+        self.data = stable_number(f"{order} {batch_tokens} {seed}")  # what the order of batches follows from
 
     @property
     def step_batches(self) -> int:
@@ -179,7 +165,7 @@ class Schedule(Sampler[PlannedBatch]):
         if state["data"] != self.data:
             raise ValueError(
                 f"the checkpoint's epochs have {state['total']} batches of other data than these {self.total}: resume "
-                "with the same store, limit, validation, seed, batch_tokens and packed"
+                "with the same store, limit, validation, seed and batch_tokens"
             )
         self.epoch, self.resumed = state["epoch"], (state["epoch"], state["done"])
 
@@ -197,22 +183,22 @@ class Schedule(Sampler[PlannedBatch]):
             yield from self._step(batches[start : start + self.step_batches])[self.rank :: self.world]
 
     @announced("planning an epoch")
-    def batches(self) -> list[list[list[int]]]:
-        """The epoch's batches: rows of samples."""
+    def batches(self) -> list[list[int]]:
+        """The epoch's batches, of samples."""
         generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))
         order = generator.permutation(self.indices)
         by_length = order[np.argsort(-self.lengths[order], kind="stable")].tolist()
-        batches = self.make_batches(by_length, self.lengths, self.batch_tokens)
+        batches = pack_rows(by_length, self.lengths, self.batch_tokens)
         return [batches[i] for i in generator.permutation(len(batches))]
 
     def _first(self) -> int:
         epoch, done = self.resumed
         return done if epoch == self.epoch else 0
 
-    def _step(self, batches: list[list[list[int]]]) -> list[PlannedBatch]:
-        samples = [i for rows in batches for row in rows for i in row]
+    def _step(self, batches: list[list[int]]) -> list[PlannedBatch]:
+        samples = [i for batch in batches for i in batch]
         slots = [answer_slots(self.lengths[i], self.spans[i]) for i in samples]
         tokens = torch.tensor(int(self.lengths[samples].sum()))
         step = Step(torch.from_numpy(np.concatenate(slots)), tokens, self.step_batches)
-        idle = PlannedBatch([[min(samples, key=lambda i: self.lengths[i])]], False, step)
-        return [PlannedBatch(rows, True, step) for rows in batches] + [idle] * (self.step_batches - len(batches))
+        idle = PlannedBatch([min(samples, key=lambda i: self.lengths[i])], False, step)
+        return [PlannedBatch(batch, True, step) for batch in batches] + [idle] * (self.step_batches - len(batches))

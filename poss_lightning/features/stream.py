@@ -152,7 +152,7 @@ class _Reader(Dataset[Batch]):
         self.source = source
 
     def __getitem__(self, planned: PlannedBatch) -> Batch:
-        batch = collate([[self.source[i] for i in row] for row in planned.rows], planned.step)
+        batch = collate([[self.source[i] for i in planned.samples]], planned.step)
         if planned.counts:
             return batch
         return batch._replace(counts=torch.zeros_like(batch.counts), spans=[[] for _ in batch.ids])

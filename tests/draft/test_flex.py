@@ -77,13 +77,13 @@ def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
             assert error < 2**-6, f"{name}: {error:.4f}"
 
 
-def plan_epoch(packed_rows: bool, training: bool) -> list[list[list[int]]]:
-    """Rows of conversations of each batch of an epoch, as `Schedule` plans them."""
+def plan_epoch(training: bool) -> list[list[int]]:
+    """Lengths of the conversations of each batch of an epoch, as `Schedule` plans them."""
     lengths = np.random.default_rng(0).integers(10, 80, 16)
     lengths[:3] = 17, 33, 129  # exactly one block of slots, two and eight
     spans = [np.array([[0, length]]) for length in lengths]
-    plan = Schedule(list(range(16)), lengths, spans, batch_tokens=96, seed=0, packed=packed_rows, training=training)
-    return [[[int(lengths[i]) for i in row] for row in batch.rows] for batch in plan]
+    plan = Schedule(list(range(16)), lengths, spans, batch_tokens=96, seed=0, training=training)
+    return [[int(lengths[i]) for i in batch.samples] for batch in plan]
 
 
 def test_an_epoch_compiles_three_frames_at_any_depth(counter):
@@ -92,12 +92,12 @@ def test_an_epoch_compiles_three_frames_at_any_depth(counter):
     More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps all scores.
     """
     frames = []
-    for depth, packed_rows, training in ((6, True, True), (12, False, True), (12, True, False)):
-        for rows in plan_epoch(packed_rows, training):
-            count = max(map(sum, rows)) - 1  # the last token of a row is in no slot
+    for depth, training in ((6, True), (12, True), (12, False)):
+        for lengths in plan_epoch(training):
+            count = sum(lengths) - 1  # the last token of a row is in no slot
             for skip in range(depth):
                 with torch.set_grad_enabled(training):
-                    for ours, flex in zip(*(run(block, rows, count, skip) for block in BLOCKS), strict=True):
+                    for ours, flex in zip(*(run(block, [lengths], count, skip) for block in BLOCKS), strict=True):
                         torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
         frames.append(counter.frame_count)
     assert frames == [2, 2, 3]

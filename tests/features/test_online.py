@@ -32,9 +32,9 @@ def both(tmp_path_factory, tiny_folder) -> dict[str, dict]:
     return found
 
 
-def fit(source: dict, packed: bool, **options) -> tuple[SpecialistTraining, list]:
+def fit(source: dict, **options) -> tuple[SpecialistTraining, list]:
     lightning.seed_everything(0)
-    data = FeatureData(**source, batch_tokens=200, validation=0.2, packed=packed)
+    data = FeatureData(**source, batch_tokens=200, validation=0.2)
     module = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, vocabulary_size=60, **options)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -55,10 +55,10 @@ def fit(source: dict, packed: bool, **options) -> tuple[SpecialistTraining, list
     return module, seen
 
 
-@pytest.mark.parametrize("kind, packed", [("", True), ("", False), ("-eagle3", True)])
-def test_online_is_the_store(both, packed, kind):
+@pytest.mark.parametrize("kind", ["", "-eagle3"])
+def test_online_is_the_store(both, kind):
     options = EAGLE3 if kind else {}
-    (stored, seen), (online, made) = (fit(both[name + kind], packed, **options) for name in ("store", "online"))
+    (stored, seen), (online, made) = (fit(both[name + kind], **options) for name in ("store", "online"))
     assert len(seen) == len(made) > 3
     for ours, theirs in zip(seen, made, strict=True):
         assert ours.tokens.equal(theirs.tokens) and ours.counts.equal(theirs.counts)

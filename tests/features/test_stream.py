@@ -12,7 +12,7 @@ import torch
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
-from poss_lightning.features.schedule import Schedule, answer_slots, bucket_rows, pack_rows, split, stable_number
+from poss_lightning.features.schedule import Schedule, answer_slots, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
 from tests.support.stores import SIZES, make_conversations
@@ -165,8 +165,8 @@ def test_packs_are_the_best_fit_and_nearly_full():
     lengths = np.random.default_rng(3).integers(2, 60, 200)
     ordered = np.argsort(-lengths, kind="stable").tolist()
     found = pack_rows(ordered, lengths, 64)
-    assert all(len(rows) == 1 and sum(lengths[rows[0]]) <= 64 for rows in found)
-    sums = sorted(sum(lengths[rows[0]]) for rows in found)
+    assert all(sum(lengths[batch]) <= 64 for batch in found)
+    sums = sorted(sum(lengths[batch]) for batch in found)
     assert sums == sorted(sum(lengths[batch]) for batch in naive_best_fit(ordered, lengths, 64))
     assert len(found) <= 1.05 * lengths.sum() / 64 + 1
 
@@ -180,43 +180,39 @@ def schedule(epoch: int = 0, **changes) -> Schedule:
 
 def shown(planned) -> list[int]:
     """Samples of planned batches, in order; what only fills up is left out."""
-    return [i for batch in planned if batch.counts for row in batch.rows for i in row]
+    return [i for batch in planned if batch.counts for i in batch.samples]
 
 
-@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_every_sample_once_an_epoch_within_the_budget(training, packed):
+def test_every_sample_once_an_epoch_within_the_budget(training):
     indices = list(range(0, 300, 2))
     for epoch in range(3):
-        planned = list(schedule(epoch, indices=indices, training=training, packed=packed))
+        planned = list(schedule(epoch, indices=indices, training=training))
         assert sorted(shown(planned)) == indices
-        assert all(len(b.rows) * max(sum(LENGTHS[row]) for row in b.rows) <= 100 for b in planned)
+        assert all(sum(LENGTHS[b.samples]) <= 100 for b in planned)
 
 
-@pytest.mark.parametrize("cut", [pack_rows, bucket_rows])
-def test_a_sample_beyond_the_budget_stands_alone(cut):
-    batches = cut([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
-    assert sorted(sorted(i for row in rows for i in row) for rows in batches) == [[0, 2], [1], [3]]
+def test_a_sample_beyond_the_budget_stands_alone():
+    batches = pack_rows([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
+    assert sorted(map(sorted, batches)) == [[0, 2], [1], [3]]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_the_order_follows_seed_and_epoch(packed):
-    def order(seed: int, epoch: int) -> list[list[list[int]]]:
-        return schedule(epoch, seed=seed, packed=packed).batches()
+def test_the_order_follows_seed_and_epoch():
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        return schedule(epoch, seed=seed).batches()
 
     first = order(0, 0)
     assert first == order(0, 0)
     assert first != order(0, 1) != order(1, 1) and first != order(1, 0)
-    company = [{frozenset(i for row in rows for i in row) for rows in order(0, epoch)} for epoch in (0, 1)]
+    company = [{frozenset(batch) for batch in order(0, epoch)} for epoch in (0, 1)]
     assert company[0] != company[1]  # samples change company too
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_every_epoch_has_as_many_batches(packed):
+def test_every_epoch_has_as_many_batches():
     """Lightning asks for the length once, and would drop batches or skip validation if it changed."""
     lengths = np.random.default_rng(1).integers(2, 300, 3000)
     spans = [np.array([[1, 2]])] * 3000
-    made = schedule(indices=list(range(3000)), lengths=lengths, spans=spans, batch_tokens=2000, packed=packed)
+    made = schedule(indices=list(range(3000)), lengths=lengths, spans=spans, batch_tokens=2000)
     counts = set()
     for epoch in range(4):
         made.set_epoch(epoch)
@@ -225,8 +221,8 @@ def test_every_epoch_has_as_many_batches(packed):
 
 
 def test_validation_keeps_one_order_whose_beginning_is_a_fair_sample():
-    first = shown(schedule(0, training=False, packed=False))
-    assert shown(schedule(3, training=False, packed=False)) == first
+    first = shown(schedule(0, training=False))
+    assert shown(schedule(3, training=False)) == first
     begin = [LENGTHS[i] for i in first[: len(first) // 4]]
     assert abs(np.mean(begin) - LENGTHS.mean()) < 0.25 * LENGTHS.mean()
 
@@ -237,7 +233,7 @@ def test_processes_share_the_steps_and_each_knows_all_of_its_step(world, accumul
     assert {len(share) for share in shares} == {len(schedule(world=world, accumulate=accumulate))}
     assert sorted(i for share in shares for i in shown(share)) == list(range(300))
     whole = schedule().batches()
-    assert [b.rows for g in range(len(shares[0])) for share in shares for b in [share[g]] if b.counts] == whole
+    assert [b.samples for g in range(len(shares[0])) for share in shares for b in [share[g]] if b.counts] == whole
     for start in range(0, len(shares[0]), accumulate):
         step = [planned for share in shares for planned in share[start : start + accumulate]]
         found = [answer_slots(LENGTHS[i], SPANS[i]) for i in shown(step)]
@@ -270,9 +266,7 @@ def test_a_schedule_goes_on_at_the_exact_sample_with_any_number_of_processes(bef
         assert len(list(one)) == len(one) == one.remaining()  # the next epoch is whole again
 
 
-@pytest.mark.parametrize(
-    "other", [{"indices": list(range(100))}, {"seed": 1}, {"packed": False}, {"batch_tokens": 101}]
-)
+@pytest.mark.parametrize("other", [{"indices": list(range(100))}, {"seed": 1}, {"batch_tokens": 101}])
 def test_a_state_of_other_data_is_refused(other):
     with pytest.raises(ValueError, match="resume with the same store"):
         schedule().load_state_dict(schedule(**other).state_dict())

@@ -69,7 +69,7 @@ def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[l
         schedule.set_epoch(epoch)
         batches = schedule.batches()
         for start in range(0, len(batches), share):
-            steps.append([data.source[i] for rows in batches[start : start + share] for row in rows for i in row])
+            steps.append([data.source[i] for batch in batches[start : start + share] for i in batch])
     return steps[:STEPS]
 
 

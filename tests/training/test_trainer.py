@@ -66,7 +66,7 @@ def two_processes(store, folder):
     )
     data = FeatureData(store, validation=0.2, batch_tokens=128)
     trainer.fit(module, data)
-    ids = [data.source.ids[i] for batch in data.train_dataloader().schedule for row in batch.rows for i in row]
+    ids = [data.source.ids[i] for batch in data.train_dataloader().schedule for i in batch.samples]
     (folder / f"{trainer.global_rank}.txt").write_text("\n".join(ids))
 
 
