@@ -138,7 +138,7 @@ def _answer_batch(
         unfinished = []
         draws = loop.sampler.draws or [None] * len(fitting)
         for row, tokens, draw in zip(fitting, written, draws, strict=True):
-            answer = chat.message(tokens) | ({"drawn": draw.values()} if draw else {})
+            answer: dict[str, Any] = chat.message(tokens) | ({"drawn": draw.values()} if draw else {})
             if answer["content"].strip():
                 conversations[row] = [*asked[row], answer]
                 unfinished += [row] if chat.is_plain(tokens) else []

@@ -58,8 +58,8 @@ def replay(
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
     The answers must be the target's own; otherwise it warns. Make greedy ones by `poss synthesize --prompts`, which
-    names conversations SUITE/ID, and drawn ones with `--answer_temperature`; then `poss extract`. Records say what each round
-    accepts; they hold no times. Of drawn answers it also prints how often one of n children is the next token: by
+    names conversations SUITE/ID, and drawn ones with `--answer_temperature`; then `poss extract`. Records say what each
+    round accepts; they hold no times. Of drawn answers it also prints how often one of n children is the next token: by
     published rules, by ours, and at most (arXiv 2502.18779).
 
     Args:
