@@ -30,7 +30,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.features.trained import warn_of_training
+from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import atomic, check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers

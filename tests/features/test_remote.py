@@ -125,7 +125,7 @@ def test_a_missing_file_is_named(bucket):
     [
         ("memory://bucket/nothing", "memory://bucket/nothing/manifest.json: no such file, so there is no finished"),
         ("file:///nowhere/at/all", "file:///nowhere/at/all/manifest.json: no such file"),
-        ("carrier-pigeon://me:SECRET@roof", "carrier-pigeon://roof cannot be read: Protocol not known"),
+        ("carrier-pigeon://me:SECRET@roof", "carrier-pigeon://roof/manifest.json cannot be read: Protocol not known"),
     ],
 )
 def test_an_address_without_a_store_is_named(bucket, address, words):

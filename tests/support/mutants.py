@@ -461,9 +461,9 @@ MUTANTS = (
     ),
     Mutant(
         "split: the same conversation under another id is on the other side",
-        "features/store.py",
-        "above[pair[1]] = pair[0]",
-        "pass",
+        "features/texts.py",
+        "return [least[each] for each in group]",
+        "return ids",
         "features/test_store.py",
     ),
     Mutant(
