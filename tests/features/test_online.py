@@ -55,7 +55,9 @@ def fit(source: dict, packed: bool, **options) -> tuple[SpecialistTraining, list
     return module, seen
 
 
-@pytest.mark.parametrize("kind, packed", [("", True), ("", False), ("-eagle3", True)])
+@pytest.mark.parametrize(
+    "kind, packed", [("", True), pytest.param("", False, marks=pytest.mark.nightly), ("-eagle3", True)]
+)
 def test_online_is_the_store(both, packed, kind):
     options = EAGLE3 if kind else {}
     (stored, seen), (online, made) = (fit(both[name + kind], packed, **options) for name in ("store", "online"))
