@@ -31,7 +31,7 @@ from poss_lightning.evaluation.provenance import check_settings, describe, descr
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.stored import Answer, find_answers, mismatch, sampled
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.features.trained import warn_of_training
+from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import atomic, check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers

@@ -203,7 +203,7 @@ def tokenize(
         tell: warn of how many are left out, and why.
         strict: a conversation that the template refuses is an error; see `report_left_out`.
     """
-    texts, refused, short = [], [], 0
+    texts, refused, short, taken = [], [], 0, {conversation.id for conversation in conversations}
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         try:
             rendered = target.chat.texts(conversation.messages, conversation.template)
@@ -220,6 +220,9 @@ def tokenize(
             short += not kept
             if kept:
                 name = conversation.id if len(rendered) == 1 else f"{conversation.id}/{number}"
+                while len(rendered) > 1 and name in taken:
+                    name += "'"
+                taken.add(name)
                 draws = draws if any(draws) else ()
                 texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest, draws))
     if refused and (tell or strict):

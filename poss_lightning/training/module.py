@@ -17,7 +17,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.trained import warn_of_training
+from poss_lightning.features.texts import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.losses.slot_weights import dpace
 from poss_lightning.machine import check_kernel_tools
