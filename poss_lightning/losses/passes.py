@@ -102,12 +102,8 @@ def pass_losses(
     with torch.autocast(counts.device.type, enabled=False):  # dtypes are chosen here, one by one
         by_slot = counted.to(torch.promote_types(head.dtype, torch.float32))  # (K, S)
         if slot_weights is not None:
-            known = _chances(predicted.detach(), features, heads, chunk), counted
-            of_all = [counts.new_zeros(passes, places, dtype=x.dtype) for x in known]  # those that do not count too
-            for every, counting_ones in zip(of_all, known, strict=True):
-                every[:, counting] = counting_ones
-            found = slot_weights(*(every.view(passes, *counts.shape) for every in of_all))
-            by_slot = by_slot * found.flatten(1)[:, counting]
+            chances = _chances(predicted.detach(), features, heads, chunk)
+            by_slot = by_slot * _weigh_slots(slot_weights, chances, counted, counts, counting)
         if draft_head is not None and not torch.is_grad_enabled():
             draft_head = draft_head.detach()  # else its gradient would be asked for, in validation too
         terms = {name: weights.get(name, 0.0) for name in term_names() if name in ENTROPIES or weights.get(name)}
@@ -118,6 +114,16 @@ def pass_losses(
     top_rows[:, counting] = rows
     by_name = dict(zip(terms, sums, strict=True))
     return PassLosses(total, by_name, weighted, counted.sum(-1), top_rows.view(passes, *counts.shape))
+
+
+def _weigh_slots(
+    slot_weights: Callable[[Tensor, Tensor], Tensor], chances: Tensor, counted: Tensor, counts: Tensor, counting: Tensor
+) -> Tensor:
+    """The weights of the slots that count, (K, S), from chances and counted, both (K, S): it looks at whole rows."""
+    whole = [counts.new_zeros(len(x), counts.numel(), dtype=x.dtype) for x in (chances, counted)]
+    for rows, known in zip(whole, (chances, counted), strict=True):
+        rows[:, counting] = known
+    return slot_weights(*(rows.view(-1, *counts.shape) for rows in whole)).flatten(1)[:, counting]
 
 
 def chunk_on(device: str) -> int:

@@ -193,7 +193,7 @@ def _is_last(trainer: lightning.Trainer) -> bool:
 
 
 class Throughput(lightning.Callback):
-    """Logs slots/s, tokens/s and TFLOP/s of all processes, and the share of waiting, and a GPU's peak memory.
+    """Logs slots/s, tokens/s and TFLOP/s of all processes, waiting, and peak memory, every `log_every_n_steps`.
 
     A slot counts if pass 1 counts there. FLOPs are those of the method's matrix products (`step_flops`), so the rate is
     the model's, not the hardware's. Waiting is all time between two steps: reading, transfer, noise, online features,
@@ -240,7 +240,7 @@ class Throughput(lightning.Callback):
         pl_module.log("throughput/tokens_per_second", tokens / elapsed)
         pl_module.log("throughput/teraflops", flops / elapsed / 1e12)
         pl_module.log("throughput/waiting", self.waited / elapsed, prog_bar=True)
-        if pl_module.device.type == "cuda":
+        if pl_module.device.type == "cuda":  # of this process, since it began
             pl_module.log("throughput/peak_gib", torch.cuda.max_memory_allocated(pl_module.device) / 2**30)
 
     def _restart(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:

@@ -55,13 +55,13 @@ class Dashboard(lightning.Callback):
     def on_validation_batch_end(
         self, trainer, pl_module: SpecialistTraining, outputs: dict, batch: Batch, batch_idx: int, dataloader_idx=0
     ) -> None:
-        if batch_idx == 0 and writer_of(trainer) is not None and pl_module.val_drift is not None:
+        if batch_idx == 0 and writer_of(trainer) is not None and pl_module.val_metrics.drift is not None:
             self.deep_slots = pick_slots(outputs["predictions"], batch, self.slots)
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if pl_module.val_drift is None:  # the draft predicts no feature
+        if (drift := pl_module.val_metrics.drift) is None:  # the draft predicts no feature
             return
-        counts = pl_module.val_drift.compute()["histogram"]  # all processes must join it; the module resets it later
+        counts = drift.compute()["histogram"]  # all processes must join it; the module resets it later
         if (writer := writer_of(trainer)) is None:
             return
         for depth, values in panels.count_histograms(counts).items():

@@ -2,43 +2,31 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from itertools import count
 from typing import Any, Literal
 
 import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import TRAINED_ON, DraftConfig, Specialists, decode_digests, encode_digests
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.losses.slot_weights import dpace
 from poss_lightning.machine import check_kernel_tools
-from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
-from poss_lightning.ranges import (
-    Amount,
-    Count,
-    Decay,
-    Position,
-    ShareOrNone,
-    Size,
-    Tokens,
-    Weight,
-    refuse_numbers,
-)
-from poss_lightning.training.muon import Muon
+from poss_lightning.metrics import UnrollAcceptance
+from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
+from poss_lightning.training.guard import NormGuard
+from poss_lightning.training.optimizers import make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
+from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary
 from poss_lightning.training.strategies import DeepSpeed
+from poss_lightning.training.validation import ValidationMetrics
 
-Source = FeatureStore | OnlineFeatures
-SHOWN = 64  # conversations that a message names
 REPLAY = "poss_lightning.evaluation.probe.Replay"  # of a room above; by its name, as in a config
 
 
@@ -124,7 +112,7 @@ class SpecialistTraining(lightning.LightningModule):
         if isinstance(features, FeatureStore):  # so that `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
         start = Specialists.from_pretrained(start_from) if start_from else None
-        vocabulary = _choose_vocabulary(features, vocabulary_size, start)
+        vocabulary = choose_vocabulary(features, vocabulary_size, start)
         config = DraftConfig(
             target=features.target,
             allocation=tuple(allocation),
@@ -138,40 +126,20 @@ class SpecialistTraining(lightning.LightningModule):
             fc_norm=fc_norm,
             norm_output=norm_output,
         )
-        _check_config(config)
+        check_reach(config)
         self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
         check_weights(self.loss_weights, config.predicts_feature)
-        self.layers = config.layers
-        self.draft = Specialists(config, vocabulary)
-        features = features.select(self.layers)
-        embed_head = features.embed_head()
-        self.embed_head = embed_head.restrict(vocabulary)
-        self.draft.init_head(self.embed_head)
-        if start:
-            self.draft.start_from(start)
-            if fc_norm and not start.config.fc_norm:
-                self.draft.init_fc_norm(features.root_mean_square())
-        elif normalise:
-            embedded = embed_head.embedding.float().square().mean().sqrt()
-            inputs = features.root_mean_square()
-            self.draft.normalise(embedded.to(inputs.device).expand(config.target.hidden_size), inputs)
+        self.guard = NormGuard()
+        self.layers, features = config.layers, features.select(config.layers)
+        self.draft, self.embed_head = begin_draft(config, features, vocabulary, start, normalise)
         # Embedding and head never change, so DDP need not broadcast them before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
-        # Batches since the last optimizer step, and their losses (K,).
-        self._ids: list[str] = []  # conversations of the step that is on its way
-        self._norm: tuple[Tensor, int, list[str]] | None = None  # of the last step: gradient, number, conversations
-        # Validation goes as deep as decoding will, at whatever depth the draft is trained.
-        self.eval_depth = max(config.depth, sum(allocation))
+        self.eval_depth = max(config.depth, sum(allocation))  # validation goes as deep as decoding will
         config.check_depth(self.eval_depth)
-        own = ["extra"] if type(self).extra_losses is not SpecialistTraining.extra_losses else []
-        weighted = (name for name, weight in self.loss_weights.items() if weight)
-        self.loss_terms = tuple(dict.fromkeys(["token", "topk", *weighted, *own]))
-        means: dict[str, Metric | MetricCollection] = {
-            name: PassMeans(self.eval_depth) for name in ("weighted", *self.loss_terms)
-        }
-        self.val_losses = MetricCollection(means, compute_groups=False)
-        self.val_acceptance = UnrollAcceptance(self.eval_depth)
-        self.val_drift = FeatureDrift(self.eval_depth) if config.predicts_feature else None
+        weighted = [name for name, weight in self.loss_weights.items() if weight]
+        weighted += ["extra"] * (type(self).extra_losses is not SpecialistTraining.extra_losses)
+        self.loss_terms = tuple(dict.fromkeys(["token", "topk", *weighted]))
+        self.val_metrics = ValidationMetrics(self.eval_depth, self.loss_terms, config.predicts_feature)
 
     # --- before it starts ---
 
@@ -206,30 +174,8 @@ class SpecialistTraining(lightning.LightningModule):
             )
 
     def configure_optimizers(self):
-        hp, parameters = self.hparams, self.draft.parameters()
-        adamw_args: dict[str, Any] = {
-            "lr": hp["learning_rate"],
-            "betas": tuple(hp["betas"]),
-            "weight_decay": hp["weight_decay"],
-        }
-        if hp["optimizer"] == "muon":
-            heads = [self.draft.lm_head.weight] if self.draft.config.own_head else []
-            rank, world = self.trainer.global_rank, self.trainer.world_size
-            optimizer = Muon(parameters, **adamw_args, heads=heads, rank=rank, world=world)
-        else:
-            optimizer = torch.optim.AdamW(parameters, **adamw_args)
-        total = self.trainer.estimated_stepping_batches
-        if total == float("inf"):
-            raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
-        if total < self.trainer.max_steps:
-            rank_zero_warn(
-                f"trainer.max_steps is {self.trainer.max_steps}, but trainer.max_epochs is {self.trainer.max_epochs}, "
-                f"which ends this training at step {total}: give trainer.max_epochs -1 for all steps"
-            )
-        rise = max(1, round(hp["warmup"] * total))
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1))
-        )
+        optimizer = make_optimizer(self.draft, self.hparams, self.trainer)
+        schedule = schedule_rate(optimizer, self.hparams["warmup"], self.trainer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # --- a step of training ---
@@ -246,7 +192,7 @@ class SpecialistTraining(lightning.LightningModule):
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         if any(batch.spans):  # and not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
-        self._ids += batch.ids
+        self.guard.ids += batch.ids
         if logs:
             self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
@@ -274,48 +220,31 @@ class SpecialistTraining(lightning.LightningModule):
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        self._norm = norm, self.trainer.global_step, self._ids
+        self.guard.keep(norm, self.trainer.global_step)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
-        self.check_finite()  # of the step before, whose norm is there by now
+        self.guard.check()  # of the step before, whose norm is there by now
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if isinstance(self.trainer.strategy, DeepSpeed) and self.trainer.strategy.overflowed:
-            self._norm = torch.tensor(torch.inf), self.trainer.global_step, self._ids
-        self._ids = []
-
-    def check_finite(self) -> None:
-        """Raise ValueError where the gradient of the last step was not finite; before its weights are kept anywhere."""
-        if self._norm is None:
-            return
-        norm, step, ids = self._norm
-        if not norm.isfinite():
-            more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-            raise ValueError(
-                f"step {step}: the norm of the gradient is {norm.item()}, in {', '.join(ids[:SHOWN])}{more}. "
-                "Checkpoints and drafts are from before it"
-            )
-        self._norm = None
+        if isinstance(self.trainer.strategy, DeepSpeed):
+            norm = torch.tensor(torch.inf if self.trainer.strategy.overflowed else 0.0)
+            self.guard.keep(norm, self.trainer.global_step)
 
     def on_train_end(self) -> None:
-        self.check_finite()
+        self.guard.check()
 
     # --- validation ---
 
     def validation_step(self, batch: Batch, batch_idx: int = 0) -> dict[str, list[Tensor]]:
         losses, predictions = self._losses(batch, self.eval_depth)
-        for name, mean in self.val_losses.items():
-            mean.update(losses.weighted if name == "weighted" else losses.terms[name], losses.slots)
-        self.val_acceptance.update(**self._unrolled(batch, losses))
-        if self.val_drift is not None:
-            self.val_drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
+        self.val_metrics.update(losses, predictions, batch, self._unrolled(batch, losses))
         return {"predictions": predictions}  # for callbacks
 
     def on_validation_start(self) -> None:
-        self.check_finite()
+        self.guard.check()
         data = getattr(self.trainer, "datamodule", None)
         if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
             return
@@ -323,25 +252,17 @@ class SpecialistTraining(lightning.LightningModule):
             rank_zero_warn(seen)
 
     def on_validation_epoch_end(self) -> None:
-        means = torch.atleast_1d(self.val_losses["weighted"].compute())  # torchmetrics squeezes a single pass
-        self.log("val/loss", self._sum_passes(means[: self.draft.config.depth]), prog_bar=True)
-        self.log_by_depth("val_loss", means)
-        for name in self.loss_terms:
-            self.log_by_depth(f"val_{name}_loss", self.val_losses[name].compute())
-        self.log_by_depth("val_pos_acc_unroll", self.val_acceptance.compute())
-        self.val_losses.reset()
-        self.val_acceptance.reset()
-        if self.val_drift is not None:
-            drift = self.val_drift.compute()
-            for name in ("cosine", "l2", "norm_ratio"):
-                self.log_by_depth(f"val_drift_{name}", drift[name])
-            self.val_drift.reset()
+        means = self.val_metrics.compute()
+        self.log("val/loss", self._sum_passes(means["val_loss"][: self.draft.config.depth]), prog_bar=True)
+        for name, values in means.items():
+            self.log_by_depth(name, values)
+        self.val_metrics.reset()
 
     # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
-        self.check_finite()
+        self.guard.check()
         checkpoint["draft"] = self.draft.config.to_json()
         checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
         checkpoint["epoch_steps"] = epoch_steps(self.trainer)
@@ -418,23 +339,3 @@ class SpecialistTraining(lightning.LightningModule):
         """Log values (K,) as `name/depth_k`, which TensorBoard groups under `name`; nan is left out."""
         by_depth = enumerate(torch.atleast_1d(values), 1)
         self.log_dict({f"{name}/depth_{k}": value for k, value in by_depth if not value.isnan()})
-
-
-def _check_config(config: DraftConfig) -> None:
-    if config.unreached(config.depth):
-        least = next(depth for depth in count(1) if not config.unreached(depth))
-        raise ValueError(
-            f"depth is {config.depth}, which never reaches every specialist of {list(config.allocation)}: "
-            f"give at least {least}"
-        )
-
-
-def _choose_vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
-    """(V,) token ids to propose; None for all.
-
-    Trained rows of an own head are kept (published: SPEED keeps the vocabulary of the EAGLE-3 draft it starts from).
-    """
-    same_target = start is not None and start.config.target.vocab_size == features.target.vocab_size
-    if start and same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
-        return start.vocabulary
-    return None if size is None else features.common_tokens(size)

@@ -1,5 +1,6 @@
 """What a training takes, before it starts: parameters, memory that does not depend on the batch, disk and hours."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, che
 from poss_lightning.target.loading import load_config
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
+from poss_lightning.training.start import check_reach
 
 GIB, GB = 2**30, 10**9
 
@@ -73,44 +75,54 @@ def plan(
     Raises:
         ValueError: an unknown target, or a value out of its range; the message names it.
     """
-    allocation = allocation or [2, 2, 2]
     strategy = strategy or ("one" if processes == 1 else "ddp")
     if strategy == "one" and processes > 1:
         raise ValueError(f"processes is {processes} with strategy one: name the strategy by which they share the work")
     spec, tied = find_target(target)
-    config = DraftConfig(
-        target=spec,
-        allocation=tuple(allocation),
-        depth=depth or sum(allocation),
-        detach=detach,
-        intermediate_size=intermediate_size,
-        vocabulary_size=vocabulary_size,
-        kv=kv,
-        kind=kind,
-    )
-    if config.unreached(config.depth):
-        least = sum(allocation[:-1]) + 1
-        raise ValueError(f"depth is {depth}, which never reaches the last of {list(allocation)}: give at least {least}")
+    allocation = allocation or [2, 2, 2]
+    depth = depth or sum(allocation)
+    config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth, detach=detach, kv=kv, kind=kind)
+    config = replace(config, intermediate_size=intermediate_size, vocabulary_size=vocabulary_size)
+    check_reach(config)
     if (vocabulary_size or 1) > spec.vocab_size:
-        raise ValueError(
-            f"vocabulary_size is {vocabulary_size}; it must lie between 1 and {spec.vocab_size} ({target})"
-        )
-    vocabulary, count = vocabulary_size or spec.vocab_size, count_parameters(config)
+        most = f"it must lie between 1 and {spec.vocab_size} ({target})"
+        raise ValueError(f"vocabulary_size is {vocabulary_size}; {most}")
+    _describe(config, tied, strategy, processes, optimizer)
+    _print_totals(config, optimizer, stored, conversation, corpus_tokens, rate, processes)
+
+
+def _describe(config: DraftConfig, tied: bool, strategy: str, processes: int, optimizer: str) -> None:
+    """Print the draft, and what each process holds of it."""
+    spec, vocabulary = config.target, config.vocabulary_size or config.target.vocab_size
     memory = state_bytes(config, strategy, processes, optimizer)
-    rows = spec.vocab_size + (0 if tied and not vocabulary_size else vocabulary)
+    rows = spec.vocab_size + (0 if tied and not config.vocabulary_size else vocabulary)
     memory["embedding and head"] = 2 * spec.hidden_size * rows
-    size = token_bytes(config, stored)
-    flops = step_flops(config, vocabulary=vocabulary, tokens=1, slots=1, context=(conversation + 1) / 2) * corpus_tokens
     who = "one process" if strategy == "one" else f"{strategy}, each of {processes} processes"
     print(
-        f"{target}, allocation {list(allocation)}, depth {config.depth}, vocabulary {vocabulary}: "
-        f"{count / 1e6:.1f} M parameters, {count_specialist_parameters(config) / 1e6:.1f} M a specialist\n\n{who}:\n"
+        f"{spec.name}, allocation {list(config.allocation)}, depth {config.depth}, vocabulary {vocabulary}: "
+        f"{count_parameters(config) / 1e6:.1f} M parameters, {count_specialist_parameters(config) / 1e6:.1f} M a "
+        f"specialist\n\n{who}:\n"
     )
     for name, value in (memory | {"together": sum(memory.values())}).items():
         print(f"  {name:<20}{value / GIB:8.2f} GiB")
+
+
+def _print_totals(
+    config: DraftConfig,
+    optimizer: str,
+    stored: str,
+    conversation: int,
+    corpus_tokens: float,
+    rate: float,
+    processes: int,
+) -> None:
+    """Print what the store, a checkpoint and an epoch take."""
+    vocabulary, size = config.vocabulary_size or config.target.vocab_size, token_bytes(config, stored)
+    flops = step_flops(config, vocabulary=vocabulary, tokens=1, slots=1, context=(conversation + 1) / 2) * corpus_tokens
+    checkpoint = (12 if optimizer == "adamw" else 8) * count_parameters(config)
     print(
         f"\n  a token in the store{size:8d} bytes; {size * corpus_tokens / GB:.1f} GB for {corpus_tokens:.3g} tokens"
-        f"\n  a checkpoint        {(12 if optimizer == 'adamw' else 8) * count / GB:8.1f} GB"
+        f"\n  a checkpoint        {checkpoint / GB:8.1f} GB"
         f"\n  an epoch            {flops / (rate * 1e12 * processes * 3600):8.2f} hours at {rate:g} TFLOP/s a process"
     )
 

@@ -1,0 +1,44 @@
+"""The optimizer of a draft, and the schedule of its learning rate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.training.muon import Muon
+
+
+def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
+    """AdamW, or Muon whose work the processes share; `options` are those of `SpecialistTraining`."""
+    adamw_args: dict[str, Any] = {
+        "lr": options["learning_rate"],
+        "betas": tuple(options["betas"]),
+        "weight_decay": options["weight_decay"],
+    }
+    if options["optimizer"] == "adamw":
+        return torch.optim.AdamW(draft.parameters(), **adamw_args)
+    heads = [draft.lm_head.weight] if draft.config.own_head else []
+    return Muon(draft.parameters(), **adamw_args, heads=heads, rank=trainer.global_rank, world=trainer.world_size)
+
+
+def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:
+    """The rate rises over that fraction of the steps, then falls linearly to 0.
+
+    Raises:
+        ValueError: the training has no last step.
+    """
+    total = trainer.estimated_stepping_batches
+    if total == float("inf"):
+        raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")
+    if total < trainer.max_steps:
+        rank_zero_warn(
+            f"trainer.max_steps is {trainer.max_steps}, but trainer.max_epochs is {trainer.max_epochs}, "
+            f"which ends this training at step {total}: give trainer.max_epochs -1 for all steps"
+        )
+    rise = max(1, round(warmup * total))
+    return LambdaLR(optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1)))

@@ -1,0 +1,58 @@
+"""The draft that a training begins with: its tokens, its weights, and the target's embedding and head for it."""
+
+from itertools import count
+
+from torch import Tensor
+
+from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.features.online import OnlineFeatures
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.target.spec import EmbedHead
+
+Source = FeatureStore | OnlineFeatures
+
+
+def check_reach(config: DraftConfig) -> None:
+    """Raise ValueError where the unroll is too shallow for the last specialists."""
+    if config.unreached(config.depth):
+        least = next(depth for depth in count(1) if not config.unreached(depth))
+        raise ValueError(
+            f"depth is {config.depth}, which never reaches every specialist of {list(config.allocation)}: "
+            f"give at least {least}"
+        )
+
+
+def choose_vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
+    """(V,) token ids to propose; None for all.
+
+    Trained rows of an own head are kept (published: SPEED keeps the vocabulary of the EAGLE-3 draft it starts from).
+    """
+    same_target = start is not None and start.config.target.vocab_size == features.target.vocab_size
+    if start and same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
+        return start.vocabulary
+    return None if size is None else features.common_tokens(size)
+
+
+def begin_draft(
+    config: DraftConfig, features: Source, vocabulary: Tensor | None, start: Specialists | None, normalise: bool
+) -> tuple[Specialists, EmbedHead]:
+    """Specialists with the weights of `start`, or random ones; and the target's embedding and head, cut to the tokens.
+
+    Args:
+        config: of the draft.
+        features: with the layers that the draft reads.
+        vocabulary: (V,) token ids to propose; None for all.
+        start: a draft to begin with; None for random weights.
+        normalise: whether random weights read inputs scaled to a mean square of 1.
+    """
+    draft, whole = Specialists(config, vocabulary), features.embed_head()
+    embed_head = whole.restrict(vocabulary)
+    draft.init_head(embed_head)
+    if start:
+        draft.start_from(start)
+        if config.fc_norm and not start.config.fc_norm:
+            draft.init_fc_norm(features.root_mean_square())
+    elif normalise:
+        embedded, inputs = whole.embedding.float().square().mean().sqrt(), features.root_mean_square()
+        draft.normalise(embedded.to(inputs.device).expand(config.target.hidden_size), inputs)
+    return draft, embed_head
