@@ -19,17 +19,7 @@ from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.ranges import (
-    Nodes,
-    Position,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-    TopP,
-    TreeWidth,
-    check_numbers,
-)
+from poss_lightning.ranges import Nodes, Position, Seed, Temperature, Tokens, TopK, TopP, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target

@@ -12,7 +12,6 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.work import Work
 from tests.support.templates import DATED
@@ -24,7 +23,7 @@ QUESTIONS = [
     {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
 ]
 METHODS = ("plain", "generate", "chain", "poss")
-FILES = ["records.jsonl", "rounds.jsonl", "run.json"]
+FILES = ["records.jsonl", "run.json"]
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +111,6 @@ def test_a_record_keeps_its_question(whole):
     assert all(record.category == categories[record.id] for record in read_records(whole))
 
 
-def test_rounds_of_the_first_question_are_those_of_its_records(whole):
-    rounds = read_rounds([whole])
-    records = [r for r in read_records(whole) if r.id == 7 and r.repeat == 0 and r.method in ("chain", "poss")]
-    assert {(r.suite, r.id, r.turn, r.method) for r in records} == set(rounds)  # both turns
-    for record in records:
-        own = rounds[record.suite, record.id, record.turn, record.method]
-        assert [len(one.guesses.path) - 1 for one in own] == record.accepted
-        assert [one.number for one in own] == list(range(len(own)))
-        assert all(2 <= len(one.guesses.tokens) <= 9 for one in own)
-
-
-def test_without_rounds_to_show_there_is_no_file(run, tmp_path):
-    run(tmp_path, limit=1, show=0)
-    assert shown(tmp_path) == ["records.jsonl", "run.json"]
-
-
 def test_later_turns_follow_the_targets_own_answers(whole, target):
     records = {(record.id, record.turn, record.method): record for record in read_records(whole)}
     for question in QUESTIONS:
@@ -142,7 +125,7 @@ def test_later_turns_follow_the_targets_own_answers(whole, target):
 
 def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
     assert "costs" not in json.loads((whole / "run.json").read_text())
-    run(tmp_path, limit=1, show=0, tree="auto")
+    run(tmp_path, limit=1, tree="auto")
     costs = json.loads((tmp_path / "run.json").read_text())["costs"]
     assert set(costs) == {"chain", "poss"}
     for measured in costs.values():
@@ -184,7 +167,6 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
     assert shown(tmp_path) == FILES
-    assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
 
 
 def test_a_run_without_a_record_is_not_written_over(run, tmp_path):
@@ -222,7 +204,7 @@ def test_a_run_of_yesterday_keeps_its_date(run, inputs, target, tmp_path):
     folder = tmp_path / "dated"
     target.model.save_pretrained(folder)
     tiny_tokenizer(DATED).save_pretrained(folder)
-    options = {"target": str(folder), "drafts": {}, "baselines": ["plain"], "show": 0, "repeats": 1}
+    options = {"target": str(folder), "drafts": {}, "baselines": ["plain"], "repeats": 1}
     run(tmp_path / "out", **options, chat_template_kwargs={"strftime_now": "2024-07-26"})
     records = (tmp_path / "out" / "records.jsonl").read_bytes()
     run(tmp_path / "out", **options)
@@ -245,7 +227,6 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"repeats": 0}, "repeats is 0"),
-        ({"show": -1}, "show is -1"),
         ({"limit": 0}, "limit is 0"),
         ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
         ({"depth": -1}, "depth is -1"),

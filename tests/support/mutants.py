@@ -489,7 +489,7 @@ MUTANTS = (
     ),
     Mutant(
         "sweep: a training starts from another's unfinished draft",
-        "sweep.py",
+        "evaluation/cell.py",
         "if (training / OPTIONS).is_file()",
         "if False",
         "test_sweep.py",
