@@ -52,7 +52,7 @@ THREE = ("fit", "--config", "draft/poss2.yaml", "--config", "trainer/cpu.yaml")
 BAD = [  # one of a kind; each room's own tests have the others
     ((*EXTRACT, "out", "--target", "nowhere/at-all"), "target 'nowhere/at-all' is neither a local folder nor a hub id"),
     ((*EXTRACT, "out", "--target", "{inputs}/no-template"), "has no chat template"),
-    (("extract", "{inputs}/malformed.jsonl", "out", *FLOAT), "malformed.jsonl: 2 of "),
+    (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
     (
         (*EXTRACT, "{inputs}/store", "--target", "{inputs}/another", "--dtype", "float32"),
         "store of another kind (target ",

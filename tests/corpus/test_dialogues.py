@@ -84,16 +84,6 @@ def test_first_messages_begin_as_told_and_others_do_not(tmp_path, loads_at_once)
         write(tmp_path / "other.jsonl", openings=str(tmp_path / "none.txt"))
 
 
-def test_openings_may_begin_with_a_mark_and_other_bytes_are_named(tmp_path):
-    file = tmp_path / "openings.txt"
-    file.write_bytes(b"\xef\xbb\xbf" + "Größe".encode())
-    firsts = [record["messages"][0]["content"] for record in write(tmp_path / "corpus.jsonl", openings=str(file))]
-    assert all(first.startswith("Größe") for first in firsts)
-    file.write_bytes("a\nGröße".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"openings .*openings.txt, line 2: not UTF-8 text"):
-        write(tmp_path / "other.jsonl", openings=str(file))
-
-
 def test_a_conversation_ends_where_the_context_is_full(tmp_path, monkeypatch, loads_at_once):
     """What an opening and the template take is not known before; its rows are cut, and others are as ever."""
     chat, read = loads_at_once.chat, []
@@ -186,17 +176,6 @@ def test_other_settings_do_not_go_on_with_the_same_parts(tmp_path, monkeypatch, 
     with pytest.raises(ValueError, match=f"begun with other settings .*{next(iter(change))}"):
         write(tmp_path / "corpus.jsonl", **change)
     assert contents(tmp_path / "corpus.jsonl.parts") == before
-
-
-def test_line_separators_inside_a_message_break_no_line(tmp_path, monkeypatch):
-    """U+2028 and its like end a line for `str.splitlines`, not for JSON lines."""
-    odd = "a\u2028b\u0085c\u2029d"
-
-    def message(self, role, opening, tokens):
-        return {"role": role, "content": f"{odd} {tokens}"}
-
-    monkeypatch.setattr(module._Writer, "_message", message)
-    assert all(odd in message["content"] for record in write(tmp_path / "c.jsonl") for message in record["messages"])
 
 
 def test_unfit_texts_are_thrown_away_and_a_target_that_writes_nothing_new_is_given_up(tmp_path, monkeypatch):

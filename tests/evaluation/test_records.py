@@ -155,7 +155,7 @@ def test_two_drafts_of_one_name_and_two_targets_are_refused():
         ({"depth": 4, "weights": "37"}, r"\(weights 5c and 37, depth 6 and 4\)"),
         ({"depth": 6, "weights": "5c", "tree": "auto"}, r"\(tree fixed and auto\): rename one"),
     ):
-        with pytest.raises(ValueError, match=r"'hass' of a is another than that of b " + said):
+        with pytest.raises(ValueError, match=r"'hass' of a differs from that of b " + said):
             check_drafts(runs | {"b": {"methods": {"hass": facts}}})
     runs = {"old": {"config": {"target": "b"}}, "none": {}, "a": {"config": {"target": "b", "fingerprint": "12"}}}
     check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})

@@ -98,12 +98,6 @@ def test_a_limit_looks_no_further(tmp_path):
         read_suites(limit=0)
 
 
-def test_line_separators_inside_a_turn_break_no_question(tmp_path):
-    turns = ["a\u2028b", "c\u0085d"]
-    (tmp_path / "suite.jsonl").write_text(json.dumps({"turns": turns}, ensure_ascii=False) + "\n")
-    assert [question.turns for question in read_suites([str(tmp_path)])] == [turns]
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -229,11 +223,6 @@ def test_speed_bench_from_a_copy_and_from_the_files_of_its_script(tmp_path):
     (tmp_path / "throughput_1k.jsonl").write_text(lines(written))
     [question] = read_suites([str(tmp_path / "throughput_1k.jsonl")])
     assert (question.id, question.category, question.turns) == (row["question_id"], "roleplay", row["turns"])
-
-
-def test_all_of_speed_bench_is_asked(tmp_path):
-    copy = data_set(tmp_path / "copy", [{"turns": [f"{n}?"]} for n in range(90)], "qualitative", "test")
-    assert len(read_suites([f"hub:speed_bench?repo={copy}"])) == 90
 
 
 def test_the_pinned_commit_is_asked_for_and_the_one_that_came_is_told(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from poss_lightning.evaluation.cells import pack
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.explorer import spans
-from poss_lightning.reports.findings import choose_seeds, find
+from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import public
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.tables import overview
@@ -137,11 +137,6 @@ def test_answers_of_two_temperatures_are_those_of_the_lower(lab, tmp_path):
     write_records(tmp_path / "warm", make_records(methods=("eagle",), seed=1), {"config": {"temperature": 1.0}})
     page = page_of(tmp_path, [str(tmp_path / "run"), str(tmp_path / "warm")])
     assert "Decoded text" in page and "eagle, T = 1" in page
-
-
-def test_a_seed_that_is_shown_is_one_that_all_have():
-    assert choose_seeds({"a": {1: None, 2: None}, "b": {2: None, 5: None}}) == {"a": 2, "b": 2}
-    assert choose_seeds({"a": {3: None, 1: None}, "b": {2: None}}) == {"a": 1, "b": 2}
 
 
 def test_sections_without_matter_are_left_out(tmp_path):
