@@ -290,17 +290,17 @@ class Run:
         prompt = self.target.chat.prompt(question.first, question.template)
         for method in self.methods.values():
             method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
-        engines = {name: method for name, method in self.methods.items() if isinstance(method, Speculative)}
-        costs = {name: engine.costs._asdict() for name, engine in engines.items() if engine.costs is not None}
+        engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
+        costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
         if costs:
-            self._write_facts(self._stored_facts() | {"costs": costs})
+            self._write_facts(read_json(self.folder / "run.json") | {"costs": costs})
 
     def _note_process(self, begun: bool) -> None:
         """Add where and with what this process decodes to run.json; refuse a machine whose seconds do not compare."""
         facts = provenance(self.target.device)
         if not begun:
             return self._write_facts(self.facts | facts)
-        earlier = self._stored_facts()
+        earlier = read_json(self.folder / "run.json")
         for fact in ("machine", "device", "threads"):
             if earlier.get(fact, facts[fact]) != facts[fact]:
                 raise ValueError(
@@ -308,9 +308,6 @@ class Run:
                     "the two do not compare: go on there, or choose another folder"
                 )
         self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
-
-    def _stored_facts(self) -> dict[str, Any]:
-        return read_json(self.folder / "run.json")
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
         with atomic(self.folder / "run.json") as path:
@@ -328,14 +325,8 @@ def _facts(method: Decoder) -> dict:
     if not isinstance(method, Speculative):
         return {}
     drafter = method.drafter
-    return {
-        "depth": drafter.depth,
-        "nodes": method.nodes,
-        "tree": method.tree,
-        "tree_width": drafter.tree_width,
-        "int8_head": isinstance(drafter.product, Int8Head),
-        **describe(drafter.draft),
-    }
+    facts = {"depth": drafter.depth, "nodes": method.nodes, "tree": method.tree, "tree_width": drafter.tree_width}
+    return facts | {"int8_head": isinstance(drafter.product, Int8Head)} | describe(drafter.draft)
 
 
 def _check_prompt(target: Target, question: Question) -> None:

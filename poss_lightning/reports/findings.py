@@ -39,7 +39,6 @@ class Findings(NamedTuple):
         speed: the measure by which speeds are compared: a sweep's choices were timed apart, each beside its baseline.
         notes: what to know before methods are compared.
         answers: of one training of each method that drafts or not, for what shows answers one by one.
-        depths: K of each method, where its run.json has it.
         costs: of each method, where `tree: auto` measured them; of several runs the last.
         sources: that all this was read from.
     """
@@ -50,7 +49,6 @@ class Findings(NamedTuple):
     speed: str
     notes: list[str]
     answers: dict[str, Answers]
-    depths: dict[str, int]
     costs: dict[str, Costs]
     sources: list[Source]
 
@@ -101,9 +99,8 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     timed = any(record.seconds for record in every)  # else all were replayed
     if timed and baseline not in beside and beside & set(BASELINES):
         raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(beside & set(BASELINES)))}")
-    rows = summarise(
-        trainings, baseline=baseline if timed else None, reference=reference, depths=(depths := find_depths(runs))
-    )
+    compared = {"baseline": baseline if timed else None, "reference": reference}
+    rows = summarise(trainings, **compared, depths=find_depths(runs))
     chosen = choose_seeds(trainings)
     several = max(len(row.seeds) for row in rows) > 1
     notes = [*not_comparable(sources), SEEDS if several else PROMPTS, *([AUTO] if _is_auto(runs) else [])]
@@ -114,7 +111,6 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
         speed="speed_up" if cells else "tokens_per_second",
         notes=notes,
         answers=choose_answers(trainings, chosen),
-        depths=depths,
         costs=read_costs(sources),
         sources=sources,
     )
