@@ -21,7 +21,7 @@ from poss_lightning.files import atomic, check_folder, public_name
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
 from poss_lightning.ranges import Amount, Count, Size, Tokens, check_numbers
 from poss_lightning.reports.compare import WIDTH, show
-from poss_lightning.reports.findings import find
+from poss_lightning.reports.findings import Findings, find
 from poss_lightning.reports.page import write_page
 from poss_lightning.reports.summary import group
 from poss_lightning.reports.tables import overview, verdict
@@ -157,15 +157,19 @@ def demo(
     found = find(records, reference=one)
     write_page(found, str(folder / "report.html"), str(folder))
     model = "SmolLM2-135M" if target == "embedded" else public_name(target)
-    where = "this CPU" if device == "cpu" else device
-    took = f"{time.perf_counter() - began:.0f} s"
+    where, took = "this CPU" if device == "cpu" else device, f"{time.perf_counter() - began:.0f} s"
     print(f"\nDone in {took}, {model} on {where}, {found.overall[0].prompts} prompts, {dtype}\n")
+    _print_end(found, folder)
+    print(f'talk to it poss generate "Why is the sky blue?" --target {target} --draft {trained or poss2}')
+
+
+def _print_end(found: Findings, folder: Path) -> None:
+    """The table, what it says, and where to go from here."""
     print(show(overview(found).replace({"method": SHOWN})))
-    print(f"\n{textwrap.fill(verdict(found), WIDTH)}\n{_exactness(Path(exact))}\n")
+    print(f"\n{textwrap.fill(verdict(found), WIDTH)}\n{_exactness(folder / 'exact')}\n")
     print(f"report     {folder / 'report.html'}")
     print(f"curves     {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}   → {CURVES}")
-    print(f"all tables poss compare {records} --all")
-    print(f'talk to it poss generate "Why is the sky blue?" --target {target} --draft {trained or poss2}')
+    print(f"all tables poss compare {folder / 'benchmark'} --all")
 
 
 def _name(draft: str) -> str:

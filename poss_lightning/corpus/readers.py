@@ -3,14 +3,13 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 from tqdm import tqdm
 
 from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, stem
+from poss_lightning.corpus.regular import SIDES, make_regular
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.sampling import Draw
 from poss_lightning.target.template import THOUGHTS, Message, thinking
@@ -30,7 +29,6 @@ _ROLES = {
 }
 # 0 or false: people keep the answer out of the loss
 _WEIGHTS = ("weight", "loss_weight", "loss", "train", "training", "trainable", "train_on_turn")
-_SIDES = ("user", "assistant")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
 _SHOWN = 3  # reasons spelled out
@@ -246,7 +244,7 @@ def _history(record: dict[str, Any]) -> list[Message]:
     pairs = _unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(_SIDES, pair, strict=True)]
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
 
 
 def as_chat(value: Any) -> list[Any] | None:
@@ -355,30 +353,3 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         made.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return made
-
-
-def make_regular(messages: list[Message]) -> list[Message]:
-    """The messages from the first of a user, system messages before it, to an answer, and none that are empty."""
-    filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
-    first = _first(filled, lambda message: message["role"] == "user")
-    kept = [message for i, message in enumerate(filled) if i >= first or message["role"] == "system"]
-    kept = kept[: _first(kept, _is_empty)]
-    while kept and kept[-1]["role"] != "assistant":
-        kept.pop()
-    runs = groupby(enumerate(kept), lambda pair: -1 if pair[1]["role"] == "user" else pair[0])
-    return [_joined([message for _, message in run]) for _, run in runs]
-
-
-def _is_empty(message: Message) -> bool:
-    """Whether a user or an assistant says nothing; a tool may."""
-    says = message["content"].strip() or message.get("tool_calls") or message.get("tokens")
-    return message["role"] in _SIDES and not says
-
-
-def _joined(run: list[Message]) -> Message:
-    return run[0] if len(run) == 1 else run[0] | {"content": "\n\n".join(message["content"] for message in run)}
-
-
-def _first(messages: list[Message], holds: Callable[[Message], bool]) -> int:
-    """The place of the first message that it holds for; behind the last where it holds for none."""
-    return next((i for i, message in enumerate(messages) if holds(message)), len(messages))

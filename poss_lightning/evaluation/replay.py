@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,16 +89,9 @@ def replay(
     config |= {"target": features.target.name, "fingerprint": fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
-    embed_head, loaded, methods = features.embed_head().to(device, getattr(torch, dtype)), {}, {}
-    for name, source in drafts.items():
-        loaded[name] = draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
-        if difference := draft.config.target.difference(features.target):
-            raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
-        depth_of = sum(draft.config.allocation) if depth is None else depth
-        Fixed(depth_of, nodes)  # raises where the tree cannot be, before anything is written
-        width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
-        verified = min(nodes, count_candidates(depth_of, width))
-        methods[name] = {"depth": depth_of, "nodes": verified, "tree_width": width, **describe(draft)}
+    embed_head = features.embed_head().to(device, getattr(torch, dtype))
+    loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
+    methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
     check_settings(folder, {"store": store, "dtype": dtype, "fingerprint": fingerprint}, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
@@ -130,6 +124,21 @@ def replay(
             path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()
     print("\n\n".join([*drawn, f"{out}: {len(records)} records of {len(methods)} methods"]))
+
+
+def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
+    draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
+    if difference := draft.config.target.difference(features.target):
+        raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+    return draft
+
+
+def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int) -> dict[str, Any]:
+    """What run.json says of it. Raises ValueError where the tree cannot be, before anything is written."""
+    depth = sum(draft.config.allocation) if depth is None else depth
+    Fixed(depth, nodes)
+    width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
+    return {"depth": depth, "nodes": min(nodes, count_candidates(depth, width)), "tree_width": width, **describe(draft)}
 
 
 def replay_rounds(

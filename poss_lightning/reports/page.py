@@ -1,4 +1,4 @@
-"""The page of `poss compare --html`: tables, curves, rounds and decoded text in one file that asks for nothing else."""
+"""The page of `poss compare --html`: tables, curves and decoded text in one file that asks for nothing else."""
 
 import json
 import re
@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from poss_lightning import __version__, plots
 from poss_lightning.evaluation.records import as_object, by_folder
-from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.files import atomic, public_name
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.findings import Findings, name_sources
@@ -65,7 +64,7 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         tables={title: _html(table) for title, table in all_tables(found).items()},
         training=(drawn := training_figures(trained)),
         curves_of_training=not drawn.keys().isdisjoint(BY_STEP.values()),
-        texts=decoded_texts(found.answers, read_rounds(found.shown)),
+        texts=decoded_texts(found.answers),
         facts={
             public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
         },

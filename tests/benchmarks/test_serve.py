@@ -94,7 +94,6 @@ def ours(target, tiny_folder, tmp_path) -> Path:
         tree_width=1,
         baselines=["plain"],
         dtype="float32",
-        show=0,
     )
     return tmp_path / "ours"
 

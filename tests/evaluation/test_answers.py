@@ -84,13 +84,3 @@ def test_what_has_no_room_is_left_out_and_told(tmp_path, capsys, suite):
     synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=12, dtype="float32")
     assert "1 of 6 questions are left out" in capsys.readouterr().out
     assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5
-
-
-def test_a_file_that_nothing_reads_is_refused_at_once(tmp_path, suite):
-    with pytest.raises(ValueError, match=r"out.txt; its name must end in .jsonl or .jsonl.gz"):
-        synthesize(str(tmp_path / "out.txt"), prompts=[suite])
-
-
-def test_sizes_below_one_are_refused(tmp_path, suite):
-    with pytest.raises(ValueError, match="answer_tokens is 0"):
-        synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=0)

@@ -28,7 +28,7 @@ LEVELS = {
     4: {"draft", "features"},
     5: {"training", "decoding", "interop"},
     6: {"evaluation", "serving"},
-    7: {"reports", "extract", "shipped"},
+    7: {"reports", "extract", "synthesize", "shipped"},
     8: {"demo", "sweep"},
     9: {"cli"},
 }

@@ -160,7 +160,7 @@ def test_another_top_p_or_tree_under_one_name_is_refused(tmp_path):
     for name, tree in (("cut", {}), ("warm", {"tree": "auto"})):
         run = {"methods": {"eagle": {"depth": 6} | tree}, "config": {"temperature": float(name == "warm")}}
         (tmp_path / name / "run.json").write_text(json.dumps(run))
-    with pytest.raises(ValueError, match=r"'eagle' of .*cut is another than that of .*warm \(tree fixed and auto\)"):
+    with pytest.raises(ValueError, match=r"'eagle' of .*cut differs from that of .*warm \(tree fixed and auto\)"):
         find(tmp_path)
 
 
