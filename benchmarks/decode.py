@@ -45,7 +45,7 @@ VOCABULARY = 8192  # of the drafts whose costs are compared
 TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 AUTO, FIXED = "auto", "fixed"
-BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "autoregressive", "prompt_lookup"
+BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "plain", "prompt_lookup"
 
 
 # --- rounds ---

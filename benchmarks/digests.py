@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.specialists import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
-from poss_lightning.evaluation.records import Record, read_records
+from poss_lightning.evaluation.records import EARLIER, Record, read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.extract import extract
 from poss_lightning.features.store import FeatureStore
@@ -45,8 +45,11 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def of_records(records: Iterable[Record]) -> str:
-    """Of tokens and accepted lengths, whatever the order of methods."""
-    facts = sorted([r.suite, str(r.id), r.turn, r.method, r.repeat, r.tokens, r.accepted] for r in records)
+    """Of tokens and accepted lengths, whatever the order of methods; plain decoding under its earlier name."""
+    names = {now: earlier for earlier, now in EARLIER.items()}
+    facts = sorted(
+        [r.suite, str(r.id), r.turn, names.get(r.method, r.method), r.repeat, r.tokens, r.accepted] for r in records
+    )
     return digest([json.dumps(facts).encode()])
 
 

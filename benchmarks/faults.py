@@ -20,12 +20,8 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from tests.support.faults import CREATES, STORE, Fault
+from tests.support.faults import CREATES, Fault
 from tests.support.writers import WRITERS, Observed, Place, Writer
-
-READINGS = 8  # moments at which the store that is read is changed, in each way
-DISKS = 8  # sizes of a disk that is too small
-PAGE = 4096
 
 
 def plan(writer: Writer, seen: Observed) -> list[Fault]:
@@ -41,15 +37,8 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     faults = [Fault("kill", number) for number in moments] + [Fault("torn", number) for number in written]
     faults += [Fault("full", number) for number in moments if seen.operations[number - 1].event in CREATES]
     faults += [Fault(kind, number) for kind in ("beside", "foreign") for number in moments]
-    if STORE in writer.copies and moments:
-        some = moments[:: -(-len(moments) // READINGS)]
-        faults += [Fault(kind, number) for kind in ("truncate", "remove") for number in some]
-        if writer.command != "sweep":  # which opens it anew, and only `poss extract --verify` reads every byte
-            faults += [Fault("rewrite", number) for number in some]
     if writer.processes == 1:
         faults += [Fault("limit", size) for size in sorted({0, *(size // 2 for size in seen.sizes)})]
-        given, needed = (sum(-(-size // PAGE) for size in sizes) for sizes in (seen.given, seen.sizes))
-        faults += [Fault("disk", (given + max(1, (needed - given) * step // DISKS)) * PAGE) for step in range(DISKS)]
     return faults
 
 

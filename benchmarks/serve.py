@@ -61,7 +61,7 @@ def prompts_of(source: Source, target: Target) -> list[Prompt]:
     plain = {
         (record.suite, record.id, record.turn): record
         for record in source.records
-        if (record.method, record.repeat) == ("autoregressive", 0)
+        if (record.method, record.repeat) == ("plain", 0)
     }
     prompts = []
     for (suite, name, turn), record in plain.items():

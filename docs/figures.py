@@ -8,6 +8,8 @@ does, slot by slot; the tree and the text are rounds of one real answer.
 """
 
 import argparse
+import gzip
+import json
 import math
 import shutil
 import subprocess
@@ -28,7 +30,7 @@ from PIL import Image
 from poss_lightning import plots
 from poss_lightning.draft.attention import Packing, attend
 from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
-from poss_lightning.evaluation.rounds import Round, read_rounds, recorder, to_line
+from poss_lightning.evaluation.generate import guesses_of
 from poss_lightning.files import atomic
 from poss_lightning.plots import INK, QUIET
 from poss_lightning.reports.compare import compare
@@ -72,7 +74,7 @@ def drift() -> Figure:
 
 def tree() -> Figure:
     """One round of the example answer: drafted tokens, the accepted path, and the bonus token."""
-    guesses = _rounds()[ROUND].guesses
+    guesses = _rounds()[ROUND]
     shown = sorted(likeliest_nodes(guesses, NODES))
     places = _places(guesses, shown)
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
@@ -104,8 +106,8 @@ def tree() -> Figure:
 def answer() -> Figure:
     """The whole example answer, each token in the colour of where it came from."""
     rounds = _rounds()
-    pieces = [(rounds[0].guesses.tokens[0], BONUS)]
-    for guesses in (one.guesses for one in rounds):
+    pieces = [(rounds[0].tokens[0], BONUS)]
+    for guesses in rounds:
         pieces += [(guesses.tokens[node], ACCEPTED) for node in guesses.path[1:]]
         pieces += [(guesses.bonus, BONUS)] if guesses.bonus is not None else []
     figure, axes = plt.subplots(figsize=(9, 1.7))
@@ -120,7 +122,7 @@ def answer() -> Figure:
         word = word.lstrip() if column == 0 else word
         axes.text(column, row, word, color=colour, weight="bold", **MONOSPACED)
         column += len(word)
-    accepted = sum(len(one.guesses.path) - 1 for one in rounds)
+    accepted = sum(len(one.path) - 1 for one in rounds)
     axes.text(0, row + 2, f"green: {accepted} tokens drafted and accepted", color=ACCEPTED, fontsize=9, weight="bold")
     axes.text(
         45,
@@ -216,15 +218,13 @@ def data_path() -> Figure:
             color=INK,
         )
     axes.text(9.68, 1.45, "poss compare", ha="center", fontsize=8, family="DejaVu Sans Mono", color=INK)
-    axes.text(
-        0.1, 1.75, "poss synthesize or poss answer\nwrite them with the target", fontsize=8, color="#555555", va="top"
-    )
+    axes.text(0.1, 1.75, "poss synthesize writes\nthem with the target", fontsize=8, color="#555555", va="top")
     return figure
 
 
-def _rounds() -> list[Round]:
-    (rounds,) = read_rounds([FIGURES]).values()
-    return rounds
+def _rounds() -> list[Guesses[str]]:
+    lines = gzip.decompress((FIGURES / "rounds.jsonl.gz").read_bytes()).splitlines()
+    return [Guesses(**{name: json.loads(line)[name] for name in Guesses._fields}) for line in lines]
 
 
 def _places(guesses: Guesses[str], shown: Sequence[int]) -> dict[int, tuple[float, float]]:
@@ -264,8 +264,7 @@ def _token(axes: Axes, place: tuple[float, float], token: str, below: str, colou
 
 def decode() -> None:
     """Decode the example answer with the embedded target, in float32, and keep its rounds."""
-    import gzip
-
+    from poss_lightning.decoding.decoder import Progress
     from poss_lightning.decoding.engine import Speculative
     from poss_lightning.draft.specialists import Specialists
     from poss_lightning.sampling import Sampling
@@ -273,12 +272,19 @@ def decode() -> None:
 
     target = Target.load("embedded", "float32", "cpu")
     engine = Speculative(target, Specialists.from_pretrained(DRAFT), tree="fixed")
-    rounds: list[Round] = []
+    rounds: list[Guesses[str]] = []
+
+    def watch(step: Progress) -> None:
+        if step.tree is not None:
+            tokens, parents, scores, path, bonus = guesses_of(step, target.chat.stops)
+            texts = [str(target.tokenizer.decode([token])) for token in tokens]
+            last = None if bonus is None else str(target.tokenizer.decode([bonus]))
+            rounds.append(Guesses(texts, parents, [round(score, 4) for score in scores], path, last))
+
     prompt = target.chat.prompt([{"role": "user", "content": QUESTION}])
-    watch = recorder(("example", 0, 0, DRAFT), target, rounds)
     (decoded,) = engine.decode([prompt], LIMIT, sampling=Sampling(), generator=torch.Generator(), watch=watch)
     print(f"{len(decoded.tokens)} tokens in {len(rounds)} rounds")
-    text = "".join(f"{to_line(one)}\n" for one in rounds)
+    text = "".join(json.dumps(one._asdict(), ensure_ascii=False) + "\n" for one in rounds)
     with atomic(FIGURES / "rounds.jsonl.gz") as part:
         part.write_bytes(gzip.compress(text.encode(), mtime=0))
 

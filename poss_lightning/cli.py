@@ -19,13 +19,11 @@ from poss_lightning.versions import versions
 TRAINER = {
     "fit": "train specialists on a feature store",
     "validate": "losses, pos-acc and drift of a checkpoint, by depth",
-    "test": "the same, at the end of an experiment",
 }
 VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
     "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
-    "synthesize": ("poss_lightning.corpus.synthesize", "the target writes its own conversations"),
-    "answer": ("poss_lightning.evaluation.answer", "the target answers prompts of yours, as a corpus"),
+    "synthesize": ("poss_lightning.synthesize", "the target answers your prompts, or writes whole conversations"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "export": ("poss_lightning.training.export", "the draft of a checkpoint, as a folder; any dtype, fewer tokens"),
@@ -36,12 +34,12 @@ TOOLS = {
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "allocate": ("poss_lightning.reports.allocate", "an allocation from the drift of a single layer"),
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
-    "demo": ("poss_lightning.demo", "the whole of it on the embedded target, in minutes"),
+    "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),
 }
 
 
 def main() -> None:
-    """Run one command; an error that a user can mend is one line, and exit code 1."""
+    """Run one command; an error that a user can fix is one line, and exit code 1."""
     try:
         _run_line()
         sys.stdout.flush()

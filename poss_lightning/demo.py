@@ -5,6 +5,7 @@ shipped corpus --extract--> features --fit, from a single layer--> hass, poss2 -
 
 import json
 import sys
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -12,15 +13,18 @@ from pathlib import Path
 
 import torch
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.specialists import DraftConfig, Specialists, shipped
 from poss_lightning.evaluation.benchmark import benchmark
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.records import PLAIN, read_records
 from poss_lightning.extract import extract
-from poss_lightning.files import atomic, check_folder
+from poss_lightning.files import atomic, check_folder, public_name
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
 from poss_lightning.ranges import Amount, Count, Size, Tokens, check_numbers
-from poss_lightning.reports.compare import compare
+from poss_lightning.reports.compare import WIDTH, show
+from poss_lightning.reports.findings import Findings, find
+from poss_lightning.reports.page import write_page
 from poss_lightning.reports.summary import group
+from poss_lightning.reports.tables import overview, verdict
 from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.costs import step_flops
@@ -34,6 +38,8 @@ MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}
 SPARE = 0.75  # share of these minutes that is planned with
 OVERHEAD = 60  # seconds to load the target a few times, validate, measure trees and write the page
 NOTE = "demo.json"
+SHOWN = {PLAIN: "plain decoding", "lookup": "prompt lookup (no training)"}
+CURVES = "localhost:6006/#custom_scalars"
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def demo(
         steps: training steps of the single layer and of the specialists.
         limit: questions of each of the six suites.
         max_new_tokens: decoded a turn, at most.
-        vocabulary_size: tokens the trained drafts may propose, the commonest in the corpus.
+        vocabulary_size: tokens the trained drafts may propose, the most common in the corpus.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), one of these, or a GPU by its number, as cuda:1.
     """
@@ -134,23 +140,43 @@ def demo(
     store = str(folder / "features")
     _say(1, f"the target reads {sizes.conversations} conversations and keeps its features")
     extract(str(CORPUS), store, target, limit=sizes.conversations, dtype=dtype, device=device)
-    _say(2, f"the single layer {start_from} learns from its own features (HASS, {sizes.steps} steps)")
+    _say(2, f"the layer {start_from} learns from its own features (HASS, {sizes.steps} steps)")
     training = {"store": store, "size": vocabulary_size, "steps": sizes.steps, "start": start_from}
     hass = _fit(folder, "hass", **training, dtype=dtype, device=device)
     _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {sizes.steps} steps)")
     poss2 = _fit(folder, "poss2", **training, dtype=dtype, device=device)
     _say(4, "questions of six suites, answered by plain decoding and by every draft in turn")
-    methods = {"single": start_from, "hass": hass, "poss2": poss2} | ({"trained": trained} if trained else {})
-    common = {"drafts": methods, "target": target, "limit": sizes.limit, "max_new_tokens": sizes.max_new_tokens}
+    one, many = f"your HASS, {sizes.steps} steps from it", f"your PosS-2, {sizes.steps} steps from it"
+    drafts = {_name(start_from): start_from} | ({_name(trained): trained} if trained else {}) | {one: hass, many: poss2}
+    common = {"drafts": drafts, "target": target, "limit": sizes.limit, "max_new_tokens": sizes.max_new_tokens}
     records, exact = str(folder / "benchmark"), str(folder / "exact")
-    benchmark(records, **common, tree="auto", dtype=dtype, device=device)
+    benchmark(records, **common, baselines=[PLAIN, "lookup"], tree="auto", dtype=dtype, device=device)
     _say(5, "and some again in float32, where the answers must be the target's own to the last token")
-    in_every_round = {"suites": ["questions"], "nodes": 20}  # whether it pays or not
+    in_every_round = {"suites": ["questions"], "nodes": 20, "baselines": [PLAIN]}  # whether it pays or not
     benchmark(exact, **common, **in_every_round, dtype="float32", device=device)
-    compare(records, reference="single", html=str(folder / "report.html"), runs=str(folder))
-    print(_exactness(Path(exact)))
-    print(f"\nThe page: {folder / 'report.html'}   ({time.perf_counter() - began:.0f} s)")
-    print(f"The curves: {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}")
+    found = find(records, reference=one)
+    write_page(found, str(folder / "report.html"), str(folder))
+    model = "SmolLM2-135M" if target == "embedded" else public_name(target)
+    where, took = "this CPU" if device == "cpu" else device, f"{time.perf_counter() - began:.0f} s"
+    print(f"\nDone in {took}, {model} on {where}, {found.overall[0].prompts} prompts, {dtype}\n")
+    _print_end(found, folder)
+    print(f'talk to it poss generate "Why is the sky blue?" --target {target} --draft {trained or poss2}')
+
+
+def _print_end(found: Findings, folder: Path) -> None:
+    """The table, what it says, and where to go from here."""
+    print(show(overview(found).replace({"method": SHOWN})))
+    print(f"\n{textwrap.fill(verdict(found), WIDTH)}\n{_exactness(folder / 'exact')}\n")
+    print(f"report     {folder / 'report.html'}")
+    print(f"curves     {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}   → {CURVES}")
+    print(f"all tables poss compare {folder / 'benchmark'} --all")
+
+
+def _name(draft: str) -> str:
+    """What a draft is, as a method's name."""
+    layers = len(Specialists.from_pretrained(draft).config.allocation)
+    named = {"embedded-hass": "HASS", "embedded-poss2": "PosS-2"}.get(draft, public_name(draft))
+    return f"{'shipped ' * (draft in shipped())}{'one layer' if layers == 1 else 'specialists'} ({named})"
 
 
 def _check_fit(target: TargetSpec, drafts: list[str | None], vocabulary_size: int) -> None:
@@ -178,10 +204,10 @@ def plan(
         if changed := [name for name, value in wanted.items() if settings[name] != value]:
             name = changed[0]
             raise ValueError(
-                f"{folder} was begun with {name} {settings[name]}, now {wanted[name]}: go on without --{name}, or "
+                f"{folder} was begun with {name} {settings[name]}, now {wanted[name]}: resume without --{name}, or "
                 "choose another --out"
             )
-        print(f"{folder} goes on as it was begun: {_words(Sizes(**earlier['sizes']))}")
+        print(f"{folder} resumes as it was begun: {_words(Sizes(**earlier['sizes']))}")
         return Sizes(**earlier["sizes"]), earlier["dtype"]
     speed = measure(Target.load(target, dtype, device), device)
     minutes = speed.minutes if minutes is None else minutes
@@ -271,14 +297,10 @@ def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: s
 def _exactness(folder: Path) -> str:
     """How many float32 answers are plain decoding's, token for token."""
     methods = group(read_records(folder))
-    plain = methods.pop("autoregressive")
-    pairs = [(answers[key], plain[key]) for answers in methods.values() for key in plain]
-    equal = sum(answer.tokens == exact.tokens for answer, exact in pairs)
-    drafted = sum(sum(answer.accepted) for answer, _ in pairs)
-    return (
-        f"In float32, {equal} of {len(pairs)} answers equal plain decoding's, token for token; "
-        f"{drafted} drafted tokens were accepted in them."
-    )
+    plain = methods.pop(PLAIN)
+    pairs = [(answers[key].tokens, plain[key].tokens) for answers in methods.values() for key in plain]
+    equal = sum(answer == exact for answer, exact in pairs)
+    return f"Output check (float32): {equal} of {len(pairs)} answers equal plain decoding's."
 
 
 def _say(stage: int, what: str) -> None:

@@ -80,6 +80,8 @@ def curves(
 ) -> Figure:
     """Curves with their intervals, panels side by side with the same y axis and one legend.
 
+    Curves that coincide in every panel are drawn once, under all their names.
+
     Args:
         panels: by title.
         share: values lie between 0 and 1, and so does the axis.
@@ -88,13 +90,15 @@ def curves(
     names = list(dict.fromkeys(name for drawn in panels.values() for name in drawn))
     looks = {name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)}
     looks |= {name: (colour, "-") for name, colour in (colours or {}).items()}
+    called = _coinciding(panels, names)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")
         every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (title, drawn) in zip(every, panels.items(), strict=True):
-            for place, (name, points) in enumerate(drawn.items()):
-                aside = min(0.06, 0.5 / len(drawn)) * (place - (len(drawn) - 1) / 2)
-                _curve(axes, name, points, looks[name], aside)
+            shown = [name for name in drawn if name in called]
+            for place, name in enumerate(shown):
+                aside = min(0.06, 0.5 / len(shown)) * (place - (len(shown) - 1) / 2)
+                _curve(axes, called[name], drawn[name], looks[name], aside)
             if all(float(x).is_integer() for points in drawn.values() for x in points):
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set(xlabel=x_label, title=title)
@@ -103,7 +107,7 @@ def curves(
             low, high = every[0].get_ylim()
             every[0].set_ylim(max(low, 0.0), min(high, 1.0))
         if len(names) > 1 or not any(panels):
-            handles = {h.get_label(): h for axes in every for h in axes.get_lines() if h.get_label() in names}
+            handles = {h.get_label(): h for axes in every for h in axes.get_lines() if h.get_label() in called.values()}
             figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=4 * len(panels))
     return figure
 
@@ -156,6 +160,17 @@ def to_svg(figure: Figure, label: str) -> str:
     box = re.search(r'viewBox="[^"]*"', opening)
     start = f'<svg {box[0] if box else ""} role="img" aria-label="{_attribute(label)}">'
     return start + inside.replace(INK, "currentColor").strip()
+
+
+def _coinciding(panels: Mapping[str, Curves], names: list[str]) -> dict[str, str]:
+    """The label of each curve, which names those too that have its values in every panel; those it has none for."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        values = [
+            {x: point.value for x, point in drawn[name].items()} if name in drawn else None for drawn in panels.values()
+        ]
+        alike.setdefault(repr(values), []).append(name)
+    return {same[0]: " = ".join(same) + " (identical)" * (len(same) > 1) for same in alike.values()}
 
 
 def _curve(axes: Axes, name: str, points: Mapping[float, Point], look: tuple[str, str], aside: float) -> None:

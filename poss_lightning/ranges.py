@@ -63,7 +63,6 @@ class Range:
 # --- whole numbers ---
 
 Count = Annotated[int, Range(1, 10**9)]  # conversations, questions, steps
-CountOrNone = Annotated[int, Range(0, 10**9)]  # of what may be left out
 Seed = Annotated[int, Range(0, 2**32 - 1, "as numpy's generators take it")]
 Tokens = Annotated[int, Range(1, 2**20, "no target reads more")]  # of a text
 BatchTokens = Annotated[int, Range(1, 2**24, "they must fit the memory")]

@@ -7,221 +7,33 @@ NAME/
                                      TensorBoard file, its records and run.json
 """
 
-import json
-import re
-import shlex
 import time
 import traceback
-from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from difflib import get_close_matches
-from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
-from poss_lightning.configs import check_options, read_config
-from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import check_tree
-from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import WEIGHTS, local_folder
-from poss_lightning.evaluation import benchmark, replay
-from poss_lightning.evaluation.cells import FOLDERS, NOTE, PackedCell, pack, packed_cells
-from poss_lightning.evaluation.provenance import origin
-from poss_lightning.evaluation.records import BASELINES, UNFINISHED, has_records, read_records, read_runs
-from poss_lightning.evaluation.suites import load_suites, local_files
-from poss_lightning.features.manifest import MANIFEST
-from poss_lightning.features.store import FeatureStore
-from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
-from poss_lightning.machine import choose_device, choose_precision
+from poss_lightning.configs import read_config
+from poss_lightning.evaluation.cell import Cell
+from poss_lightning.evaluation.cells import FOLDERS, PackedCell, pack, packed_cells
+from poss_lightning.evaluation.records import check_names, read_records, read_runs
+from poss_lightning.files import find_config
 from poss_lightning.ranges import Seed, describe
 from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
-from poss_lightning.training.command import BASE
-from poss_lightning.training.fit import OPTIONS, build, compose, fit_once
-from poss_lightning.training.resume import FINISHED, has_outputs
-from poss_lightning.work import Work, flat
+from poss_lightning.terminal import is_told
+from poss_lightning.work import Work
 
 SETTINGS, SEED = "sweep.yaml", "${seed}"
-MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
-MENDABLE = (ArgumentError, NotImplementedError, OSError, ValueError)  # what an error of says is enough
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One training of one choice."""
-
-    choice: str
-    seed: int
-    folder: Path
-    layers: list[str | dict]  # what `poss fit` gets: configs, then options, in their order
-    measure: str  # "replay" or "benchmark"
-    options: dict  # of that command
-    packed: PackedCell | None = None  # where it is done
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.choice, self.seed
-
-    @property
-    def name(self) -> str:
-        return f"{self.choice}, seed {self.seed}"
-
-    @cached_property
-    def training(self) -> dict[str, Any]:
-        """All options of its training."""
-        return compose(*self.layers)
-
-    def settings(self) -> dict:
-        """What was asked for: digests of configs, and options with the values that the training has."""
-        configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
-        fit: dict[str, Any] = {}
-        for group, name, given in (each for layer in self.layers if isinstance(layer, dict) for each in _names(layer)):
-            if name is None:
-                fit[group] = self.training[group]
-            else:  # what is added to a list, by `name+`, stands as it was given
-                fit.setdefault(group, {})[name] = given if name.endswith("+") else self.training[group][name]
-        settings = {"configs": configs, "fit": fit, self.measure: self.options}
-        return json.loads(without_secrets(json.dumps(settings)))
-
-    def inputs(self) -> dict[str, str]:
-        """Digests of the local files that it is made of: stores, text, the draft it starts from, every fit's config."""
-        return self._trained_on() | self._measured_on()
-
-    def _trained_on(self) -> dict[str, str]:
-        data, start, trainer = self.training["data"], self.training["model"]["start_from"], self.training["trainer"]
-        stores = [data["store"]] if isinstance(data["store"], str) else data["store"] or []
-        files = {BASE: conf(BASE)} | {store: Path(store) / MANIFEST for store in stores}
-        files |= {data["corpus"]: Path(data["corpus"])} if data["corpus"] else {}
-        digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
-        if (precision := trainer["precision"]) == "auto":  # machines choose differently
-            precision = choose_precision(str(trainer["accelerator"]))
-        return digests | {"trainer.precision": precision}
-
-    def _measured_on(self) -> dict[str, str]:
-        store, suites = self.options.get("store"), self.options.get("suites") or []
-        suites = [suites] if isinstance(suites, str) else suites
-        files = {store: Path(store) / MANIFEST} if store else {}
-        return _digests(files | {str(file): file for suite in suites for file in local_files(suite)})
-
-    def _start(self, draft: str) -> Path:
-        """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""
-        folder = local_folder(draft)
-        training = folder.parent
-        if (training / OPTIONS).is_file() and not (training / FINISHED).exists():
-            raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
-        return folder
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it stands in cells.jsonl."""
-        return self.packed is not None
-
-    @property
-    def has_records(self) -> bool:
-        """Whether its measure has begun to write."""
-        return self.is_done or has_records(self.folder)
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether its training has left anything."""
-        return self.has_records or has_outputs(self.folder)
-
-    def changed(self) -> list[str]:
-        """Names of settings that it was made with otherwise; those of its measure count once it has records."""
-        earlier = self._note()["settings"]
-        if not earlier or not self.has_outputs:
-            return []
-        asked = self.settings()
-        if not self.has_records:
-            earlier, asked = ({part: settings[part] for part in ("configs", "fit")} for settings in (earlier, asked))
-        earlier, asked = flat(earlier), flat(asked)
-        return sorted(name for name in earlier | asked if earlier.get(name) != asked.get(name))
-
-    def claim(self) -> None:
-        """Note what it is made of, and by which process: each that goes on with it adds itself.
-
-        Raises:
-            ValueError: another began with other inputs.
-        """
-        note, inputs = self._note(), self.inputs()
-        kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
-        if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):
-            raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        if note["processes"] and not self.has_records:  # a measure that left nothing may have had other options
-            (self.folder / "run.json").unlink(missing_ok=True)
-            Work(self.folder / UNFINISHED).clear()
-        facts = {"settings": self.settings(), "inputs": inputs, "processes": [*note["processes"], origin()]}
-        with atomic(self.folder / NOTE) as path:
-            path.write_text(json.dumps(facts, indent=1) + "\n")
-
-    def run(self) -> None:
-        """Train and measure."""
-        draft = fit_once(self.folder, *self.layers)
-        MEASURES[self.measure](**self.measure_options(draft))
-
-    def pack(self, experiment: Path) -> None:
-        """Add it to cells.jsonl and records.parquet, with the last of every scalar."""
-        scalars = read_scalars(self.folder)[str(self.folder)]
-        last = {tag: series[-1] for tag, series in sorted(scalars.items())}
-        (run,) = read_runs(self.folder).values()
-        rows = [asdict(record) for record in read_records(self.folder)]
-        pack(experiment, self.choice, self.seed, self._note() | {"run": run, "scalars": last}, rows)
-
-    def _note(self) -> dict[str, Any]:
-        """What `claim` wrote."""
-        if self.packed is not None:
-            return self.packed.facts
-        file = self.folder / NOTE
-        return {"settings": {}, "inputs": {}, "processes": []} | (read_json(file) if file.exists() else {})
-
-    def measure_options(self, draft: Path) -> dict:
-        """Arguments of the function that measures it."""
-        options = {**self.options, "out": str(self.folder), "drafts": {self.choice: str(draft)}}
-        return check_options(MEASURES[self.measure], options)
-
-    def check(self, coming: set[Path]) -> None:
-        """Refuse what could only fail later: options nobody has, sizes that do not fit, what is not on this machine.
-
-        Args:
-            coming: folders of trainings that it may start from though they are not finished.
-
-        Raises:
-            ArgumentError, OSError, ValueError: as the commands would.
-        """
-        draft = None if (self.folder / FINISHED).exists() else self._build(coming)
-        options = self.measure_options(self.folder / "draft-last")
-        choose_device(options["device"])
-        if draft:
-            depth = sum(draft.allocation) if options["depth"] is None else options["depth"]
-            check_tree(depth, options["tree_width"])
-            Fixed(depth, options["nodes"])
-        if self.measure == "benchmark":
-            benchmark.check(options)
-            _load_suites_once(json.dumps(options["suites"]), options["limit"])
-            return
-        store = FeatureStore(options["store"])
-        if draft and (difference := draft.target.difference(store.target)):
-            raise ValueError(f"{options['store']} is of another target than the draft: {difference}")
-        if draft:
-            store.select(draft.layers)
-
-    def _build(self, coming: set[Path]) -> DraftConfig | None:
-        """The draft that it would train; without a start that is not trained yet."""
-        start = self.training["model"]["start_from"]
-        if start and local_folder(start).parent.resolve() in coming:
-            return build(*self.layers, {"model": {"start_from": None}})
-        if start:
-            self._start(start)
-        return build(*self.layers)
 
 
 @dataclass(frozen=True)
@@ -234,13 +46,13 @@ class Sweep:
         fit: what all choices have in common, in the same form.
         replay: options of `poss replay`, or
         benchmark: options of `poss benchmark`: one of the two.
-        reference: the choice that the others are held against.
+        reference: the choice that the others are compared with.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    choices: dict[str, dict | None]
-    seeds: list[Seed]
+    choices: Annotated[dict[Annotated[str, Field(pattern=r"^[\w.+-]+$")], dict | None], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
     fit: dict | None = None
     replay: dict | None = None
     benchmark: dict | None = None
@@ -252,37 +64,22 @@ class Sweep:
         FileNotFoundError: no such file.
         ValueError: it is no sweep; the message names file and field.
         """
-        if file.parent.is_file():
-            is_sweep = file.parent.name == SETTINGS
-            command = f": poss sweep {shlex.quote(str(file.parent.parent))}" if is_sweep else ""
-            raise ValueError(f"{file.parent} is a file; an experiment is the folder of its {SETTINGS}{command}")
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
-        content = read_config(str(file))
         try:
-            experiment = TypeAdapter(cls).validate_python(content)
+            experiment = TypeAdapter(cls).validate_python(read_config(str(file)))
             experiment.check()
         except ValidationError as error:
-            known = [field.name for field in fields(cls)]
-            wrong = next((name for name in map(str, content) if name not in known), "")
-            near = f"; did you mean {' or '.join(get_close_matches(wrong, known, 1) or known)}?" if wrong else ""
-            raise ValueError(f"{file} is no sweep: {describe(error)}{near}") from error
+            raise ValueError(f"{file} is no sweep: {describe(error)}") from error
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} is no sweep: {error}") from error
         return experiment
 
     def check(self) -> None:
         """Raise ValueError where a field cannot be, OSError where a config is not there; the message names it."""
-        if not self.choices or not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(
-                f"choices are {list(self.choices)} and seeds {self.seeds}; name one or more of each, none twice"
-            )
-        for name in self.choices:
-            if not re.fullmatch(r"[\w.+-]+", name) or name in BASELINES:
-                raise ValueError(
-                    f"a choice is named {name!r}; it names a folder and a method: letters, digits and -_.+, but none "
-                    f"of {', '.join(BASELINES)}"
-                )
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds are {self.seeds}; name none twice")
+        check_names(self.choices)
         for name, options in {"fit": self.fit, **self.choices}.items():
             if not isinstance(files := (options or {}).get("config", []), list):
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
@@ -292,8 +89,6 @@ class Sweep:
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
             raise ValueError("drafts is among the options of the measure; each choice's own draft is what is measured")
-        if self.replay is not None and "store" not in self.replay:
-            raise ValueError("replay has no store: name that of the answers to replay")
         if self.reference is not None and self.reference not in self.choices:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
@@ -321,14 +116,6 @@ def _with_seed(options: Any, seed: int) -> Any:
     if options == SEED:
         return seed
     return options.replace(SEED, str(seed)) if isinstance(options, str) else options
-
-
-def _names(options: dict) -> Iterator[tuple[str, str | None, Any]]:
-    """The options that a layer sets, by group and name: `trainer.max_steps`, and `trainer: {max_steps: ...}`."""
-    for name, value in options.items():
-        group, _, rest = name.partition(".")
-        named = {rest: value} if rest else value if isinstance(value, dict) else {None: value}
-        yield from ((group, each and each.partition(".")[0], given) for each, given in named.items())
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:
@@ -362,10 +149,10 @@ def sweep(folder: str, shard: str = "1/1") -> None:
                 cell.claim()
                 cell.run()
                 with work.exclusive():
-                    cell.pack(Path(folder))
+                    _pack(cell, Path(folder))
                 seconds.append(time.monotonic() - began)
         except Exception as error:  # of whatever kind: the other trainings need not wait for it
-            if not isinstance(error, MENDABLE):
+            if not is_told(error):
                 traceback.print_exc()
             print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
             failed.append(cell.name)
@@ -402,14 +189,10 @@ def _named(folder: Path, cell: Cell) -> Iterator[None]:
     """Let an error of a cell say whose it is."""
     try:
         yield
-    except MENDABLE as error:
+    except Exception as error:
+        if not is_told(error):
+            raise
         raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
-
-
-@cache
-def _load_suites_once(suites: str, limit: int | None) -> None:
-    """Of all trainings that ask the same questions, only for the first: the hub may have to send them."""
-    load_suites(json.loads(suites), limit)
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
@@ -428,5 +211,10 @@ def _sum_up(done: list[Cell], reference: str | None) -> None:
     print_findings(find([cell.folder for cell in done], reference=reference), all=True)
 
 
-def _digests(files: dict[str, Path]) -> dict[str, str]:
-    return {name: sha256(file) for name, file in files.items() if file.is_file()}
+def _pack(cell: Cell, experiment: Path) -> None:
+    """Add it to cells.jsonl and records.parquet, with the last of every scalar."""
+    scalars = read_scalars(cell.folder)[str(cell.folder)]
+    last = {tag: series[-1] for tag, series in sorted(scalars.items())}
+    (run,) = read_runs(cell.folder).values()
+    rows = [asdict(record) for record in read_records(cell.folder)]
+    pack(experiment, cell.choice, cell.seed, cell.note() | {"run": run, "scalars": last}, rows)

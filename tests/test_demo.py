@@ -26,12 +26,21 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
     demo(str(folder), str(target), **heads, **sizes)
     assert (folder / "report.html").is_file()
     records = read_records(folder / "benchmark")
-    assert {record.method for record in records} == {"autoregressive", "generate", "single", "hass", "poss2", "trained"}
-    assert "report.html" in capsys.readouterr().out
+    assert {record.method for record in records} == {
+        "plain",
+        "lookup",
+        "one layer (single)",
+        "your HASS, 2 steps from it",
+        "your PosS-2, 2 steps from it",
+    }
+    said = capsys.readouterr().out.splitlines()
+    end = said[next(i for i, line in enumerate(said) if line.startswith("Done in ")) :]
+    assert len(end) <= 20 and max(map(len, end[:10])) <= 80  # a screen
+    assert "Output check (float32): " in "\n".join(end) and "answers equal plain decoding's." in "\n".join(end)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     demo(str(folder), str(target), **heads, **sizes)  # everything is there: nothing is done again
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    with pytest.raises(ValueError, match="was begun with steps 2, now 3: go on without --steps, or choose another"):
+    with pytest.raises(ValueError, match="was begun with steps 2, now 3: resume without --steps, or choose another"):
         demo(str(folder), str(target), **heads, **sizes | {"steps": 3})
 
 
@@ -92,7 +101,7 @@ def test_what_was_made_smaller_is_told_and_what_was_asked_for_is_done(measured, 
     assert "cpu, float32: the target reads 250 tokens/s and writes 5.0." in said
     assert "Made smaller for this machine, from 200 conversations, 40 training steps a draft" in said
     measured(FAST)
-    assert planned(tmp_path / "slow") == planned(tmp_path / "slow", steps=40)  # it goes on as it was begun
+    assert planned(tmp_path / "slow") == planned(tmp_path / "slow", steps=40)  # it resumes as it was begun
 
 
 def test_a_machine_is_measured(target):

@@ -33,8 +33,17 @@ def test_many_points_have_a_band_and_few_have_bars():
 
 def test_the_ninth_curve_looks_different_from_the_first():
     names = [str(place) for place in range(20)]
-    (axes,) = plots.curves({"": {name: {1: Value(1.0)} for name in names}}, "", "").axes
+    (axes,) = plots.curves({"": {name: {1: Value(float(name))} for name in names}}, "", "").axes
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 20
+
+
+def test_curves_that_coincide_in_every_panel_are_one_under_all_their_names():
+    one, other = {1: Value(0.5), 2: Value(0.4)}, {1: Value(0.5), 2: Value(0.3)}
+    figure = plots.curves(
+        {"a": {"x": one, "y": one, "z": other, "w": one}, "b": {"x": one, "y": one, "w": other}}, "", ""
+    )
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["x = y (identical)", "z", "w"]
+    assert [len(axes.get_lines()) for axes in figure.axes] == [3, 2]
 
 
 def test_a_svg_is_text_of_the_page_and_asks_for_nothing():

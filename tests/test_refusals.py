@@ -12,7 +12,6 @@ from tests.support.command import run_in, says, unchanged
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # what comes before the name of what is written, and after
     "synthesize": ((), TINY),
-    "answer": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
     "export": (("{inputs}/draft",), ()),
     "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
@@ -22,7 +21,7 @@ WRITERS = {  # what comes before the name of what is written, and after
     "demo": (("--out",), TINY),
 }
 # What these write is a file, the others' a folder.
-ENDINGS = {"synthesize": ".jsonl", "answer": ".jsonl", "compare": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "compare": ".html"}
 
 
 def test_every_command_that_writes_is_walked():
@@ -56,16 +55,10 @@ PLACES = [  # for a folder, for a file, and what is said
 ]
 
 
-def cases() -> list:
-    """Every command at every place; each at two of them every day, so that all places are seen by some."""
-    return [
-        pytest.param(command, *place, marks=[] if (number - at) % 4 == 0 else pytest.mark.nightly, id=f"{command}-{at}")
-        for number, command in enumerate(WRITERS)
-        for at, place in enumerate(PLACES)
-    ]
+CASES = [(command, *PLACES[number % len(PLACES)]) for number, command in enumerate(WRITERS)]  # each place at some
 
 
-@pytest.mark.parametrize(("command", "folder", "file", "words"), cases())
+@pytest.mark.parametrize(("command", "folder", "file", "words"), CASES, ids=[*WRITERS])
 def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, folder, file, words):
     before, after = WRITERS[command]
     name = (file if command in ENDINGS else folder).replace("{ending}", ENDINGS.get(command, ""))
@@ -77,7 +70,6 @@ def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, f
 
 REFUSED = {  # what each command that writes finds out last, when it has loaded all
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
-    "answer": (*TINY, "--max_new_tokens", "511"),
     "extract": (*TINY, "--layers", "[9]"),
     "export": ("--vocabulary_size", "321", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target"),
     "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),

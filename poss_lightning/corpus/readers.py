@@ -3,15 +3,15 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 from tqdm import tqdm
 
 from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, stem
+from poss_lightning.corpus.regular import SIDES, make_regular
 from poss_lightning.ranges import Count, check_numbers
+from poss_lightning.sampling import Draw
 from poss_lightning.target.template import THOUGHTS, Message, thinking
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ _ROLES = {
 }
 # 0 or false: people keep the answer out of the loss
 _WEIGHTS = ("weight", "loss_weight", "loss", "train", "training", "trainable", "train_on_turn")
-_SIDES = ("user", "assistant")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
 _SHOWN = 3  # reasons spelled out
@@ -98,7 +97,7 @@ def read_conversations(
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
     if not conversations:
-        hint = "; `poss answer` lets a target answer them" if skipped else ""
+        hint = "; `poss synthesize --prompts` lets a target answer them" if skipped else ""
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
         kept = len(conversations)
@@ -217,7 +216,7 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     if any(isinstance(record.get(key), list) for key in _CHATS):
         return [], "messages"  # empty
     has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
-    hint = ", and `poss answer` lets a target answer questions" if asked or "turns" in record else ""
+    hint = ", and `poss synthesize --prompts` lets a target answer questions" if asked or "turns" in record else ""
     raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: {has}{hint}")
 
 
@@ -245,7 +244,7 @@ def _history(record: dict[str, Any]) -> list[Message]:
     pairs = _unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(_SIDES, pair, strict=True)]
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
 
 
 def as_chat(value: Any) -> list[Any] | None:
@@ -276,8 +275,8 @@ def read_message(turn: object, where: str) -> Message:
     Returns:
         role (system, user, assistant or tool) and content, a text; where the turn has them, an assistant's
         `tool_calls`; its thoughts, under each of the names that templates have for them; `name` and `tool_call_id` of a
-        tool; the `tokens` and `finish_reason` of an answer that a target wrote; `weight` 0 of one that is kept out of
-        the loss.
+        tool; the `tokens`, `finish_reason` and `drawn` of an answer that a target wrote; `weight` 0 of one that is kept
+        out of the loss.
 
     Raises:
         Malformed: it is no turn of a chat, or more than text.
@@ -308,6 +307,11 @@ def read_message(turn: object, where: str) -> Message:
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise Malformed(f"{where}: 'tokens' must be a list of token ids")
         message["tokens"] = tokens
+    if drawn := turn.get("drawn"):
+        try:
+            message["drawn"] = Draw.of(drawn).values()
+        except ValueError as error:
+            raise Malformed(f"{where}: 'drawn' is wrong: {error}") from error
     if turn.get("finish_reason"):
         message["finish_reason"] = turn["finish_reason"]
     return message | _weight(turn)
@@ -349,30 +353,3 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         made.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return made
-
-
-def make_regular(messages: list[Message]) -> list[Message]:
-    """The messages from the first of a user, system messages before it, to an answer, and none that are empty."""
-    filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
-    first = _first(filled, lambda message: message["role"] == "user")
-    kept = [message for i, message in enumerate(filled) if i >= first or message["role"] == "system"]
-    kept = kept[: _first(kept, _is_empty)]
-    while kept and kept[-1]["role"] != "assistant":
-        kept.pop()
-    runs = groupby(enumerate(kept), lambda pair: -1 if pair[1]["role"] == "user" else pair[0])
-    return [_joined([message for _, message in run]) for _, run in runs]
-
-
-def _is_empty(message: Message) -> bool:
-    """Whether a user or an assistant says nothing; a tool may."""
-    says = message["content"].strip() or message.get("tool_calls") or message.get("tokens")
-    return message["role"] in _SIDES and not says
-
-
-def _joined(run: list[Message]) -> Message:
-    return run[0] if len(run) == 1 else run[0] | {"content": "\n\n".join(message["content"] for message in run)}
-
-
-def _first(messages: list[Message], holds: Callable[[Message], bool]) -> int:
-    """The place of the first message that it holds for; behind the last where it holds for none."""
-    return next((i for i, message in enumerate(messages) if holds(message)), len(messages))

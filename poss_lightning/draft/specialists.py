@@ -60,7 +60,7 @@ class Specialists(nn.Module):
         vocabulary: (V,) token ids the draft may propose, ascending; None for all.
 
     Attributes:
-        trained_on: digests of the texts that it was trained on, see `features/trained.py`; empty where they
+        trained_on: digests of the texts that it was trained on, see `features/texts.py`; empty where they
             are not known.
 
     Raises:

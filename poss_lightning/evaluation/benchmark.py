@@ -2,8 +2,7 @@
 
 OUT/                 the folder of a benchmark
   run.json           settings, drafts, machine and versions; written first
-  unfinished/        only while it is at work: a part a question, with its records and rounds; see `work.py`
-  rounds.jsonl       rounds of some answers, see `rounds.py`
+  unfinished/        only while it is at work: a part a question, with its records; see `work.py`
   records.jsonl      every answer; written last
 """
 
@@ -24,15 +23,13 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation import rounds
-from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
+from poss_lightning.evaluation.records import NAMES, OURS, PLAIN, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic, check_folder, read_json, without_secrets
 from poss_lightning.ranges import (
     Count,
-    CountOrNone,
     Nodes,
     Position,
     Seed,
@@ -49,7 +46,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work
 
-HERE = ("autoregressive", "generate", "lookup")  # baselines that decode in this process
+HERE = (PLAIN, "generate", "lookup")  # baselines that decode in this process
 logger = logging.getLogger(__name__)
 
 
@@ -73,13 +70,12 @@ def benchmark(
     chat_template_kwargs: dict[str, Any] | None = None,
     baselines: list[str] | None = None,
     repeats: Count = 1,
-    show: CountOrNone = 1,
     graphs: bool | None = None,
     dtype: str = "auto",
     device: str = "auto",
     parallel: Parallel = "none",
 ) -> None:
-    """Decode suites of prompts with every method and write records.jsonl, rounds.jsonl and run.json.
+    """Decode suites of prompts with every method and write records.jsonl and run.json.
 
     Every method is warmed up. Then the methods take turns prompt by prompt, in an order that rotates. All methods get
     the same context: a later turn of a conversation follows the target's own answers to the earlier turns. A
@@ -106,10 +102,9 @@ def benchmark(
         top_p: sample among the likeliest tokens that hold this probability.
         seed: of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        baselines: some of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
-            the first two by default. `autoregressive` gives the target's own answer, so it must be among them.
+        baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
+            the first two by default. `plain` gives the target's own answer, so it must be among them.
         repeats: how often each answer is decoded.
-        show: questions of each suite whose rounds are written too, for the report to show the trees.
         graphs: whether the steps of drafts and of our own loop, all alike, run as CUDA graphs; by default on CUDA.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
             last token against the baselines.
@@ -117,7 +112,7 @@ def benchmark(
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
     suites = [suites] if isinstance(suites, str) else suites
-    baselines = ["autoregressive", "generate"] if baselines is None else baselines
+    baselines = [PLAIN, "generate"] if baselines is None else baselines
     config = {name: value for name, value in dict(locals()).items() if name != "out"}
     check_folder(out, *OURS)
     drafts = drafts or {}
@@ -129,7 +124,8 @@ def benchmark(
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
-    model.chat.template.freeze(_earlier_config(Path(out)).get("chat_template_kwargs") or {})
+    earlier = read_json(note).get("config", {}) if (note := Path(out, "run.json")).is_file() else {}
+    model.chat.template.freeze(earlier.get("chat_template_kwargs") or {})
     config["chat_template_kwargs"] = model.chat.template.variables or None
     sampling.check_vocabulary(model.spec.vocab_size)
     graphs = Graphs(model.device, model.has_graphs if graphs is None else graphs).enabled
@@ -140,7 +136,7 @@ def benchmark(
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
     plain = {
-        "autoregressive": Autoregressive(model, graphs),
+        PLAIN: Autoregressive(model, graphs),
         "generate": Generate(model),
         "lookup": Generate(model, lookup=10),
     }
@@ -152,17 +148,12 @@ def benchmark(
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest},
         "methods": {name: _facts(method) for name, method in methods.items()},
+        "trainings": {name: describe_training(folder) for name, folder in drafts.items()},
         "suites": {suite.name: suite.source for suite in loaded_suites},
     }
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
-    count = run.decode(questions, max_new_tokens, repeats, show)
+    count = run.decode(questions, max_new_tokens, repeats)
     print(f"{out}: {count} records of {len(methods)} methods")
-
-
-def _earlier_config(folder: Path) -> dict[str, Any]:
-    """Of a run that was begun in the folder."""
-    note = folder / "run.json"
-    return read_json(note).get("config", {}) if note.is_file() else {}
 
 
 def check(config: dict) -> Sampling:
@@ -172,8 +163,8 @@ def check(config: dict) -> Sampling:
         ValueError: an option is out of its range; the message names it.
     """
     baselines = config["baselines"]
-    if baselines is not None and ("autoregressive" not in baselines or set(baselines) - set(HERE)):
-        raise ValueError(f"baselines is {baselines}; it must hold autoregressive, and may hold generate, lookup")
+    if baselines is not None and (PLAIN not in baselines or set(baselines) - set(HERE)):
+        raise ValueError(f"baselines is {baselines}; it must hold plain, and may hold generate, lookup")
     return Sampling(config["temperature"], config["top_k"], config["top_p"])
 
 
@@ -183,7 +174,7 @@ class Run:
     Args:
         folder: to write.
         target: the model.
-        methods: decoders by name; one is `autoregressive`.
+        methods: decoders by name; one is `plain`.
         facts: what run.json says of the settings: `command`, `config`, `methods` and `suites`.
         sampling: how tokens are chosen.
         seed: of sampling.
@@ -203,14 +194,13 @@ class Run:
         self.sampling, self.seed = sampling, seed
         self.work = Work(folder / UNFINISHED)
 
-    def decode(self, questions: list[Question], max_new_tokens: int, repeats: int, show: int = 0) -> int:
+    def decode(self, questions: list[Question], max_new_tokens: int, repeats: int) -> int:
         """Decode every question that is not yet finished, and write the files; return the number of records.
 
         Args:
             questions: all of them, in order.
             max_new_tokens: most tokens of an answer.
             repeats: how often each answer is decoded.
-            show: questions of each suite whose rounds are recorded.
 
         Raises:
             ValueError: the folder holds records made with other settings, packed ones, or those of another machine; or
@@ -232,11 +222,9 @@ class Run:
                 self._warm_up(questions[unfinished[0]], max_new_tokens)
             done = len(parts) - len(unfinished)
             for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
-                question, shown = questions[place], _is_shown(questions, place, show)
-                answers, trees = self._decode_question(question, max_new_tokens, repeats, place=place, shown=shown)
-                receipt = {"records": [*map(to_line, answers)], "rounds": [*map(rounds.to_line, trees)]}
-                self.work.write_receipt(parts[place], receipt)
-            count = self._write_files([self.work.receipt(part) for part in parts])
+                answers = self._decode_question(questions[place], max_new_tokens, repeats, place)
+                self.work.write_receipt(parts[place], {"records": [*map(to_line, answers)]})
+            count = self._write_records([self.work.receipt(part) for part in parts])
             self.work.clear()
         return count
 
@@ -246,11 +234,9 @@ class Run:
         self.work.clear()  # that process may have been killed before it did
         return sum(1 for _ in records.open("rb"))
 
-    def _decode_question(
-        self, question: Question, max_new_tokens: int, repeats: int, *, place: int, shown: bool
-    ) -> tuple[list[Record], list[rounds.Round]]:
-        """All turns of the question with all methods; rounds are those of the first repeat, if they are to be shown."""
-        records, messages, trees = [], list(question.opening), []
+    def _decode_question(self, question: Question, max_new_tokens: int, repeats: int, place: int) -> list[Record]:
+        """All turns of the question with all methods."""
+        records, messages = [], list(question.opening)
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
@@ -262,18 +248,16 @@ class Run:
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
                 for name in names[first:] + names[:first]:
-                    answer = (question.suite, question.id, turn, name)
                     decoded = self.methods[name].decode(
                         [prompt],
                         max_new_tokens,
                         sampling=self.sampling,
                         generator=torch.Generator().manual_seed(self._answer_seed(question, turn, repeat)),
-                        watch=rounds.recorder(answer, self.target, trees) if shown and repeat == 0 else None,
                     )[0]
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
-            plain = next(record for record in records if (record.turn, record.method) == (turn, "autoregressive"))
+            plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
             messages.append({"role": "assistant", "content": plain.text})
-        return records, trees
+        return records
 
     def _record(
         self, question: Question, turn: int, method: str, repeat: int, prompt_tokens: int, decoded: Decoded
@@ -306,17 +290,17 @@ class Run:
         prompt = self.target.chat.prompt(question.first, question.template)
         for method in self.methods.values():
             method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
-        engines = {name: method for name, method in self.methods.items() if isinstance(method, Speculative)}
-        costs = {name: engine.costs._asdict() for name, engine in engines.items() if engine.costs is not None}
+        engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
+        costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
         if costs:
-            self._write_facts(self._stored_facts() | {"costs": costs})
+            self._write_facts(read_json(self.folder / "run.json") | {"costs": costs})
 
     def _note_process(self, begun: bool) -> None:
         """Add where and with what this process decodes to run.json; refuse a machine whose seconds do not compare."""
         facts = provenance(self.target.device)
         if not begun:
             return self._write_facts(self.facts | facts)
-        earlier = self._stored_facts()
+        earlier = read_json(self.folder / "run.json")
         for fact in ("machine", "device", "threads"):
             if earlier.get(fact, facts[fact]) != facts[fact]:
                 raise ValueError(
@@ -325,40 +309,24 @@ class Run:
                 )
         self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
 
-    def _stored_facts(self) -> dict[str, Any]:
-        return read_json(self.folder / "run.json")
-
     def _write_facts(self, facts: dict[str, Any]) -> None:
         with atomic(self.folder / "run.json") as path:
             path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
 
-    def _write_files(self, receipts: list[Any]) -> int:
-        """Write rounds.jsonl and records.jsonl; return the number of records."""
-        for name in (rounds.NAME, NAMES[0]):  # records last: they say that the benchmark is finished
-            lines = [line for receipt in receipts for line in receipt[name.removesuffix(".jsonl")]]
-            if lines:
-                with atomic(self.folder / name) as path:
-                    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    def _write_records(self, receipts: list[Any]) -> int:
+        """Write records.jsonl, which says that the benchmark is finished; return the number of records."""
+        lines = [line for receipt in receipts for line in receipt["records"]]
+        with atomic(self.folder / NAMES[0]) as path:
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return len(lines)
-
-
-def _is_shown(questions: list[Question], place: int, show: int) -> bool:
-    """Whether the question is among the first `show` of its suite."""
-    return sum(other.suite == questions[place].suite for other in questions[:place]) < show
 
 
 def _facts(method: Decoder) -> dict:
     if not isinstance(method, Speculative):
         return {}
     drafter = method.drafter
-    return {
-        "depth": drafter.depth,
-        "nodes": method.nodes,
-        "tree": method.tree,
-        "tree_width": drafter.tree_width,
-        "int8_head": isinstance(drafter.product, Int8Head),
-        **describe(drafter.draft),
-    }
+    facts = {"depth": drafter.depth, "nodes": method.nodes, "tree": method.tree, "tree_width": drafter.tree_width}
+    return facts | {"int8_head": isinstance(drafter.product, Int8Head)} | describe(drafter.draft)
 
 
 def _check_prompt(target: Target, question: Question) -> None:

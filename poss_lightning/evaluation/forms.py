@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from poss_lightning.corpus import readers
 from poss_lightning.corpus.records import Malformed
+from poss_lightning.corpus.regular import make_regular
 from poss_lightning.target.template import Message
 
 _NAMES = ("question_id", "id", "conversation_id", "prompt_id")
@@ -96,7 +97,7 @@ def _user_turns(messages: list[Message], field: str) -> tuple[list[Message], lis
     first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
     ends = (place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
     later = (place for place, one in enumerate(messages) if one["role"] == "system" and place > first)
-    messages = readers.make_regular([*messages[: min([*ends, *later], default=len(messages))], _ANSWER])
+    messages = make_regular([*messages[: min([*ends, *later], default=len(messages))], _ANSWER])
     first = next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
     runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]

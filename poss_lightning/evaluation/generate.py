@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from inspect import signature
 from itertools import count, zip_longest
 from json import dumps
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,17 +19,7 @@ from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.ranges import (
-    Nodes,
-    Position,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-    TopP,
-    TreeWidth,
-    check_numbers,
-)
+from poss_lightning.ranges import Nodes, Position, Seed, Temperature, Tokens, TopK, TopP, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
@@ -117,7 +107,7 @@ def generate(
     messages: list[dict[str, str]] = []
     for turn, message in enumerate(_messages(prompt, chat)):
         messages.append({"role": "user", "content": message})
-        question = Question(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
+        question = Prompt(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
         if json:
             answer = question.answer(decoder)
             plain = question.answer_plainly(model, answer) if compare else None
@@ -131,28 +121,22 @@ def generate(
         messages.append({"role": "assistant", "content": model.chat.text(answer.tokens)})
 
 
-class Question:
-    """One prompt, and how it is to be answered.
+class Prompt(NamedTuple):
+    """A prompt's tokens, and how it is to be answered: most tokens, how they are chosen, and by which seed."""
 
-    Args:
-        prompt: token ids.
-        limit: most tokens of the answer.
-        sampling: how they are chosen.
-        seed: of sampling.
-    """
-
-    def __init__(self, prompt: list[int], limit: int, sampling: Sampling, seed: int):
-        self.prompt, self.limit, self.sampling, self.seed = prompt, limit, sampling, seed
+    tokens: list[int]
+    limit: int
+    sampling: Sampling
+    seed: int
 
     def answer(self, decoder: Decoder, watch: Callable[[Progress], None] | None = None) -> Decoded:
         """Decode the answer; `watch` is as in `Decoder.decode`."""
         generator = torch.Generator().manual_seed(self.seed)
-        return decoder.decode([self.prompt], self.limit, sampling=self.sampling, generator=generator, watch=watch)[0]
+        return decoder.decode([self.tokens], self.limit, sampling=self.sampling, generator=generator, watch=watch)[0]
 
     def answer_plainly(self, target: Target, answer: Decoded) -> Decoded:
         """Decode as many tokens as `answer` has without a draft, with the same draws."""
-        question = Question(self.prompt, len(answer.tokens), self.sampling, self.seed)
-        return question.answer(Autoregressive(target))
+        return self._replace(limit=len(answer.tokens)).answer(Autoregressive(target))
 
 
 def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show: str | None, json: bool) -> None:
@@ -212,7 +196,7 @@ def _read_line() -> str:
         return ""
 
 
-def _print_answer(question: Question, decoder: Decoder, show: str | None) -> Decoded:
+def _print_answer(question: Prompt, decoder: Decoder, show: str | None) -> Decoded:
     """Print the answer as its tokens are accepted; or draw each round, and then print the answer."""
     chat, number = decoder.target.chat, count(1)
     pieces = Pieces(chat.text)

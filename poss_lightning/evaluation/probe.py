@@ -51,9 +51,6 @@ class Replay(lightning.Callback):
             length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
             _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")
 
-    on_test_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType]
-    on_test_epoch_end = on_validation_epoch_end  # pyright: ignore[reportAssignmentType]
-
 
 class Probe(lightning.Callback):
     """Decodes a few prompts greedily after every validation, with the target, and logs `probe/tau` and pos-acc.

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.configs import read_config
+from poss_lightning.draft.specialists import Specialists, local_folder, shipped
 from poss_lightning.evaluation.records import NAMES, as_object
-from poss_lightning.files import read_json, without_secrets
+from poss_lightning.files import public_name, read_json, without_secrets
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
@@ -61,6 +62,18 @@ def describe(draft: Specialists) -> dict:
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "weights": digest.hexdigest()[:16],
     }
+
+
+def describe_training(draft: str) -> str:
+    """How long a draft was trained, and from where, as far as the config.yaml of its training's folder says."""
+    folder = local_folder(draft)
+    options = read_config(str(folder.parent / "config.yaml")) if folder.name.startswith("draft-") else {}
+    trainer, start = as_object(options.get("trainer")), as_object(options.get("model")).get("start_from")
+    steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
+    if steps == -1 and not epochs:
+        return "shipped" if draft in shipped() else ""
+    length = f"{epochs} epochs" if steps == -1 else f"{steps} steps"
+    return f"{length} from {public_name(start) if start else 'random weights'}"
 
 
 def check_settings(folder: Path, config: dict, methods: dict) -> None:

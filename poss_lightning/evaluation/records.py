@@ -10,7 +10,6 @@ import gzip
 import json
 import re
 import reprlib
-import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -32,9 +31,10 @@ OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or
 BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are no records, beside some or below
 # What makes the rounds of a method, in run.json, and what it is where that does not name it.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}
-GREEDY = (0, 0, 1.0)  # temperature, top-k and top-p
 OPTIONAL = {"pieces", "question", "category"}  # fields of a record
-BASELINES = ("autoregressive", "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
+PLAIN = "plain"  # the target alone, in our own loop
+EARLIER = {"autoregressive": PLAIN}  # what older records call it
+BASELINES = (PLAIN, "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
 
 
 Natural = Annotated[int, Field(ge=0, strict=True)]
@@ -202,11 +202,6 @@ def by_folder(sources: Iterable[Source]) -> dict[str, dict[str, Any]]:
     return {str(source.folder): source.run for source in sources if source.run is not None}
 
 
-def read_cells(paths: Paths) -> dict[tuple[str, int], list[Record]]:
-    """`by_cell` of what is at these paths. Args and errors are those of `read_sources` and `by_cell`."""
-    return by_cell(read_sources(paths))
-
-
 def read_runs(paths: Paths) -> dict[str, dict[str, Any]]:
     """`by_folder` of what is at these paths. Args and errors are those of `read_sources`."""
     return by_folder(read_sources(paths))
@@ -222,28 +217,6 @@ def has_records(folder: Path) -> bool:
     return any((folder / name).exists() for name in NAMES) or any((folder / UNFINISHED).glob("question-*.json"))
 
 
-def has_seconds(records: Iterable[Record]) -> bool:
-    """Whether any of them was decoded; else all were replayed, which says nothing about speed."""
-    return any(record.seconds for record in records)
-
-
-def sampled(source: Source) -> tuple[float, int, float]:
-    """Temperature, top-k and top-p of its run, 0, 0 and 1 where it does not tell them or is greedy."""
-    config = as_object((source.run or {}).get("config"))
-
-    def number(name: str, usual: float) -> float:
-        return value if isinstance(value := config.get(name), int | float) else usual
-
-    if not (temperature := number("temperature", 0)):
-        return GREEDY
-    return temperature, int(number("top_k", 0)), number("top_p", 1.0)
-
-
-def has_auto_trees(runs: dict[str, dict[str, Any]]) -> bool:
-    """Whether `tree: auto` sized the trees of any run."""
-    return any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
-
-
 def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
     """Refuse runs in which one name stands for several drafts, or for one with several trees.
 
@@ -252,15 +225,14 @@ def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
     """
     first_runs: dict[str, tuple[str, dict]] = {}
     for folder, run in runs.items():
-        methods = run["methods"] if isinstance(run.get("methods"), dict) else {}
-        for name, facts in methods.items():
+        for name, facts in as_object(run.get("methods")).items():
             if not isinstance(facts, dict):
                 continue
-            facts = draft_facts(facts)
+            facts = {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}
             first, known = first_runs.setdefault(name, (folder, facts))
             if other := [fact for fact in facts if facts[fact] != known[fact]]:
                 values = ", ".join(f"{fact} {known[fact]} and {facts[fact]}" for fact in other)
-                raise ValueError(f"{name!r} of {first} is another than that of {folder} ({values}): name them apart")
+                raise ValueError(f"{name!r} of {first} differs from that of {folder} ({values}): rename one")
 
 
 def check_targets(runs: dict[str, dict[str, Any]]) -> None:
@@ -282,15 +254,11 @@ def check_targets(runs: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def draft_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    """Of what a run.json says of a method, what makes its rounds."""
-    return {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}
-
-
 def find_depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
     """The depth K of each method, where a run.json has it."""
-    methods = [run["methods"] for run in runs.values() if isinstance(run.get("methods"), dict)]
-    entries = [(name, facts) for by_name in methods for name, facts in by_name.items() if isinstance(facts, dict)]
+    entries = [
+        (name, as_object(facts)) for run in runs.values() for name, facts in as_object(run.get("methods")).items()
+    ]
     return {name: facts["depth"] for name, facts in entries if isinstance(facts.get("depth"), int)}
 
 
@@ -333,27 +301,10 @@ def _below(path: Path) -> list[Path]:
     files = files or sorted(file for name in NAMES for file in path.rglob(name))
     if not files and (path / UNFINISHED).is_dir():
         raise FileNotFoundError(f"{path} is unfinished: give the command that began it again")
-    if not files and (other := _other_folder(path)):
-        raise FileNotFoundError(f"{path} is {other}")
     if not files:
         file = path / NAMES[0] if path.is_dir() else path
         raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
     return files
-
-
-def _other_folder(folder: Path) -> str:
-    """What a folder without records is, as far as it tells, and what makes records of it."""
-    name = shlex.quote(str(folder))
-    if (folder / "sweep.yaml").is_file():
-        return f"an experiment of which no training is done; go on with it by: poss sweep {name}"
-    if (folder / "manifest.json").is_file():
-        return f"a feature store; a draft is measured on it by: poss replay {name} RECORDS --drafts.NAME DRAFT"
-    drafts = [folder, *(folder / each for each in ("draft-best", "draft-last"))]
-    if draft := next((draft for draft in drafts if (draft / "config.json").is_file()), None):
-        what = "a draft" if draft == folder else f"a training's folder, its draft {draft}"
-        draft = shlex.quote(str(draft))
-        return f"{what}; it is measured by: poss benchmark RECORDS --drafts.NAME {draft} --target TARGET"
-    return ""
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -370,16 +321,16 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_bytes(file: Path) -> bytes:
     """The content of the file, unpacked."""
-    if file.suffix != ".gz":
-        return file.read_bytes()
     try:
-        return gzip.decompress(file.read_bytes())
+        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file} is no whole gzip file ({error})") from None
 
 
 def _record(place: str, values: dict[str, Any]) -> Record:
     known = {field.name for field in fields(Record)}
+    if "method" in values:
+        values = values | {"method": EARLIER.get(str(values["method"]), values["method"])}
     if missing := sorted(known - values.keys() - OPTIONAL):
         raise ValueError(f"{place}: lacks {', '.join(missing)}")
     try:

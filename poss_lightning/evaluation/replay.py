@@ -1,11 +1,11 @@
-"""Greedy acceptance without the target: what a round accepts follows from an answer that the target has written.
+"""Acceptance without the target: what a round accepts follows from an answer that the target has written.
 
     the answer     the | cat sat down | and then it | slept <end>
     round by round root  2 accepted ↑     2 accepted ↑ bonus, and the next root
 
-A greedy round accepts the longest path of its tree along the answer, and a store holds the answer's features. So only
-drafting is left to do, for many answers at once: about ten times less work than decoding. A test holds replayed rounds
-against the engine's.
+A round accepts the longest path of its tree along the answer, and a store holds the answer's features, and the seed of
+one that was drawn. So only drafting is left to do, for many answers at once: about ten times less work than decoding. A
+test compares replayed rounds with the engine's.
 """
 
 import gzip
@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,31 +27,21 @@ from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import check_settings, describe, provenance
+from poss_lightning.evaluation.multidraft import acceptance, table
+from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.stored import Answer, find_answers, mismatch, sampled
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.features.trained import warn_of_training
+from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import atomic, check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
+from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
 UNKNOWN = -2  # the token behind the end of an answer: no draft proposes it
-# Measured with the embedded target in bfloat16. It reads its own greedy answers, and ties make it choose another token
-# at 0.5 to 2 % of all tokens; 7 to 13 % of the answers have one among their first 8. In others' texts: 17 and 51 %.
-MAX_MISMATCH = 0.05  # of all tokens
-OPENING, MAX_OPENING_MISMATCH = 8, 0.25  # first tokens of an answer; of the answers that have a mismatch there
-
-
-class Answer(NamedTuple):
-    """One assistant's answer of a stored sample, without an end that the target did not write."""
-
-    tokens: Tensor  # (T,) prompt and answer
-    draft_input: Tensor  # (T, R) what the draft reads after each
-    start: int  # of the answer
-    complete: bool  # the target ended it; else it was cut, and the token behind it is not known
 
 
 @check_numbers
@@ -68,8 +58,10 @@ def replay(
 ) -> None:
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
-    The answers must be the target's own greedy ones; otherwise it warns. Their conversations are named SUITE/ID: make
-    them by `poss answer`, then `poss extract`. Records say what each round accepts; they hold no times.
+    The answers must be the target's own; otherwise it warns. Make greedy ones by `poss synthesize --prompts`, which
+    names conversations SUITE/ID, and drawn ones with `--answer_temperature`; then `poss extract`. Records say what each
+    round accepts; they hold no times. Of drawn answers it also prints how often one of n children is the next token: by
+    published rules, by ours, and at most (arXiv 2502.18779).
 
     Args:
         store: features of the answers.
@@ -97,64 +89,56 @@ def replay(
     config |= {"target": features.target.name, "fingerprint": fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
-    embed_head, loaded, methods = features.embed_head().to(device, getattr(torch, dtype)), {}, {}
-    for name, source in drafts.items():
-        loaded[name] = draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
-        if difference := draft.config.target.difference(features.target):
-            raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
-        depth_of = sum(draft.config.allocation) if depth is None else depth
-        Fixed(depth_of, nodes)  # raises where the tree cannot be, before anything is written
-        width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
-        verified = min(nodes, count_candidates(depth_of, width))
-        methods[name] = {"depth": depth_of, "nodes": verified, "tree_width": width, **describe(draft)}
+    embed_head = features.embed_head().to(device, getattr(torch, dtype))
+    loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
+    methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
     check_settings(folder, {"store": store, "dtype": dtype, "fingerprint": fingerprint}, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
-        records = []
+        records, drawn = [], []
         for number, (name, draft) in enumerate(loaded.items()):
             chosen = features.select(draft.config.layers)
             samples = [chosen[i] for i in range(len(chosen))]
-            if number == 0 and (mismatch := greedy_mismatch(samples)):
-                logger.warning("%s: %s", store, mismatch)
+            by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
+            answers = [answer for own in by_sample for answer in own]
+            if number == 0:
+                config |= sampled(answers)
+                if told := mismatch(answers):
+                    logger.warning("%s: %s", store, told)
             if seen := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
                 logger.warning("%s: %s", store, seen)
-            total = sum(1 for sample in samples for _ in find_answers(sample))
-            with tqdm(total=total, desc=f"replay {name}", unit="answer") as bar:
+            with tqdm(total=len(answers), desc=f"replay {name}", unit="answer") as bar:
                 trees = {"depth": methods[name]["depth"], "nodes": nodes, "tree_width": tree_width}
                 replayed = replay_rounds(draft, embed_head, samples, **trees, progress=bar.update)
-            for sample, rounds in zip(samples, replayed, strict=True):
-                records += _records(name, sample, rounds)
+            for sample, own, rounds in zip(samples, by_sample, replayed, strict=True):
+                records += _records(name, sample, own, rounds)
+            if config["temperature"]:
+                counts = sorted({1, min(4, methods[name]["tree_width"]), methods[name]["tree_width"]})
+                rates = acceptance(draft, embed_head, answers, methods[name]["depth"], counts)
+                drawn.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
+        facts["trainings"] = {name: describe_training(source) for name, source in drafts.items()}
         with atomic(folder / "run.json") as path:
             path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
         with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()
-    print(f"{out}: {len(records)} records of {len(methods)} methods")
+    print("\n\n".join([*drawn, f"{out}: {len(records)} records of {len(methods)} methods"]))
 
 
-def greedy_mismatch(samples: Sequence[Sample]) -> str | None:
-    """Say in words how far the answers are from the target's own greedy ones; None where they are its own.
+def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
+    draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
+    if difference := draft.config.target.difference(features.target):
+        raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+    return draft
 
-    Answers differ that others wrote, that were sampled, or that a template changes when it renders them. An example is
-    Qwen3 cut while it thinks: the template puts an empty thought before the answer, so all differences are at the
-    beginning.
-    """
-    differs = []
-    for sample in samples:
-        for answer in find_answers(sample):
-            differs.append(sample.greedy[answer.start - 1 : len(answer.tokens) - 1] != answer.tokens[answer.start :])
-    if not differs:
-        return None
-    share = float(torch.cat(differs).float().mean())
-    openings = sum(bool(tokens[:OPENING].any()) for tokens in differs) / len(differs)
-    if share <= MAX_MISMATCH and openings <= MAX_OPENING_MISMATCH:
-        return None
-    return (
-        f"the answers are not the target's own greedy ones: {100 * share:.1f} % of their tokens are not what it would "
-        f"write there, and {100 * openings:.0f} % of them differ within {OPENING} tokens; acceptance is that of this "
-        "text"
-    )
+
+def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int) -> dict[str, Any]:
+    """What run.json says of it. Raises ValueError where the tree cannot be, before anything is written."""
+    depth = sum(draft.config.allocation) if depth is None else depth
+    Fixed(depth, nodes)
+    width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
+    return {"depth": depth, "nodes": min(nodes, count_candidates(depth, width)), "tree_width": width, **describe(draft)}
 
 
 def replay_rounds(
@@ -170,8 +154,8 @@ def replay_rounds(
 ) -> list[list[list[int]]]:
     """What every round would accept if the target decoded the samples' answers with this draft.
 
-    The answers must be the target's own greedy ones, as `poss synthesize` writes them; in others' texts the result is
-    how often the draft hits the text. A round is left out where an answer was cut within the round's full depth.
+    The answers must be the target's own, as `poss synthesize` writes them, greedy or drawn; in others' texts the result
+    is how often the draft hits the text. A round is left out where an answer was cut within the round's full depth.
 
     Args:
         draft: in the features' dtype; the samples carry the layers that it reads, and no others.
@@ -185,29 +169,18 @@ def replay_rounds(
     Returns:
         The accepted tokens of every sample, of each of its answers, round by round.
     """
-    by_sample = [list(find_answers(sample)) for sample in samples]
+    by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
     answers = [answer for sample_answers in by_sample for answer in sample_answers]
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start)  # by length
     drafter, rounds = Drafter(draft, embed_head, depth, tree_width), {}
-    for begin in range(0, len(order), rows):
-        places = order[begin : begin + rows]
+    alike: dict[Sampling, list[int]] = {}
+    for i in order:
+        alike.setdefault(answers[i].sampling, []).append(i)
+    for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
         rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
         progress(len(places))
     replayed = iter(rounds[i] for i in range(len(answers)))
     return [[next(replayed) for _ in sample_answers] for sample_answers in by_sample]
-
-
-def find_answers(sample: Sample) -> Iterator[Answer]:
-    """The sample's answers. Where the target did not end an answer, the template's own end is left out.
-
-    An answer at the sample's end counts as cut, since `poss extract` may have cut it.
-    """
-    for start, stop in sample.spans:
-        if stop - start < 2 or start < 1:
-            continue  # no root, or nothing behind it
-        complete = bool(sample.greedy[stop - 2] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
-        known = stop if complete else stop - 1
-        yield Answer(sample.tokens[:known], sample.draft_input[:known], start, complete)
 
 
 @torch.inference_mode()
@@ -226,17 +199,22 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     drafter.append_context(text[:, 1 : first + 1].clamp(min=0), draft_input[:, :first], root)
     drafter.slots.advance_host(root.tolist())
     path = torch.arange(depth + 1, device=device)
+    sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
+    seeds = [answer.draw.seed if answer.draw else 0 for answer in answers]
+    sampler.begin(answers[0].sampling, [[]] * len(answers), seeds=seeds)
     rounds: list[list[int]] = [[] for _ in answers]
     rows = list(rounds)  # the lists of those that are still drafted
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
             drafter.select(kept)
+            sampler.select(kept)
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
-        tree = rerank(drafter.draft_tree(Fixed(depth, nodes)), nodes)
+        noise = sampler.noise(root[:, None] + path[1:])
+        tree = rerank(drafter.draft_tree(Fixed(depth, nodes), noise), nodes)
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
@@ -263,10 +241,10 @@ def _pad(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
     return torch.cat([padded, more], dim=1)
 
 
-def _records(method: str, sample: Sample, rounds: list[list[int]]) -> Iterator[Record]:
+def _records(method: str, sample: Sample, answers: list[Answer], rounds: list[list[int]]) -> Iterator[Record]:
     """A record an answer, with the tokens that its rounds give."""
     suite, _, name = sample.id.partition("/")  # a suite's name has no slash, a question's may
-    for turn, (answer, accepted) in enumerate(zip(find_answers(sample), rounds, strict=True)):
+    for turn, (answer, accepted) in enumerate(zip(answers, rounds, strict=True)):
         tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
         yield Record(
             suite=suite if suite and name else "store",

@@ -11,6 +11,7 @@ import torch
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import Manifest, StoreError
 
+LATER = {"conversation", "draws"}  # columns that the first stores lack
 pc: Any = pyarrow.compute  # whose functions no type checker sees
 
 
@@ -23,6 +24,7 @@ def schema(layers: tuple[int, ...]) -> pa.Schema:
         "tokens": pa.list_(pa.int32()),
         "greedy": pa.list_(pa.int32()),
         "spans": pa.list_(pa.int32()),
+        "draws": pa.list_(pa.string()),  # of each span, as JSON, how it was drawn; empty where none was; once not there
         "features": pa.large_binary(),
     }
     return pa.schema(columns | ({"layers": pa.large_binary()} if layers else {}))
@@ -32,7 +34,9 @@ def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
     """The batches of a shard, each sample of which is whole; offsets and tokens are read for it, no features."""
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
-        if table.schema not in (whole := schema(manifest.layers), whole.remove(whole.get_field_index("conversation"))):
+        missing = set(schema(manifest.layers).names) - set(table.schema.names)
+        expected = pa.schema([field for field in schema(manifest.layers) if field.name not in missing & LATER])
+        if table.schema != expected:
             raise ValueError(f"its columns are {', '.join(table.schema.names)}")
         table.validate(full=True)
         _check_samples(table, manifest)
@@ -60,6 +64,10 @@ def _check_samples(table: pa.Table, manifest: Manifest) -> None:
     edges = pc.list_flatten(table["spans"]).to_numpy()
     if (counts % 2).any() or (edges < 0).any() or (edges > np.repeat(lengths, counts)).any():
         raise ValueError("spans go beyond a sample")
+    if "draws" in table.schema.names:
+        drawn = pc.list_value_length(table["draws"]).to_numpy()
+        if (drawn * 2 != counts)[drawn > 0].any():
+            raise ValueError("draws of a sample are not as many as its spans")
 
 
 def check_whole(folder: Path, manifest: Manifest, batches: list[pa.RecordBatch]) -> None:

@@ -203,7 +203,7 @@ def tokenize(
         tell: warn of how many are left out, and why.
         strict: a conversation that the template refuses is an error; see `report_left_out`.
     """
-    texts, refused, short = [], [], 0
+    texts, refused, short, taken = [], [], 0, {conversation.id for conversation in conversations}
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         try:
             rendered = target.chat.texts(conversation.messages, conversation.template)
@@ -215,11 +215,16 @@ def tokenize(
         short += not rendered  # all answers are kept out of the loss
         for number, text in enumerate(rendered, 1):
             spans = [(start, min(stop, max_length)) for start, stop in text.spans if start < max_length]
+            draws = tuple(conversation.messages[i].get("drawn") for i in text.answers[: len(spans)])
             kept = any(stop - start >= 2 for start, stop in spans)
             short += not kept
             if kept:
                 name = conversation.id if len(rendered) == 1 else f"{conversation.id}/{number}"
-                texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest))
+                while len(rendered) > 1 and name in taken:
+                    name += "'"
+                taken.add(name)
+                draws = draws if any(draws) else ()
+                texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest, draws))
     if refused and (tell or strict):
         report_left_out("{} conversations that the target cannot read", refused, len(conversations), strict)
     if not texts:
@@ -254,5 +259,5 @@ def plan_shards(texts: list[TokenizedText], batch_tokens: int, shard_tokens: int
 def _digest(texts: list[TokenizedText]) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        digest.update(json.dumps([text.id, text.tokens, text.spans]).encode())
+        digest.update(json.dumps([text.id, text.tokens, text.spans, *text.draws]).encode())
     return digest.hexdigest()

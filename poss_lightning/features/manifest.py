@@ -1,19 +1,22 @@
 """What a feature store holds, file by file; written last, so that a folder with a manifest is a finished store."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from poss_lightning.features.encoding import STORED
 from poss_lightning.files import atomic, sha256
 from poss_lightning.machine import DTYPES
-from poss_lightning.ranges import refuse_types
+from poss_lightning.ranges import describe
 from poss_lightning.target.spec import TargetSpec
 
 MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
+Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+Stored = Annotated[str, Field(pattern=f"^({'|'.join(STORED)})$")]
+STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class StoreError(ValueError):
@@ -24,7 +27,7 @@ class StoreError(ValueError):
 class FileEntry:
     """A file of the store as it was when written."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a manifest from elsewhere must not write outside its folder
     bytes: int
     sha256: str
 
@@ -38,15 +41,17 @@ class FileEntry:
 class Manifest:
     """What a store holds."""
 
+    __pydantic_config__ = STRICT
+
     target: TargetSpec
-    dtype: str  # of the target, and so of the features when they are read
+    dtype: Dtype  # of the target, and so of the features when they are read
     max_length: int  # tokens a conversation is cut at
     corpus: str  # digest of the conversations
     samples: int
     tokens: int
-    embed_head: FileEntry  # called "ends" in the file
+    embed_head: Annotated[FileEntry, Field(alias="ends")]
     shards: tuple[FileEntry, ...]
-    stored: str = "exact"  # one of encoding.STORED; the first stores lack this field and the next, and stay readable
+    stored: Stored = "exact"  # the first stores lack this field and the next, and stay readable
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     layers: tuple[int, ...] = ()  # whose outputs are kept too, as `Target.text_layers` counts them
 
@@ -57,10 +62,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json, which makes the store a finished one."""
-        content = asdict(self)
-        content["ends"] = content.pop("embed_head")
         with atomic(folder / MANIFEST) as path:
-            path.write_text(json.dumps(content, indent=1) + "\n")
+            path.write_bytes(MANIFESTS.dump_json(self, by_alias=True, indent=1) + b"\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
@@ -79,23 +82,12 @@ class Manifest:
     def parse(cls, text: bytes, source: str) -> "Manifest":
         """Parse the bytes of a manifest.json found at `source`, which a StoreError names."""
         try:
-            content = json.loads(text)
-            content["target"] = TargetSpec(**content["target"])
-            content["embed_head"] = FileEntry(**content.pop("ends"))
-            content["shards"] = tuple(FileEntry(**entry) for entry in content["shards"])
-            content["layers"] = tuple(content.get("layers", ()))
-            manifest = cls(**content)
-            for name, allowed in (("stored", STORED), ("dtype", DTYPES)):
-                if (value := getattr(manifest, name)) not in allowed:
-                    raise ValueError(f"{name} is {value!r}")
-            for entry in (manifest, *manifest.files):
-                refuse_types(entry)
-            for entry in manifest.files:
-                if Path(entry.name).name != entry.name:  # a manifest from elsewhere must not write outside its folder
-                    raise ValueError(f"{entry.name!r} is not the name of a file")
-            return manifest
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{source} is not a manifest this version reads: {error}") from error
+            return MANIFESTS.validate_json(text)
+        except ValidationError as error:
+            raise StoreError(f"{source} is not a manifest this version reads: {describe(error)}") from error
+
+
+MANIFESTS = TypeAdapter(Manifest)
 
 
 def is_finished(folder: Path) -> bool:

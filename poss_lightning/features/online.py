@@ -9,16 +9,9 @@ from torch import Tensor
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.extract import tokenize
 from poss_lightning.features.shards import TokenizedText
-from poss_lightning.features.store import (
-    STATISTICS,
-    Sample,
-    first_of_each,
-    most_common_tokens,
-    root_mean_square,
-    token_digest,
-)
+from poss_lightning.features.store import STATISTICS, Sample, root_mean_square
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.trained import text_digest
+from poss_lightning.features.texts import Texts
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
@@ -29,7 +22,7 @@ from poss_lightning.target.spec import EmbedHead, TargetSpec
 ROWS = 256  # slots whose logits exist at once
 
 
-class OnlineFeatures:
+class OnlineFeatures(Texts):
     """What a `FeatureStore` offers, but samples come without features; `fill` makes them.
 
     Args:
@@ -40,9 +33,6 @@ class OnlineFeatures:
     def __init__(self, model: Target, texts: list[TokenizedText]):
         self.model, self.texts = model, texts
         self.ids = [text.id for text in texts]
-        self.origins = first_of_each(
-            self.ids, [text.conversation for text in texts], [token_digest(text.tokens) for text in texts]
-        )
         self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
         self.layers: tuple[int, ...] = ()  # that a draft reads
@@ -73,9 +63,11 @@ class OnlineFeatures:
         tokens = torch.tensor(text.tokens)
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
 
-    def digest(self, index: int) -> int:
-        """As of a `FeatureStore`."""
-        return text_digest(np.array(self.texts[index].tokens), np.array(self.texts[index].spans))
+    def tokens(self, index: int) -> np.ndarray:
+        return np.array(self.texts[index].tokens)
+
+    def conversations(self) -> list[str]:
+        return [text.conversation for text in self.texts]
 
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
         """The same, for a draft that reads these layers."""
@@ -96,11 +88,6 @@ class OnlineFeatures:
         """The target's embedding and head."""
         shared = self.model.embed_head
         return EmbedHead(shared.embedding, shared.head, scale=shared.scale, cap=shared.cap)
-
-    def common_tokens(self, size: int) -> Tensor | None:
-        """As of a `FeatureStore`."""
-        answers = (text.tokens[start:stop] for text in self.texts for start, stop in text.spans)
-        return most_common_tokens(answers, self.target.vocab_size, size)
 
     @torch.inference_mode()
     def root_mean_square(self) -> Tensor:

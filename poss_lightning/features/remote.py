@@ -4,15 +4,14 @@ A copy that was killed goes on with the first file that is not there; several pr
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from filelock import FileLock
 from tqdm import tqdm
 
-from poss_lightning.features.manifest import MANIFEST, FileEntry, Manifest, StoreError
+from poss_lightning.features.manifest import MANIFEST, FileEntry, Manifest, StoreError, is_finished
 from poss_lightning.files import atomic, user_cache, without_secrets
 
 
@@ -26,39 +25,37 @@ def local_copy(address: str | Path) -> Path:
     """
     if "://" not in str(address):
         return Path(address)
-    name = without_secrets(str(address))
-    with _named(name):
+    name, part = without_secrets(str(address)), MANIFEST
+    try:
         files, root = fsspec.core.url_to_fs(str(address))
-    with _named(f"{name}/{MANIFEST}"):
         text = files.cat_file(f"{root}/{MANIFEST}")
-    manifest = Manifest.parse(text, f"{name}/{MANIFEST}")
-    folder = user_cache() / "stores" / hashlib.sha256(text).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        missing = [entry for entry in manifest.files if not _is_there(folder / entry.name, entry)]
-        for entry in tqdm(missing, desc=f"copy {name}", unit="file", disable=not missing):
-            with atomic(folder / entry.name) as path:
-                with _named(f"{name}/{entry.name}"):
-                    files.get_file(f"{root}/{entry.name}", str(path))
-                if FileEntry.of(path) != entry:
-                    raise StoreError(f"{name}/{entry.name} is not as it was written: its digest is not the manifest's")
-        if missing or not (folder / MANIFEST).exists():
-            with atomic(folder / MANIFEST) as path:
-                path.write_bytes(text)
+        folder = user_cache() / "stores" / hashlib.sha256(text).hexdigest()[:16]
+        entries = Manifest.parse(text, f"{name}/{MANIFEST}").files
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            for entry in tqdm(entries, desc=f"copy {name}", unit="file", disable=is_finished(folder)):
+                part = entry.name
+                if not _is_there(folder / part, entry):
+                    _copy(files, root, entry, folder, name)
+            if not is_finished(folder):
+                with atomic(folder / MANIFEST) as path:
+                    path.write_bytes(text)
+    except StoreError:
+        raise
+    except FileNotFoundError as error:
+        raise StoreError(f"{name}/{part}: no such file, so there is no finished feature store") from error
+    except Exception as error:  # every protocol has errors of its own
+        reason = without_secrets(str(error)) or type(error).__name__
+        raise StoreError(f"{name}/{part} cannot be read: {reason}") from error
     return folder
+
+
+def _copy(files: Any, root: str, entry: FileEntry, folder: Path, name: str) -> None:
+    with atomic(folder / entry.name) as path:
+        files.get_file(f"{root}/{entry.name}", str(path))
+        if FileEntry.of(path) != entry:
+            raise StoreError(f"{name}/{entry.name} is not as it was written: its digest is not the manifest's")
 
 
 def _is_there(path: Path, entry: FileEntry) -> bool:
     return path.is_file() and path.stat().st_size == entry.bytes
-
-
-@contextmanager
-def _named(address: str) -> Iterator[None]:
-    """Let whatever goes wrong be a StoreError that names the address: every protocol has errors of its own."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise StoreError(f"{address}: no such file, so there is no finished feature store") from error
-    except Exception as error:
-        reason = without_secrets(str(error)) or type(error).__name__
-        raise StoreError(f"{address} cannot be read: {reason}") from error

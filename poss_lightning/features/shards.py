@@ -1,5 +1,6 @@
 """Writing a shard: batch after batch is read, and a thread writes what was read."""
 
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +28,7 @@ class TokenizedText:
     tokens: list[int]
     spans: list[tuple[int, int]]
     conversation: str = ""  # digest of what is said in all of it
+    draws: tuple[dict[str, float] | None, ...] = ()  # how each span was drawn, see `Draw`; () where none was
 
 
 def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm) -> FileEntry:
@@ -64,6 +66,7 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
         "tokens": [text.tokens for text in batch],
         "greedy": [row.tolist() for row in greedy.split(lengths)],
         "spans": [[edge for span in text.spans for edge in span] for text in batch],
+        "draws": [[json.dumps(draw) for draw in text.draws] for text in batch],
     } | {name: _binary(joined, lengths) for name, joined in columns.items()}
     return pa.RecordBatch.from_pydict(rows, schema=schema(reader.layers))
 

@@ -3,14 +3,13 @@
 store/
   manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
   ends.safetensors        embedding and LM head, so that training needs no target, and cannot mix up two
-  shard-00000.arrow       samples: id, length, tokens, greedy, spans, features, layers; memory-mapped when read
+  shard-00000.arrow       samples: id, length, tokens, greedy, spans, draws, features, layers; memory-mapped when read
   unfinished/             only while `poss extract` is at work; see `work.py`
 """
 
-import hashlib
 import itertools
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -18,23 +17,20 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.features.checks import check_alike, check_whole, open_shard
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, StoreError, check
 from poss_lightning.features.remote import local_copy
-from poss_lightning.features.trained import text_digest
+from poss_lightning.features.texts import Texts
 from poss_lightning.machine import SUMS
+from poss_lightning.sampling import Draw
 from poss_lightning.target.spec import EmbedHead, TargetSpec
-from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all
-logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -46,6 +42,7 @@ class Sample(NamedTuple):
     spans: list[tuple[int, int]]  # half-open token ranges the assistant wrote
     features: Tensor  # (T, D), in the target's dtype
     layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of inner layers; n is 0 where there are none
+    draws: Sequence[Draw | None] = ()  # of every span, how it was drawn; () where nothing was
 
     @property
     def draft_input(self) -> Tensor:
@@ -53,7 +50,7 @@ class Sample(NamedTuple):
         return self.layers.flatten(1) if self.layers.shape[1] else self.features
 
 
-class FeatureStore:
+class FeatureStore(Texts):
     """A finished store, or several of one target as one, memory-mapped.
 
     Opening checks every file's size, and that the samples are whole; `verify_files` reads all bytes.
@@ -69,7 +66,7 @@ class FeatureStore:
 
     Raises:
         StoreError: no finished store there, or a file is missing or damaged; several do not belong together; or one
-            does not keep one of the layers. Later, of what is read: a file was changed meanwhile.
+            does not keep one of the layers.
     """
 
     def __init__(self, address: str | Path | Sequence[str | Path], layers: tuple[int, ...] | None = None):
@@ -78,18 +75,14 @@ class FeatureStore:
             raise StoreError("store is []; name one or more")
         manifests = [check(folder) for folder in self.folders]
         self.manifest = manifests[0]
-        self._states, self._batches, self._paths = {}, [], []  # of every shard; of every batch
+        self._batches: list[pa.RecordBatch] = []
         for folder, manifest in zip(self.folders, manifests, strict=True):
             check_alike(self.folders[0], self.manifest, folder, manifest)
-            paths = [folder / entry.name for entry in manifest.shards]
-            self._states |= {path: _state(path) for path in paths}
-            batches = {path: open_shard(path, manifest) for path in paths}
-            check_whole(folder, manifest, [batch for each in batches.values() for batch in each])
-            self._batches += [batch for each in batches.values() for batch in each]
-            self._paths += [path for path, each in batches.items() for _ in each]
+            batches = [batch for entry in manifest.shards for batch in open_shard(folder / entry.name, manifest)]
+            check_whole(folder, manifest, batches)
+            self._batches += batches
         self._table = pa.Table.from_batches([batch.select(["id", "length", "spans"]) for batch in self._batches])
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
-        self.check_unchanged()
         self.ids: list[str] = self._table["id"].to_pylist()
         self.lengths = self._table["length"].to_numpy()  # (samples,)
         self._dtype = getattr(torch, self.manifest.dtype)
@@ -103,19 +96,13 @@ class FeatureStore:
 
     def __reduce__(self) -> tuple:
         # A loader's process maps the files itself; Arrow would send their bytes.
-        return FeatureStore, (self.folders, self.layers), [*self._states.values()]
-
-    def __setstate__(self, states: list[tuple[int, ...]]) -> None:
-        self._states = dict(zip(self._states, states, strict=False))
-        self.check_unchanged()
-
-    def __len__(self) -> int:
-        return len(self.ids)
+        return FeatureStore, (self.folders, self.layers)
 
     def __getitem__(self, index: int) -> Sample:
         index = range(len(self))[index]
         columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
+        drawn = columns["draws"][row].as_py() if "draws" in columns.schema.names else []
         return Sample(
             self.ids[index],
             torch.from_numpy(tokens),
@@ -123,67 +110,38 @@ class FeatureStore:
             [tuple(span) for span in self.spans[index].tolist()],
             self._vectors(columns, row, "features", 1)[:, 0],
             self._inner(columns, row),
+            [draw and Draw.of(draw) for draw in map(json.loads, drawn)],
         )
 
-    def digest(self, index: int) -> int:
-        """Of a sample's text, see `text_digest`; no feature is read."""
-        return text_digest(_values(*self._find(index), "tokens"), self.spans[index])
+    def tokens(self, index: int) -> np.ndarray:
+        """As the file's own memory."""
+        return _values(*self._find(index), "tokens")
+
+    def conversations(self) -> list[str]:
+        """The first stores do not know them."""
+        found = []
+        for batch in self._batches:
+            is_known = "conversation" in batch.schema.names
+            found += batch["conversation"].to_pylist() if is_known else [""] * batch.num_rows
+        return found
 
     def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
         """Where a sample stands: the batch, and its row there."""
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1
-        self._check_unchanged(self._paths[batch])
         return self._batches[batch], index - int(self._starts[batch])
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
         """The same store with samples that carry the outputs of these layers; errors as above."""
         if layers == self.layers:
             return self
-        self.check_unchanged()
         return FeatureStore(self.folders, layers)
 
-    def check_unchanged(self) -> None:
-        """Raise StoreError where a shard is not the file that was opened; every sample's own is looked at anyway.
-
-        Its memory is the file's: bytes that were written over would be read, and to read behind a new end is fatal.
-        """
-        for path in self._states:
-            self._check_unchanged(path)
-
-    def _check_unchanged(self, path: Path) -> None:
-        if _state(path) != self._states[path]:
-            raise StoreError(f"{path} was changed or removed while it was read: leave a store alone that is in use")
-
     @cached_property
-    def spans(self) -> list[np.ndarray]:
+    def spans(self) -> list[np.ndarray]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The assistants' token ranges of every sample, (n, 2) int32 each; no feature is read."""
         column = self._table["spans"].combine_chunks()
         offsets, edges = column.offsets.to_pylist(), column.values.to_numpy().reshape(-1, 2)
         return [edges[start // 2 : stop // 2] for start, stop in itertools.pairwise(offsets)]
-
-    @cached_property
-    def digests(self) -> list[str]:
-        """Of every sample's tokens; no feature is read."""
-        return [token_digest(tokens) for tokens in self._texts()]
-
-    @cached_property
-    def origins(self) -> list[str]:
-        """For every sample the id that stands for its conversation: what is there twice, whatever the ids, has one."""
-        conversations = []
-        for batch in self._batches:
-            stored = "conversation" in batch.schema.names
-            conversations += batch["conversation"].to_pylist() if stored else [""] * batch.num_rows
-        if repeated := len(self) - len(set(self.digests)):
-            logger.warning(
-                "%d of %d texts are there more than once, each on one side of the split", repeated, len(self)
-            )
-        return first_of_each(self.ids, conversations, self.digests)
-
-    def _texts(self) -> Iterator[np.ndarray]:
-        """The tokens of every sample, as the files' own memory."""
-        for column in (batch["tokens"] for batch in self._batches):
-            tokens = column.values.to_numpy()
-            yield from (tokens[start:stop] for start, stop in itertools.pairwise(column.offsets.to_pylist()))
 
     @property
     def target(self) -> TargetSpec:
@@ -202,14 +160,6 @@ class FeatureStore:
             if rows.shape[1:] != (self.target.hidden_size,) or not rows.is_floating_point():
                 raise StoreError(f"{path} has {rows.dtype} of {list(rows.shape)}; the manifest says another target")
         return EmbedHead(embedding, head, scale=self.target.logit_scale, cap=self.target.logit_cap)
-
-    def common_tokens(self, size: int) -> Tensor | None:
-        """The `size` commonest tokens of the assistants' answers; see `most_common_tokens`."""
-        pairs = zip(self._texts(), self.spans, strict=True)
-        answers = (text[start:stop] for text, spans in pairs for start, stop in spans)
-        self.check_unchanged()
-        with announced(f"counting the tokens of the answers in {self.folders[0]}"):
-            return most_common_tokens(answers, self.target.vocab_size, size)
 
     def root_mean_square(self) -> Tensor:
         """Of every dimension of what a draft reads, over some samples: (R,) float32."""
@@ -233,48 +183,12 @@ class FeatureStore:
         return decode(raw.view(-1, count, vector_bytes(width, self._dtype, stored)), stored, self._dtype)
 
 
-def most_common_tokens(answers: Iterable[ArrayLike], vocabulary: int, size: int) -> Tensor | None:
-    """The `size` commonest tokens, as ascending ids (size,), None for all; see `most_frequent`.
-
-    A store does not know the target's stop tokens. They end the answers, so they are counted with the rest.
-
-    Raises:
-        ValueError: size below 1 or above the target's vocabulary.
-    """
-    if not 1 <= size <= vocabulary:
-        raise ValueError(f"vocabulary_size is {size}; it must lie between 1 and the target's {vocabulary}")
-    return most_frequent(count_tokens(answers, vocabulary), size)
-
-
 def root_mean_square(rows: Iterable[Tensor]) -> Tensor:
     """Of every column of some (T, R), which are summed one after another: (R,) float32."""
     squares, count = torch.zeros((), dtype=SUMS), 0
     for each in rows:
         squares, count = squares.to(each.device) + each.float().square().sum(0, dtype=SUMS), count + len(each)
     return (squares / count).sqrt().float()
-
-
-def token_digest(tokens: ArrayLike) -> str:
-    """Of a whole text."""
-    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()[:16]
-
-
-def first_of_each(ids: list[str], *keys: list[str]) -> list[str]:
-    """For every sample the least id of all that share a key with it, directly or by others; an empty key is none."""
-    leader: dict[tuple[int, str], int] = {}
-    above = list(range(len(ids)))
-
-    def top(i: int) -> int:
-        while above[i] != i:
-            above[i] = above[above[i]]
-            i = above[i]
-        return i
-
-    for kind, column in enumerate(keys):
-        for i, key in enumerate(column):
-            pair = sorted((top(leader.setdefault((kind, key), i)) if key else top(i), top(i)), key=ids.__getitem__)
-            above[pair[1]] = pair[0]
-    return [ids[top(i)] for i in range(len(ids))]
 
 
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
@@ -287,12 +201,3 @@ def _bytes(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
     _, offsets, blobs = columns[name].buffers()
     start, stop = np.frombuffer(offsets, np.int64)[row : row + 2]
     return np.frombuffer(blobs, np.uint8)[start:stop]
-
-
-def _state(shard: Path) -> tuple[int, ...]:
-    """What differs where the file was written to or replaced; () where there is none."""
-    try:
-        facts = shard.stat()
-    except FileNotFoundError:
-        return ()
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns

@@ -15,7 +15,7 @@ WIDTH, ROWS, NAME = 80, 15, 12  # of the short table: characters, methods, and o
 def compare(
     records: list[str] | str,
     *,
-    baseline: str = "autoregressive",
+    baseline: str = "plain",
     reference: str | None = None,
     all: bool = False,
     html: str | None = None,
@@ -54,7 +54,8 @@ def compare(
 def print_findings(found: Findings, all: bool = False) -> None:
     """Print the short table and its verdict, and with `all` every other table."""
     print(f"\n{_heading(found)}\n\n{show(_shortened(overview(found)))}\n")
-    notes = [*found.notes, LEGEND] if all else [*found.notes, "* is p < 0.05; more tables by --all."]
+    corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
+    notes = [*found.notes, LEGEND] if all else [*found.notes, f"{corrected}Other tables: --all."]
     for text in (verdict(found), *notes):
         print(textwrap.fill(_plain(text), WIDTH))
     for title, table in all_tables(found).items() if all else ():

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from poss_lightning.decoding.costs import Costs
@@ -11,20 +10,19 @@ from poss_lightning.evaluation.records import (
     BASELINES,
     Paths,
     Source,
+    as_object,
     by_cell,
     by_folder,
     check_drafts,
     check_targets,
     find_depths,
-    has_auto_trees,
-    has_seconds,
     read_sources,
-    sampled,
 )
 from poss_lightning.files import public_name
 from poss_lightning.reports.summary import ALL, Answers, MethodSummary, Training, by_choice, by_method, summarise
 from poss_lightning.terminal import announced
 
+GREEDY = (0, 0, 1.0)  # temperature, top-k and top-p
 AUTO = (
     "Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ "
     "depend on the draft and on this machine."
@@ -41,8 +39,6 @@ class Findings(NamedTuple):
         speed: the measure by which speeds are compared: a sweep's choices were timed apart, each beside its baseline.
         notes: what to know before methods are compared.
         answers: of one training of each method that drafts or not, for what shows answers one by one.
-        shown: the folders that these answers lie in.
-        depths: K of each method, where its run.json has it.
         costs: of each method, where `tree: auto` measured them; of several runs the last.
         sources: that all this was read from.
     """
@@ -53,8 +49,6 @@ class Findings(NamedTuple):
     speed: str
     notes: list[str]
     answers: dict[str, Answers]
-    shown: list[Path]
-    depths: dict[str, int]
     costs: dict[str, Costs]
     sources: list[Source]
 
@@ -65,7 +59,7 @@ class Findings(NamedTuple):
 
 
 @announced("reading records")
-def find(records: Paths, *, baseline: str = "autoregressive", reference: str | None = None) -> Findings:
+def find(records: Paths, *, baseline: str = "plain", reference: str | None = None) -> Findings:
     """What records say.
 
     Args:
@@ -102,15 +96,14 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     every = [record for source in sources for record in source.records]
     trainings = by_choice(cells) if cells else by_method(every)
     beside = {name for by_seed in trainings.values() for one in by_seed.values() for name in one.beside}
-    timed = has_seconds(every)
+    timed = any(record.seconds for record in every)  # else all were replayed
     if timed and baseline not in beside and beside & set(BASELINES):
         raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(beside & set(BASELINES)))}")
-    rows = summarise(
-        trainings, baseline=baseline if timed else None, reference=reference, depths=(depths := find_depths(runs))
-    )
+    compared = {"baseline": baseline if timed else None, "reference": reference}
+    rows = summarise(trainings, **compared, depths=find_depths(runs))
     chosen = choose_seeds(trainings)
     several = max(len(row.seeds) for row in rows) > 1
-    notes = [*not_comparable(sources), SEEDS if several else PROMPTS, *([AUTO] if has_auto_trees(runs) else [])]
+    notes = [*not_comparable(sources), SEEDS if several else PROMPTS, *([AUTO] if _is_auto(runs) else [])]
     return Findings(
         rows=rows,
         baseline=baseline if any("speed_up" in row.values for row in rows) else None,
@@ -118,11 +111,13 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
         speed="speed_up" if cells else "tokens_per_second",
         notes=notes,
         answers=choose_answers(trainings, chosen),
-        shown=[source.folder for source in sources if not cells or by_cell([source]).keys() <= set(chosen.items())],
-        depths=depths,
         costs=read_costs(sources),
         sources=sources,
     )
+
+
+def _is_auto(runs: Mapping[str, dict]) -> bool:
+    return any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
 
 
 def group_by_temperature(sources: Iterable[Source]) -> dict[str, list[Source]]:
@@ -134,7 +129,7 @@ def group_by_temperature(sources: Iterable[Source]) -> dict[str, list[Source]]:
     groups: dict[float, list[Source]] = {}
     cuts: dict[float, tuple[Source, list]] = {}  # top-k and top-p of each temperature, and who has them
     for source in sources:
-        temperature, *cut = sampled(source)
+        temperature, *cut = _sampled(source)
         groups.setdefault(temperature, []).append(source)
         first, known = cuts.setdefault(temperature, (source, cut))
         if cut != known:
@@ -143,6 +138,18 @@ def group_by_temperature(sources: Iterable[Source]) -> dict[str, list[Source]]:
                 f"{cut[0]} and top_p {cut[1]}; records of one temperature must agree in both"
             )
     return {f"{temperature:g}": groups[temperature] for temperature in sorted(groups)}
+
+
+def _sampled(source: Source) -> tuple[float, int, float]:
+    """Temperature, top-k and top-p of its run, 0, 0 and 1 where it does not tell them or is greedy."""
+    config = as_object((source.run or {}).get("config"))
+
+    def number(name: str, usual: float) -> float:
+        return value if isinstance(value := config.get(name), int | float) else usual
+
+    if not (temperature := number("temperature", 0)):
+        return GREEDY
+    return temperature, int(number("top_k", 0)), number("top_p", 1.0)
 
 
 def not_comparable(sources: Iterable[Source]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page of `poss compare --html`: tables, curves, rounds and decoded text in one file that asks for nothing else."""
+"""The page of `poss compare --html`: tables, curves and decoded text in one file that asks for nothing else."""
 
 import json
 import re
@@ -12,18 +12,18 @@ from markupsafe import Markup
 
 from poss_lightning import __version__, plots
 from poss_lightning.evaluation.records import as_object, by_folder
-from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.files import atomic, public_name
 from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.findings import Findings, name_sources
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import LOGS, Answers
-from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, verdict
+from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, define_methods, overview, verdict
 
 # HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
 CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
+PHONE = ("method", "tokens/s", "τ")  # the columns that a phone shows first
 PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is timed as one part, `round`
 DRIFT = {  # tag -> what it is
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
@@ -49,18 +49,22 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
     """
     facts = by_folder(found.sources)
     is_sweep = found.speed == "speed_up"
+    defined, first = define_methods(facts.values()), overview(found)
     trained = group_by_choice(_read_runs(runs) if runs else read_scalars(list(facts)) if is_sweep else {})
     page = _template().render(
         title=name_sources(found.sources),
         circumstances=describe_runs(facts.values()),
+        methods={row.method: defined[row.method] for row in found.overall if row.method in defined},
         verdict=verdict(found),
         notes=found.notes,
-        overview=_html(overview(found)),
+        overview=_html(first.reindex(columns=sorted(first, key=lambda name: name not in PHONE))),
         legend=LEGEND,
         figures=_figures(found),
+        costs=_cost_figures(found),
         tables={title: _html(table) for title, table in all_tables(found).items()},
-        training=training_figures(trained),
-        texts=decoded_texts(found.answers, read_rounds(found.shown)),
+        training=(drawn := training_figures(trained)),
+        curves_of_training=not drawn.keys().isdisjoint(BY_STEP.values()),
+        texts=decoded_texts(found.answers),
         facts={
             public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
         },
@@ -94,7 +98,7 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _figures(found: Findings) -> Figures:
-    """Comparisons with the reference, acceptance by position, and the time of each part."""
+    """Comparisons with the reference, and acceptance by position."""
     drawn: Figures = {}
     for measure in ("tau_macro", found.speed):
         gains = {row.method: row.gains[measure] for row in found.overall if measure in row.gains}
@@ -105,6 +109,11 @@ def _figures(found: Findings) -> Figures:
     if shares:
         figure = plots.curves({"": shares}, "draft position k", "accepted, if k−1 was", share=True)
         drawn["pos-acc by position"] = _svg(figure, "pos-acc by position")
+    return drawn
+
+
+def _cost_figures(found: Findings) -> Figures:
+    drawn: Figures = {}
     if found.speed == "tokens_per_second" and (rows := seconds_by_part(found.answers)):  # others were timed apart
         drawn["Milliseconds per new token"] = _svg(plots.bars(rows, "ms"), "Milliseconds per new token")
     return drawn

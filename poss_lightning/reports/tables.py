@@ -1,9 +1,11 @@
 """Tables of what was found, for terminal, page and notebooks: pandas frames of texts, values with their intervals."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pandas as pd
 
+from poss_lightning.evaluation.records import PLAIN, as_object
 from poss_lightning.reports.findings import Findings
 from poss_lightning.reports.lengths import length_tables
 from poss_lightning.reports.statistics import Comparison
@@ -12,7 +14,14 @@ from poss_lightning.reports.summary import ALL, LOGS, MethodSummary
 GAIN, RATIO, PERCENT = "+z.3f", ".3f", "+z.1f"  # how comparisons are written; z: no sign before a zero but +
 TREES = ((2, 8), (4, 16), (6, 60))  # draft steps and nodes of the rounds whose cost is shown
 WORDS = {"tau_macro": "τ macro", "tau_micro": "τ micro", "speed_up": "speed-up", "tokens_per_second": "tokens/s"}
-VERDICTS = ("larger", "smaller", "identical", "no difference seen")
+SAME = "no difference shown"
+VERDICTS = ("larger", "smaller", "identical", SAME)
+METHODS = {  # what needs no run.json to be told
+    PLAIN: "the target alone, one token a step",
+    "generate": "the target alone, by transformers' generate",
+    "lookup": "transformers' prompt lookup, no training",
+    "vllm": "the target alone, in vLLM",
+}
 Tables = dict[str, pd.DataFrame]  # by title
 LEGEND = (
     "τ macro is the mean over prompts, τ micro over rounds. * is p < 0.05. Beside a comparison stand its p and, as ±, "
@@ -22,20 +31,15 @@ LEGEND = (
 
 
 def overview(found: Findings) -> pd.DataFrame:
-    """Speed, speed-up and τ of every method, and its difference to the reference: as much as a terminal is wide."""
-    rows, reference = found.overall, found.reference
+    """Speed, speed-up and τ of every method, as wide as a terminal; without seconds τ less the reference's."""
+    rows = found.overall
     columns = {"method": [row.method for row in rows]}
-    columns["tok/s"] = [_text(row, "tokens_per_second", ".1f", brief=True) for row in rows]
-    if found.baseline != reference:
-        columns["speed-up"] = [_text(row, "speed_up") for row in rows]
-    full = not (reference and any(columns.get("speed-up", [])))  # else there is no room for its interval
-    columns["τ"] = [_text(row, "tau_macro", brief=not full) for row in rows]
-    if reference:
-        columns[f"τ − {reference}"] = [gain_text(row.gains.get("tau_macro"), GAIN, brief=True) for row in rows]
-    table = _table(columns)
-    if reference and f"τ − {reference}" not in table:
-        table[f"speed × {reference}"] = [gain_text(row.gains.get(found.speed), ".2f", brief=True) for row in rows]
-    return table
+    columns["tokens/s"] = [_text(row, "tokens_per_second", ".1f", brief=True) for row in rows]
+    columns["speed-up"] = [_text(row, "speed_up") for row in rows]
+    columns["τ"] = [_text(row, "tau_macro") for row in rows]
+    if found.reference and not any(columns["speed-up"]):
+        columns["τ − reference"] = [gain_text(row.gains.get("tau_macro"), GAIN, brief=True) for row in rows]
+    return _table(columns)
 
 
 def all_tables(found: Findings) -> Tables:
@@ -56,25 +60,47 @@ def all_tables(found: Findings) -> Tables:
 
 
 def verdict(found: Findings) -> str:
-    """Who differs from the reference; without one, who is fastest, or has the largest τ."""
-    rows = {row.method: row for row in found.overall}
+    """In a line: whether drafting is faster than the baseline, and who differs from the reference."""
+    said = [_speed_verdict(found)] if found.baseline else []
     if found.reference:
-        measure = "tau_macro" if any("tau_macro" in row.gains for row in rows.values()) else found.speed
-        gains = {name: row.gains[measure] for name, row in rows.items() if measure in row.gains}
-        by_verdict: dict[str, list[str]] = {}
-        for name, gain in gains.items():
-            words = "identical" if gain.identical else gain.direction or "no difference seen"
-            by_verdict.setdefault(words, []).append(name)
-        sign = "×" if measure in LOGS else "−"
-        said = "; ".join(f"{words}: {_named(by_verdict[words])}" for words in VERDICTS if words in by_verdict)
-        return f"{WORDS[measure]} {sign} {found.reference} (Holm): {said}" if said else ""
-    best = "speed_up" if found.baseline else "tau_macro"
-    known = [row for row in rows.values() if best in row.values]
-    if not known:
-        return "no method here drafts"
-    first = max(known, key=lambda row: row.values[best].value)
-    value = first.values[best].with_interval()
-    return f"{first.method}: {value} × {found.baseline}" if found.baseline else f"largest τ: {first.method}, {value}"
+        said += [_reference_verdict(found)]
+    elif known := [row for row in found.overall if "tau_macro" in row.values]:
+        first = max(known, key=lambda row: row.values["tau_macro"].value)
+        said += [f"Largest τ: {first.method}, {first.values['tau_macro'].with_interval()}."]
+    return " ".join(filter(None, said)) or "No method here drafts."
+
+
+def _speed_verdict(found: Findings) -> str:
+    drafts = {row.method: row.values["speed_up"] for row in found.overall if row.rounds and "speed_up" in row.values}
+    faster = [name for name, speed_up in drafts.items() if speed_up.low > 1]
+    if not drafts:
+        return ""
+    if not faster:
+        return f"No draft is shown to be faster than {found.baseline}."
+    return f"Drafting is faster than {found.baseline}{'' if len(faster) == len(drafts) else f': {_named(faster)}'}."
+
+
+def _reference_verdict(found: Findings) -> str:
+    measure = "tau_macro" if any("tau_macro" in row.gains for row in found.overall) else found.speed
+    by_verdict: dict[str, list[str]] = {}
+    for row in found.overall:
+        if gain := row.gains.get(measure):
+            by_verdict.setdefault("identical" if gain.identical else gain.direction or SAME, []).append(row.method)
+    said = "; ".join(f"{words} ({_named(by_verdict[words])})" for words in VERDICTS if words in by_verdict)
+    return f"{WORDS[measure].removesuffix(' macro')} against {found.reference}: {said}." if said else ""
+
+
+def define_methods(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What each method is, as far as run.json says: layers and positions, parameters, training."""
+    defined = dict(METHODS)
+    for run in runs:
+        trainings = as_object(run.get("trainings"))
+        for name, facts in as_object(run.get("methods")).items():
+            if (allocation := as_object(facts).get("allocation")) and name not in defined:
+                layers = "one layer" if len(allocation) == 1 else f"{len(allocation)} specialists"
+                size = f"{facts['parameters'] / 1e6:.1f} M parameters" if facts.get("parameters") else ""
+                defined[name] = ", ".join(filter(None, [f"{layers} {allocation}", size, trainings.get(name)]))
+    return defined
 
 
 def gain_text(gain: Comparison | None, form: str = GAIN, brief: bool = False) -> str:

@@ -75,7 +75,9 @@ def count_steps(attention: Attention) -> None:
 def draft_position(attention: Attention) -> int:
     """The position (from 1) that this forward drafts; 1 in the runs without metadata that measure memory."""
     metadata = get_forward_context().attn_metadata
-    return metadata[attention.layer_name].draft_index + 1 if isinstance(metadata, dict) else 1
+    if isinstance(metadata, list):
+        raise RuntimeError("two batches overlap (enable_dbo), which specialists cannot tell apart: switch it off")
+    return 1 if metadata is None else metadata[attention.layer_name].draft_index + 1
 
 
 def write_keys_values(attention: Attention, keys: Tensor, values: Tensor) -> None:

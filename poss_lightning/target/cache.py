@@ -9,7 +9,7 @@ Every row of the batch has its own length. Slots below it are verified; the slot
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,6 @@ STEP, CUDA_STEP = 64, 512
 def step_of(device: torch.device) -> int:
     """By how many slots views grow there."""
     return CUDA_STEP if device.type == "cuda" else STEP
-
-
-class Store(Protocol):
-    """Where the keys and values of all layers lie; the methods are those of a `SlotStore`."""
-
-    batch: int
-    capacity: int
-    layers: int
-    device: torch.device  # of the indices
-
-    def write(self, layers: int, index: Tensor, keys: Tensor, values: Tensor) -> None: ...
-    def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]: ...
-    def move(self, source: Tensor, destination: Tensor) -> None: ...
-    def clear(self) -> None: ...
-    def select(self, rows: list[int]) -> None: ...
 
 
 class SlotStore:
@@ -54,7 +39,7 @@ class SlotStore:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.layers, self.batch, self.capacity, self.device = layers, batch, capacity, device
+        self.batch, self.capacity, self.device = batch, capacity, device
         self.keys = torch.zeros(layers, batch * capacity, heads, head_dim, dtype=dtype, device=device)  # (L, B*C, H, d)
         self.values = torch.zeros_like(self.keys)
 
@@ -77,6 +62,10 @@ class SlotStore:
         """Write zeros everywhere: a hidden slot has weight 0, but 0 times NaN is NaN."""
         self.keys.zero_()
         self.values.zero_()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.keys = self.values = self.keys.new_empty(0)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
@@ -177,7 +166,7 @@ class Slots:
 class _Layer(CacheLayerMixin):
     """The cache that a transformers attention layer sees: writes into the store, returns a view."""
 
-    def __init__(self, store: Store, slots: Slots, layer: int):
+    def __init__(self, store: SlotStore, slots: Slots, layer: int):
         super().__init__()
         self.store, self.slots, self.layer = store, slots, layer
         self.is_initialized = True
@@ -186,7 +175,7 @@ class _Layer(CacheLayerMixin):
         """Nothing to do: the store is allocated when the cache is built."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.store.write(self.layer, self.slots.index, key_states, value_states)
+        self.store.write(self.layer, self.slots.index.to(self.store.device), key_states, value_states)
         return self.store.view(self.layer, self.slots.extent)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -200,16 +189,37 @@ class _Layer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The target's cache: B rows of `capacity` slots. `append` or `keep_path` says what of the last forward stays."""
+    """The target's cache: B rows of `capacity` slots. `append` or `keep_path` says what of the last forward stays.
 
-    def __init__(self, store: Store):
-        self.store, self.slots = store, Slots(store.batch, store.capacity, store.device)
-        super().__init__(layers=[_Layer(store, self.slots, layer) for layer in range(store.layers)])
+    Args:
+        devices: of every layer, whose keys and values lie beside it.
+        device: of lengths and indices.
+        batch, capacity: rows, and slots of each.
+        sizes: the other arguments of `SlotStore`.
+    """
+
+    def __init__(self, devices: list[torch.device], device: torch.device, batch: int, capacity: int, **sizes: Any):
+        sizes |= {"batch": batch, "capacity": capacity}
+        self.stores = {
+            each: SlotStore(layers=devices.count(each), device=each, **sizes) for each in dict.fromkeys(devices)
+        }
+        self.slots = Slots(batch, capacity, device)
+        own = [devices[:layer].count(each) for layer, each in enumerate(devices)]  # a layer's number in its store
+        super().__init__(
+            layers=[_Layer(self.stores[each], self.slots, n) for each, n in zip(devices, own, strict=True)]
+        )
 
     def clear(self) -> None:
         """Empty it."""
         self.slots.clear()
-        self.store.clear()
+        for store in self.stores.values():
+            store.clear()
+
+    def free(self) -> None:
+        """Give the memory back: no text fits any more."""
+        self.slots.host_lengths = []
+        for store in self.stores.values():
+            store.free()
 
     def append(self, counts: list[int]) -> None:
         """Keep the first counts[b] tokens of the last forward."""
@@ -224,13 +234,16 @@ class TreeCache(Cache):
             counts: (B,) how many nodes of each row's path stay.
         """
         destination = torch.arange(path.shape[1], device=path.device)[None]
-        self.store.move(self.slots.flat_index(path), self.slots.flat_index(destination))
+        moved = self.slots.flat_index(path), self.slots.flat_index(destination)
+        for each, store in self.stores.items():
+            store.move(*(index.to(each) for index in moved))
         self.slots.advance_device(counts)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
-        self.store.select(rows)
         self.slots.select(rows)
+        for store in self.stores.values():
+            store.select(rows)
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:

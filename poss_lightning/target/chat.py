@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -19,6 +19,7 @@ class Rendered:
 
     tokens: list[int]
     spans: list[tuple[int, int]]  # half-open token ranges written by the assistant, its stop token included
+    answers: list[int] = field(default_factory=list)  # which of the messages each is
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class Chat:
         texts = []
         while remaining:
             tokens, spans = self._text_until(max(remaining), messages, answers, variables)
-            found = sorted(span for i, span in spans.items() if i in remaining)
-            texts.insert(0, Rendered(tokens, [(start, end) for start, end in found if start < end]))
+            found = sorted((span, i) for i, span in spans.items() if i in remaining and span[0] < span[1])
+            texts.insert(0, Rendered(tokens, [span for span, _ in found], [i for _, i in found]))
             remaining -= spans.keys()
         return texts
 

@@ -11,7 +11,7 @@ from poss_lightning.target.cache import TreeCache, step_of
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target, causal_ancestors
 
-BLOCK = 2048  # slots of a prompt that one forward reads
+BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of all prompts together
 
 
 class OutputTracker:
@@ -80,14 +80,17 @@ def prefill(
     tokens = pad_right(prompts, target.device)
     capacity = tokens.shape[1] + room
     if cache is None or not cache.slots.fits(len(prompts), capacity):
+        if cache is not None:
+            cache.free()  # before the next takes more
         ahead = 2 * step_of(target.device)  # a text that is a little longer finds it large enough
         cache = target.new_cache(len(prompts), -(-capacity // ahead) * ahead)
     else:
         cache.clear()
     lengths, draft_inputs = torch.tensor([len(prompt) for prompt in prompts]), []
     last = torch.zeros(len(prompts), target.spec.hidden_size, dtype=target.dtype, device=target.device)  # (B, D)
-    for begin in range(0, tokens.shape[1], BLOCK):
-        block = tokens[:, begin : begin + BLOCK]
+    size = max(1, min(BLOCK, TOKENS // len(prompts)))
+    for begin in range(0, tokens.shape[1], size):
+        block = tokens[:, begin : begin + size]
         ancestors = causal_ancestors(block.shape[1], target.device)
         features, draft_input = target.forward_tree(block, ancestors, cache, layers=layers)
         draft_inputs.append(draft_input)

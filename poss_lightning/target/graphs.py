@@ -34,7 +34,8 @@ class Graphs:
             raise ValueError(f"graphs is true, but the target is on {device}: CUDA graphs need a GPU of NVIDIA or AMD")
         self.enabled, self.device = device.type == "cuda" if enabled is None else enabled, device
         self.captured: dict[Hashable, tuple[list[tuple[str, Callable[[], None]]], Any]] = {}  # the latest used is last
-        self.pool = None  # of memory, shared by all that is captured: they never run at once
+        # Of all captures, which never run at once: torch reuses a pool's blocks stream by stream.
+        self.pool = self.stream = None
 
     def clear(self) -> None:
         """Drop all graphs: the tensors they refer to are gone."""
@@ -87,7 +88,8 @@ class Graphs:
         parts: list[tuple[str, Callable[[], None]]] = []
         saved = [tensor.clone() for tensor in state]
         with torch.cuda.device(self.device):  # streams and graphs are those of the current device
-            stream, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+            usual = torch.cuda.current_stream()
+            stream = self.stream = self.stream or torch.cuda.Stream()
             stream.wait_stream(usual)
             try:
                 with torch.cuda.stream(stream):  # as torch asks: libraries allocate in a first run, outside the graph
@@ -106,4 +108,7 @@ class Graphs:
                 self.pool = graph.pool()
                 parts.append((name, graph.replay))
 
-            return parts, work(record)
+            try:
+                return parts, work(record)
+            finally:  # torch stays on the side stream where a capture cannot end
+                torch.cuda.set_stream(usual)

@@ -13,12 +13,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
-from poss_lightning.target.cache import SlotStore, TreeCache, forward_of
+from poss_lightning.target.cache import TreeCache, forward_of
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
 from poss_lightning.target.loading import explain, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
-from poss_lightning.target.placement import Parallel, SpreadStore, home_device, layer_devices, placement
+from poss_lightning.target.placement import Parallel, home_device, layer_devices, placement
 from poss_lightning.target.template import Variables
 from poss_lightning.terminal import announced, without_bars
 
@@ -96,8 +96,6 @@ class Target(nn.Module):
                 larger than the memory for them; a model whose logits are not head(feature).
         """
         device = home_device(parallel, device)
-        if device.startswith("cuda"):
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         if dtype is not None:
             dtype = choose_dtype(dtype, device)
         source = _folder(name)
@@ -121,6 +119,8 @@ class Target(nn.Module):
     def _find_parts(self) -> None:
         """The model's embedding and head, and where its layers keep keys and values."""
         self.embed_head = embed_head_of(self.model, self.spec)
+        if self.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         self.layer_devices = [self.device] * self.config.num_hidden_layers
         if self.spans_devices:
             self.layer_devices = layer_devices(self.model, self.device)
@@ -145,11 +145,8 @@ class Target(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """An empty cache of `batch` rows and `capacity` slots."""
-        sizes: dict[str, Any] = {"batch": batch, "capacity": capacity, "dtype": self.dtype}
-        sizes |= {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim}
-        if set(self.layer_devices) == {self.device}:
-            return TreeCache(SlotStore(layers=len(self.layer_devices), device=self.device, **sizes))
-        return TreeCache(SpreadStore(self.layer_devices, self.device, **sizes))
+        sizes: dict[str, Any] = {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim, "dtype": self.dtype}
+        return TreeCache(self.layer_devices, self.device, batch, capacity, **sizes)
 
     def check_tokens(self, tokens: Iterable[int], what: str) -> None:
         """Raise ValueError where embedding or head has no row for a token of `what`."""

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.machine import choose_device, free_bytes
 from poss_lightning.ranks import local_rank
-from poss_lightning.target.cache import SlotStore, forward_of
+from poss_lightning.target.cache import forward_of
 
 Parallel = Literal["none", "layers"]
 GB = 10**9
+FILLED = 0.85  # of a GPU's free memory; the rest is for caches and activations
 
 
 # --- before it is loaded ---
@@ -73,10 +73,11 @@ def weight_bytes(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | No
 
 
 def _spread(device: str, needed: float, what: str, spared: int | None) -> dict[str, Any]:
-    free = {number: free_bytes(f"{device}:{number}") for number in range(torch.cuda.device_count()) if number != spared}
+    numbers = [number for number in range(torch.cuda.device_count()) if number != spared]
+    free = {number: int(FILLED * (free_bytes(f"{device}:{number}") or 0)) for number in numbers}
     if not free:
         raise ValueError("parallel is layers, but there is one GPU, which the training needs: store the features first")
-    there = sum(bytes or 0 for bytes in free.values())
+    there = sum(free.values())
     if needed > there:
         raise ValueError(f"{what}, and these {len(free)} GPUs have {there / GB:.1f} GB for it: take more GPUs")
     return {"device_map": "auto", "max_memory": free}
@@ -91,47 +92,3 @@ def layer_devices(model: PreTrainedModel, device: torch.device) -> list[torch.de
     cache = DynamicCache()
     forward_of(model.base_model)(cache, input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
     return [layer.keys.device for layer in cache.layers]  # pyright: ignore
-
-
-class SpreadStore:
-    """A `SlotStore` for layers on several devices: keys and values lie beside the layer that reads them.
-
-    Args:
-        devices: of every layer.
-        device: of the indices.
-        sizes: arguments of `SlotStore`, but for layers and device.
-    """
-
-    def __init__(self, devices: list[torch.device], device: torch.device, **sizes: Any):
-        self.device, self.layers = device, len(devices)
-        self.batch, self.capacity = sizes["batch"], sizes["capacity"]
-        self.stores = {
-            place: SlotStore(layers=devices.count(place), device=place, **sizes) for place in dict.fromkeys(devices)
-        }
-        self.places = [(place, devices[:layer].count(place)) for layer, place in enumerate(devices)]
-
-    def write(self, layers: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """As of a `SlotStore`."""
-        place, layer = self.places[layers]
-        self.stores[place].write(layer, index.to(place), keys, values)
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """As of a `SlotStore`."""
-        for place, store in self.stores.items():
-            store.move(source.to(place), destination.to(place))
-
-    def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
-        """As of a `SlotStore`."""
-        place, own = self.places[layer]
-        return self.stores[place].view(own, extent)
-
-    def clear(self) -> None:
-        """As of a `SlotStore`."""
-        for store in self.stores.values():
-            store.clear()
-
-    def select(self, rows: list[int]) -> None:
-        """As of a `SlotStore`."""
-        for store in self.stores.values():
-            store.select(rows)
-        self.batch = len(rows)

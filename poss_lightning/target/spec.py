@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from poss_lightning.ranges import refuse_types
@@ -15,6 +16,8 @@ Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, 
 @dataclass(frozen=True, kw_only=True)
 class TargetSpec:
     """What a store or a draft must know of its target: which model it is, and its sizes."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     fingerprint: str = ""  # of the weights, see `same_weights`: the same under any name, in bfloat16 or as it was saved

@@ -15,7 +15,7 @@ _ANCHOR = "\u241f"  # merges with no letter
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 # Special in some tokenizers, and they close no turn: tokens of single bytes, and the marks of thoughts in an answer.
 _HARMLESS = re.compile(f"{_BYTE.pattern}|</?think>")
-_NOT_TEXT = ("role", "tokens", "finish_reason", "weight")  # of a message
+_NOT_TEXT = ("role", "tokens", "finish_reason", "drawn", "weight")  # of a message
 
 
 class Spelling:

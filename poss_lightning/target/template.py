@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any
@@ -15,6 +14,7 @@ Variables = Mapping[str, Any]  # of a template, beside the messages: tools, enab
 MARK, OTHER_MARK = "\u241f one \u241f", "\u241f two \u241f"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that templates have for an answer's thoughts
 _TODAY = "strftime_now"  # a function of the templates that ask for the date; here its day, as 2026-11-25
+_DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
 _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
 _TAKEN = ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "return_dict")
 
@@ -119,12 +119,9 @@ class Template:
 
 
 def _dated(template: str, day: date) -> str:
-    """The template with a fixed day where it asks for today's date."""
-    return re.sub(
-        r"""strftime_now\((?:\s*format\s*=)?\s*(['"])(.*?)\1\s*\)""",
-        lambda call: json.dumps(day.strftime(call[2])),
-        template,
-    )
+    """The template with a `strftime_now` of its own, of a fixed day; transformers hands no function to a template."""
+    spelt = "".join(f".replace('%{each}', {json.dumps(day.strftime(f'%{each}'))})" for each in _DIRECTIVES)
+    return f"{{% macro {_TODAY}(format) %}}{{{{ format{spelt} }}}}{{% endmacro %}}\n{template}"
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -44,7 +44,7 @@ from poss_lightning.training.strategies import prepare
 from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
-COMMANDS = ("fit", "validate", "test")
+COMMANDS = ("fit", "validate")
 
 logger = logging.getLogger(__name__)
 
@@ -227,8 +227,6 @@ class Training(LightningCLI):
                 "checkpoints/last.ckpt"
             )
         rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
-
-    before_test = before_validate
 
     def _say_how_to_go_on(self) -> None:
         """A line, where a training was stopped."""

@@ -54,13 +54,8 @@ def validate(*layers: Layer) -> None:
     Training("validate", command_line(*layers))
 
 
-def test(*layers: Layer) -> None:
-    """The same as `validate`, under the same names. Raises as `fit` does."""
-    Training("test", command_line(*layers))
-
-
 def run_command(command: str, arguments: list[str]) -> None:
-    """`poss fit`, `validate` or `test`, with the arguments of the terminal. Raises as `fit` does."""
+    """`poss fit` or `poss validate`, with the arguments of the terminal. Raises as `fit` does."""
     Training(command, arguments)
 
 

@@ -14,7 +14,7 @@ from poss_lightning.draft.specialists import TRAINED_ON, DraftConfig, Specialist
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.trained import warn_of_training
+from poss_lightning.features.texts import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
 from poss_lightning.losses.slot_weights import dpace
 from poss_lightning.machine import check_kernel_tools
@@ -257,8 +257,6 @@ class SpecialistTraining(lightning.LightningModule):
         for name, values in means.items():
             self.log_by_depth(name, values)
         self.val_metrics.reset()
-
-    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
     # --- checkpoints ---
 

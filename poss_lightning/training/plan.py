@@ -133,7 +133,11 @@ def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: s
     weights, gradients, state = {
         "one": (4 + 2, 4, moments),  # float32, and the bfloat16 copy for autocast
         "ddp": (4 + 2, 4 + 4, moments),  # and the buckets
-        "zero1": (2, 2, 12 * share),  # the float32 weights are part of the optimizer
+        "zero1": (
+            2,
+            2 * share,
+            12 * share,
+        ),  # the float32 weights are part of the optimizer
         "zero2": (2, 2 * share, 12 * share),
         "zero3": (2 * share, 2 * share, 12 * share),
     }[strategy]

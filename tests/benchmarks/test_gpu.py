@@ -18,6 +18,7 @@ def small(monkeypatch):
     monkeypatch.setattr(gpu.Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
 
 
+@pytest.mark.nightly
 def test_every_part_runs_and_a_killed_run_goes_on(small, monkeypatch, tmp_path, capsys):
     out, done = tmp_path / "gpu.json", []
 

@@ -92,16 +92,15 @@ def ours(target, tiny_folder, tmp_path) -> Path:
         max_new_tokens=12,
         nodes=4,
         tree_width=1,
-        baselines=["autoregressive"],
+        baselines=["plain"],
         dtype="float32",
-        show=0,
     )
     return tmp_path / "ours"
 
 
 def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answers, capsys):
     """A server that answers as our loop and our chain do is measured as they are."""
-    records, known = read_records(ours), {"autoregressive": {}, "chain": {}}
+    records, known = read_records(ours), {"plain": {}, "chain": {}}
     (source,) = serve.read_sources(ours)
     prompts = serve.prompts_of(source, target)
     assert [len(prompt.tokens) for prompt in prompts] == [prompt.plain.prompt_tokens for prompt in prompts]
@@ -109,12 +108,12 @@ def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answe
         (prompt,) = [p for p in prompts if (p.plain.id, p.plain.turn) == (record.id, record.turn)]
         stopped = record.tokens[-1] in target.chat.stops
         known[record.method][json.dumps(prompt.tokens)] = response(record.tokens, record.text, record.accepted, stopped)
-    program = answers(known["autoregressive"], known["chain"])
+    program = answers(known["plain"], known["chain"])
     serve.main([str(ours), str(tmp_path / "out"), "--loads", "1", "3", "--", "--enforce-eager"], program)
     assert capsys.readouterr().out.count("3 of 3 answers as our own loop's") == 4
     for load in (1, 3):
         folder = tmp_path / "out" / f"load-{load}"
-        for method, our_method in (("vllm", "autoregressive"), ("vllm-chain", "chain")):
+        for method, our_method in (("vllm", "plain"), ("vllm-chain", "chain")):
             served = [record for record in read_records(folder) if record.method == method]
             mine = [record for record in records if record.method == our_method]
             assert [(r.id, r.turn, r.tokens, r.accepted) for r in served] == [
@@ -122,7 +121,7 @@ def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answe
             ]
         (run,) = read_runs(folder).values()
         assert run["methods"]["vllm-chain"]["depth"] == 3 and run["config"]["load"] == load
-        assert run["served"]["vllm"]["tokens"] == sum(len(r.tokens) for r in records if r.method == "autoregressive")
+        assert run["served"]["vllm"]["tokens"] == sum(len(r.tokens) for r in records if r.method == "plain")
     capsys.readouterr()
     compare([str(ours), str(tmp_path / "out" / "load-3")], all=True)
     table = capsys.readouterr().out

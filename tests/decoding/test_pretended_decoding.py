@@ -104,9 +104,8 @@ def test_a_round_has_the_values_of_the_hosts(pair):
         list(engine.decode(PROMPTS, 6, frozenset()))
         with torch.inference_mode():
             done = engine._round(engine.fixed, Clock(target.device))
-        caches = [
-            (cache.slots.lengths, cache.store.keys, cache.store.values) for cache in (engine.cache, engine.drafter)
-        ]
+        stores = [*engine.cache.stores.values(), engine.drafter.store]
+        caches = [engine.cache.slots.lengths, *((store.keys, store.values) for store in stores)]
         found.append([x.cpu() for x in tensors_of([done, caches])])
     for host, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, host, rtol=1e-5, atol=1e-5)

@@ -12,19 +12,17 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import Question
-from poss_lightning.work import Work
 from tests.support.templates import DATED
-from tests.support.tiny import tiny_draft, tiny_target, tiny_tokenizer
+from tests.support.tiny import tiny_draft, tiny_tokenizer
 
 QUESTIONS = [
     {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
     {"question_id": "eight", "category": "b", "turns": ["Say it, please."]},
     {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
 ]
-METHODS = ("autoregressive", "generate", "chain", "poss")
-FILES = ["records.jsonl", "rounds.jsonl", "run.json"]
+METHODS = ("plain", "generate", "chain", "poss")
+FILES = ["records.jsonl", "run.json"]
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +110,6 @@ def test_a_record_keeps_its_question(whole):
     assert all(record.category == categories[record.id] for record in read_records(whole))
 
 
-def test_rounds_of_the_first_question_are_those_of_its_records(whole):
-    rounds = read_rounds([whole])
-    records = [r for r in read_records(whole) if r.id == 7 and r.repeat == 0 and r.method in ("chain", "poss")]
-    assert {(r.suite, r.id, r.turn, r.method) for r in records} == set(rounds)  # both turns
-    for record in records:
-        own = rounds[record.suite, record.id, record.turn, record.method]
-        assert [len(one.guesses.path) - 1 for one in own] == record.accepted
-        assert [one.number for one in own] == list(range(len(own)))
-        assert all(2 <= len(one.guesses.tokens) <= 9 for one in own)
-
-
-def test_without_rounds_to_show_there_is_no_file(run, tmp_path):
-    run(tmp_path, limit=1, show=0)
-    assert shown(tmp_path) == ["records.jsonl", "run.json"]
-
-
 def test_later_turns_follow_the_targets_own_answers(whole, target):
     records = {(record.id, record.turn, record.method): record for record in read_records(whole)}
     for question in QUESTIONS:
@@ -142,7 +124,7 @@ def test_later_turns_follow_the_targets_own_answers(whole, target):
 
 def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
     assert "costs" not in json.loads((whole / "run.json").read_text())
-    run(tmp_path, limit=1, show=0, tree="auto")
+    run(tmp_path, limit=1, tree="auto")
     costs = json.loads((tmp_path / "run.json").read_text())["costs"]
     assert set(costs) == {"chain", "poss"}
     for measured in costs.values():
@@ -184,7 +166,6 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
     assert shown(tmp_path) == FILES
-    assert (tmp_path / "rounds.jsonl").read_bytes() == (whole / "rounds.jsonl").read_bytes()
 
 
 def test_a_run_without_a_record_is_not_written_over(run, tmp_path):
@@ -205,10 +186,8 @@ def test_a_finished_run_is_left_alone(whole, run):
     ("change", "said"),
     [
         ({"max_new_tokens": 11}, "max_new_tokens 12, now 11"),
-        ({"tree_width": 2}, r"tree_width 3, now 2; methods.chain.nodes \d, now \d; methods.chain.tree_width 3, now 2"),
         ({"limit": 1}, "limit None, now 1; questions "),
         ({"drafts": {}}, "drafts None, now {}; .*methods.poss.weights '.*', now None"),
-        ({"repeats": 1}, "repeats 2, now 1"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused(whole, run, change, said):
@@ -222,7 +201,7 @@ def test_a_run_of_yesterday_keeps_its_date(run, inputs, target, tmp_path):
     folder = tmp_path / "dated"
     target.model.save_pretrained(folder)
     tiny_tokenizer(DATED).save_pretrained(folder)
-    options = {"target": str(folder), "drafts": {}, "baselines": ["autoregressive"], "show": 0, "repeats": 1}
+    options = {"target": str(folder), "drafts": {}, "baselines": ["plain"], "repeats": 1}
     run(tmp_path / "out", **options, chat_template_kwargs={"strftime_now": "2024-07-26"})
     records = (tmp_path / "out" / "records.jsonl").read_bytes()
     run(tmp_path / "out", **options)
@@ -243,29 +222,16 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"repeats": 0}, "repeats is 0"),
-        ({"show": -1}, "show is -1"),
-        ({"limit": 0}, "limit is 0"),
         ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
-        ({"depth": -1}, "depth is -1"),
-        ({"baselines": ["generate"]}, "must hold autoregressive"),
-        ({"baselines": ["autoregressive", "beam"]}, "may hold generate"),
+        ({"baselines": ["generate"]}, "must hold plain"),
+        ({"baselines": ["plain", "beam"]}, "may hold generate"),
         ({"drafts": {"generate": "x"}}, "like a baseline"),
         ({"drafts": {"d": "nowhere/at-all"}}, "neither a local folder nor a hub id"),
-        ({"suites": ["nowhere"]}, "none of the project's own"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
     with pytest.raises((ValueError, OSError), match=words):
         run(tmp_path / "out", **change)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_draft_of_another_target_is_refused(run, tmp_path):
-    tiny_draft(tiny_target(1), [2]).save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match="trained for another target: fingerprint"):
-        run(tmp_path / "out", drafts={"d": str(tmp_path / "draft")})
     assert not (tmp_path / "out").exists()
 
 
@@ -342,12 +308,6 @@ def test_packed_records_are_not_begun_anew(run, tmp_path):
         run(tmp_path / "out", suites=suites)
 
 
-def test_two_benchmarks_of_one_folder_do_not_overwrite_each_other(run, tmp_path):
-    work = Work(tmp_path / "out" / "unfinished")
-    with work.exclusive(), pytest.raises(ValueError, match="out: another process writes there"):
-        run(tmp_path / "out", suites=suite(tmp_path, ["Hi"]))
-
-
 # --- the loop, with decoders of a fixed answer ---
 
 
@@ -372,10 +332,10 @@ def fixed_run(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, l
     return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
 
 
-def test_the_autoregressive_answer_is_the_context_for_all(target, tmp_path):
-    loop, asked = fixed_run(target, tmp_path, "autoregressive words", "other words", "wrong words")
+def test_the_plain_answer_is_the_context_for_all(target, tmp_path):
+    loop, asked = fixed_run(target, tmp_path, "plain words", "other words", "wrong words")
     loop.decode([Question("s", 1, "", ["Hi", "And?"])], 8, repeats=1)
-    messages = [("user", "Hi"), ("assistant", "autoregressive words"), ("user", "And?")]
+    messages = [("user", "Hi"), ("assistant", "plain words"), ("user", "And?")]
     second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
     assert [prompt == second for _, prompt in asked[-3:]] == [True] * 3
     assert [prompt == second for _, prompt in asked[:-3]] == [False] * 6  # the warm-up, and the first turn
@@ -388,17 +348,6 @@ def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
     assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
     assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question
     assert all(first[0] != second[0] for first, second in zip(rounds[::2], rounds[1::2], strict=True))  # repeats
-
-
-def test_line_separators_inside_an_answer_break_no_record(target, tmp_path):
-    loop, _ = fixed_run(target, tmp_path, "a\u2028b\u0085c")
-    loop.decode([Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])], 8, repeats=1)
-    again, asked = fixed_run(target, tmp_path, "a\u2028b\u0085c")
-    assert again.decode([Question("s", 1, "", ["Hi"]), Question("s", 2, "", ["Ho"])], 8, repeats=1) == 2 and not asked
-    assert [(record.id, record.text) for record in read_records(tmp_path)] == [
-        (1, "a\u2028b\u0085c"),
-        (2, "a\u2028b\u0085c"),
-    ]
 
 
 @pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])

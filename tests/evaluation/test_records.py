@@ -11,12 +11,13 @@ import pytest
 from poss_lightning.evaluation.cells import pack, packed_cells
 from poss_lightning.evaluation.records import (
     Record,
+    by_cell,
     check_drafts,
     check_targets,
     find_depths,
-    read_cells,
     read_records,
     read_runs,
+    read_sources,
     to_line,
 )
 
@@ -110,16 +111,16 @@ def test_packed_records_are_the_same_and_folders_below_are_found(tmp_path):
 def test_cells_are_named_by_their_folders(tmp_path, monkeypatch):
     for place in ("a/seed-0", "a/seed-10", "b/seed-0"):
         write(tmp_path / place, text=place)
-    cells = read_cells(tmp_path)
+    cells = by_cell(read_sources(tmp_path))
     assert {f"{choice}/seed-{seed}": records[0].text for (choice, seed), records in cells.items()} == {
         place: place for place in ("a/seed-0", "a/seed-10", "b/seed-0")
     }
     monkeypatch.chdir(tmp_path / "b" / "seed-0")
-    assert read_cells(".") == {("b", 0): cells["b", 0]}  # wherever one stands
+    assert by_cell(read_sources(".")) == {("b", 0): cells["b", 0]}  # wherever one stands
     for place, said in (("plain", "is no folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")):
         write(tmp_path / place)
         with pytest.raises(ValueError, match=said):
-            read_cells([tmp_path / "a", tmp_path / place])
+            by_cell(read_sources([tmp_path / "a", tmp_path / place]))
 
 
 def test_a_cell_keeps_what_is_read_and_older_cells_are_read(tmp_path):
@@ -132,7 +133,7 @@ def test_a_cell_keeps_what_is_read_and_older_cells_are_read(tmp_path):
     schema = pq.read_schema(tmp_path / "records.parquet")
     names = [name for name in schema.names if name not in ("question", "category")]
     older = pq.read_table(tmp_path / "records.parquet", columns=names)
-    assert {cell[0].question for cell in read_cells(tmp_path).values()} == {None, "Why?"}
+    assert {cell[0].question for cell in by_cell(read_sources(tmp_path)).values()} == {None, "Why?"}
     pq.write_table(older, tmp_path / "records.parquet")  # as versions before questions were kept wrote it
     assert [record.question for record in read_records(tmp_path)] == [None, None]
 
@@ -152,11 +153,16 @@ def test_two_drafts_of_one_name_and_two_targets_are_refused():
     check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "fixed"}, "poss": {}}}})
     for facts, said in (
         ({"depth": 4, "weights": "37"}, r"\(weights 5c and 37, depth 6 and 4\)"),
-        ({"depth": 6, "weights": "5c", "tree": "auto"}, r"\(tree fixed and auto\): name them apart"),
+        ({"depth": 6, "weights": "5c", "tree": "auto"}, r"\(tree fixed and auto\): rename one"),
     ):
-        with pytest.raises(ValueError, match=r"'hass' of a is another than that of b " + said):
+        with pytest.raises(ValueError, match=r"'hass' of a differs from that of b " + said):
             check_drafts(runs | {"b": {"methods": {"hass": facts}}})
     runs = {"old": {"config": {"target": "b"}}, "none": {}, "a": {"config": {"target": "b", "fingerprint": "12"}}}
     check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})
     with pytest.raises(ValueError, match=r"a was measured on another target than d \(b, fingerprint 12, and b, fing"):
         check_targets(runs | {"d": {"config": {"target": "b", "fingerprint": "34"}}})
+
+
+def test_plain_decoding_is_called_so_in_older_records_too(tmp_path):
+    (tmp_path / "records.jsonl").write_text(json.dumps(RECORD | {"method": "autoregressive", "accepted": []}))
+    assert [record.method for record in read_records(tmp_path)] == ["plain"]

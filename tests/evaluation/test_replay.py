@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.replay import greedy_mismatch, replay_rounds
+from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.stored import find_answers, mismatch, sampled
 from poss_lightning.features.store import Sample
+from poss_lightning.sampling import GREEDY, Draw, Sampling
 from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -17,6 +20,7 @@ LIMIT = 50
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
 DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"})]
 TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width; every draft meets two of them
+DRAWN = Sampling(1.0, top_p=0.95)
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,13 @@ def target():
 @pytest.fixture(scope="module")
 def plain(target) -> list[list[int]]:
     return [answer.tokens for answer in Autoregressive(target).decode(PROMPTS, LIMIT)]
+
+
+def drawn(target, sampling: Sampling) -> tuple[list[list[int]], list[Draw | None]]:
+    """Answers, and how each was drawn."""
+    decoder = Autoregressive(target)
+    answers = decoder.decode(PROMPTS, LIMIT, sampling=sampling, generator=torch.Generator().manual_seed(3))
+    return [answer.tokens for answer in answers], decoder.loop.sampler.draws or [None] * len(PROMPTS)
 
 
 def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tuple[int, ...] = ()) -> Sample:
@@ -40,9 +51,9 @@ def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tu
 
 
 def ended(target, prompt: list[int], answer: list[int], layers: tuple[int, ...]) -> Sample:
-    """A cut answer, which the template has ended where the target would have gone on."""
-    (following,) = Autoregressive(target).decode([prompt + answer], 1, frozenset())
-    return read(target, prompt, answer + [(following.tokens[0] + 1) % 300], layers=layers)
+    """A cut answer, which the template has ended by a token that the target does not choose, at any temperature."""
+    features = target.text_features(torch.tensor([prompt + answer]))[0, -1]
+    return read(target, prompt, answer + [int(target.embed_head.logits(features).argmin())], layers=layers)
 
 
 def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int, **options) -> Specialists:
@@ -57,18 +68,29 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
 
 
 @pytest.mark.parametrize(
-    ("allocation", "options", "tree"),
-    [(*draft, tree) for at, draft in enumerate(DRAFTS) for tree in (TREES[at % 3], TREES[(at + 1) % 3])],
+    ("allocation", "options", "tree", "sampling"),
+    [(*draft, TREES[(at + i) % 3], (GREEDY, DRAWN)[i]) for at, draft in enumerate(DRAFTS) for i in range(2)],
     ids=str,
 )
-def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tree):
+@pytest.mark.parametrize("sees", [True, False])
+def test_replayed_rounds_are_the_engines(target, allocation, options, tree, sampling, sees, monkeypatch):
+    """Of greedy and drawn answers; and of drawn ones where drafts do not see the draw."""
     depth, nodes, width = tree
+    plain, draws = drawn(target, sampling)
     draft = lucky(target, plain, allocation, sum(tree), **options)
-    decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT)
+    with monkeypatch.context() as patch:
+        if not sees:
+            draft_tree = Drafter.draft_tree
+            patch.setattr(Drafter, "draft_tree", lambda self, budget, noise=None: draft_tree(self, budget))
+        generator = torch.Generator().manual_seed(3)
+        decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT, sampling=sampling, generator=generator)
+    assert [one.tokens for one in decoded] == plain
     cut = [answer[-1] not in target.chat.stops for answer in plain]
     given = zip(cut, PROMPTS, plain, strict=True)
     layers = draft.config.layers
     samples = [(ended if own else read)(target, prompt, answer, layers=layers) for own, prompt, answer in given]
+    if sees:
+        samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
         replayed = replay_rounds(
             draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width, rows=rows
@@ -80,7 +102,7 @@ def test_replayed_rounds_are_the_engines(target, plain, allocation, options, tre
                 assert rounds == own.accepted[: len(rounds)]
                 left = len(answer) - 1 - sum(a + 1 for a in rounds)
                 assert 0 <= left <= depth
-    assert sum(sum(own.accepted) for own in decoded) > 5  # something was accepted at all
+    assert sum(sum(own.accepted) for own in decoded) > (5 if sees else 0)  # something was accepted at all
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -113,16 +135,35 @@ def test_nothing_to_replay(target):
     assert replay_rounds(draft, target.embed_head, without, depth=6) == [[], []]
 
 
+def told(target, samples: list[Sample]) -> str | None:
+    return mismatch([answer for sample in samples for answer in find_answers(sample, target.embed_head)])
+
+
 def test_answers_that_the_target_would_not_write_are_told(target, plain):
     """Its own are not; nor a tie here and there. Others' are, and its own behind a beginning that is not."""
     own = [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, plain, strict=True)]
-    assert greedy_mismatch(own) is None and greedy_mismatch([]) is None
+    assert told(target, own) is None and told(target, []) is None
     (long,) = (sample for sample, answer in zip(own, plain, strict=True) if answer is max(plain, key=len))
     tied = long._replace(greedy=long.greedy.clone())
     tied.greedy[-10] += 1
-    assert greedy_mismatch([tied] * 2 + own * 2) is None
+    assert told(target, [tied] * 2 + own * 2) is None
     begun = long._replace(greedy=long.greedy.clone())
     begun.greedy[long.spans[0][0]] += 1  # the second token of the answer
-    assert "differ within 8 tokens" in greedy_mismatch([begun])
+    assert "differ within 8 tokens" in told(target, [begun])
     others = [read(target, prompt, answer[::-1]) for prompt, answer in zip(PROMPTS, plain, strict=True)]
-    assert "not the target's own greedy ones" in greedy_mismatch(others)
+    assert "not the target's own greedy ones" in told(target, others)
+
+
+def test_drawn_answers_are_the_targets_own_where_they_say_how(target):
+    texts, draws = drawn(target, DRAWN)
+    given = zip(PROMPTS, texts, draws, strict=True)
+    own = [read(target, prompt, answer)._replace(draws=[draw]) for prompt, answer, draw in given]
+    assert told(target, own) is None
+    other = [draw._replace(seed=draw.seed ^ 1) for draw in draws]
+    changed = [sample._replace(draws=[draw]) for sample, draw in zip(own, other, strict=True)]
+    assert "not the target's own ones" in told(target, changed)
+    assert "own greedy ones" in told(target, [sample._replace(draws=()) for sample in own])
+    answers = [answer for sample in own for answer in find_answers(sample, target.embed_head)]
+    assert sampled(answers) == {"temperature": 1.0, "top_k": 0, "top_p": 0.95}
+    with pytest.raises(ValueError, match="were chosen in 2 ways"):
+        sampled([*answers, answers[0]._replace(draw=None)])

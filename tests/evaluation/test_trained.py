@@ -1,5 +1,6 @@
 """A draft knows the texts that it was trained on, however they come back."""
 
+import json
 import logging
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.provenance import describe_training
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.extract import write_store
@@ -105,3 +107,18 @@ def test_a_validation_on_other_held_out_texts_warns(trained):
     seen = sum(i in data.train for i in others.held_out)
     with pytest.warns(UserWarning, match=f"was trained on {seen} of these {len(others.held_out)} conversations"):
         trainer.validate(module, others, ckpt_path=str(folder / "last.ckpt"), verbose=False, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "words"),
+    [
+        ({"start_from": "embedded-hass"}, {"max_steps": 10}, "10 steps from embedded-hass"),
+        ({"start_from": None}, {"max_steps": -1, "max_epochs": 20}, "20 epochs from random weights"),
+        ({}, {}, ""),
+    ],
+)
+def test_how_a_draft_was_trained_stands_beside_it(tmp_path, model, trainer, words):
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": model, "trainer": trainer}))
+    assert describe_training(str(tmp_path / "draft-best")) == words
+    assert describe_training("embedded-hass") == "shipped"
+    assert describe_training(str(tmp_path / "copied")) == describe_training("owner/draft") == ""

@@ -75,7 +75,7 @@ def test_a_text_is_cut_at_the_context_of_the_target(tmp_path):
     assert store.lengths.max() == 40 == store.manifest.max_length
 
 
-@pytest.mark.parametrize("forwards", [1, 4, 7])
+@pytest.mark.parametrize("forwards", [4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 7))])
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(whole, target, tmp_path, monkeypatch, forwards):
     dies_after(monkeypatch, target, forwards)
     with pytest.raises(KeyboardInterrupt):
@@ -251,6 +251,7 @@ def test_layers_that_cannot_be_kept_are_refused(target, tmp_path, layers):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("stored", "most"), [("exact", 2 * 32 + 16), ("float8", 32 + 24)])
 def test_bytes_of_a_token_all_columns_included(tmp_path, stored, most):
     """Conversations of some 200 tokens: ids, spans and Arrow's own bytes fall on few."""

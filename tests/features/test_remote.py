@@ -1,7 +1,6 @@
 """A store from an address: copied once, file by file, each checked while it is read."""
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -125,7 +124,7 @@ def test_a_missing_file_is_named(bucket):
     [
         ("memory://bucket/nothing", "memory://bucket/nothing/manifest.json: no such file, so there is no finished"),
         ("file:///nowhere/at/all", "file:///nowhere/at/all/manifest.json: no such file"),
-        ("carrier-pigeon://me:SECRET@roof", "carrier-pigeon://roof cannot be read: Protocol not known"),
+        ("carrier-pigeon://me:SECRET@roof", "carrier-pigeon://roof/manifest.json cannot be read: Protocol not known"),
     ],
 )
 def test_an_address_without_a_store_is_named(bucket, address, words):
@@ -158,11 +157,6 @@ def test_verify_reads_an_address_and_extract_writes_to_none(whole, bucket, tmp_p
     assert capsys.readouterr().out == f"{ADDRESS}: every file is as it was written\n"
     with pytest.raises(ValueError, match="out is 's3://bucket/new'; it must be a local folder"):
         extract("corpus.jsonl", "s3://bucket/new")
-
-
-def test_a_path_is_mapped_where_it_lies(whole, bucket, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "store")
-    assert FeatureStore(str(folder)).folders == [folder] and not remote.user_cache().exists()
 
 
 def test_a_password_in_an_address_is_written_down_nowhere(whole, bucket, inputs, tmp_path, capsys, monkeypatch):

@@ -49,6 +49,7 @@ def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options
     extract(*arguments, **options)
 
 
+@pytest.mark.nightly
 def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monkeypatch, capsys):
     """Rank 1 of 2 is killed in the middle of its first shard, while rank 0 writes all the others."""
     corpus = tmp_path / "corpus.jsonl"
@@ -76,7 +77,7 @@ def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monk
     verify_files(killed)
 
 
-@pytest.mark.parametrize("world", [2, 3, 9])
+@pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 9))])
 def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
     """All at once, as threads: the locks are the operating system's, and hold between open files."""
     with ThreadPoolExecutor(world) as threads:

@@ -19,9 +19,10 @@ from tests.support.tiny import tiny_draft
 
 pytestmark = pytest.mark.gpu
 GREEDY, DRAWN = Sampling(), Sampling(1.0, top_k=40, top_p=0.9)
-LAWS = [pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn")]
+LAWS = [pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn", marks=pytest.mark.nightly)]
 LONGER = [[7] * 90, [8] * 3, [9] * 5]
-WAYS = [(kind, tree, law) for kind, tree, law in product(("eagle2", "eagle3"), ("fixed", "auto"), (GREEDY, DRAWN))]
+WAYS = [*product(("eagle2", "eagle3"), ("fixed", "auto"), (GREEDY, DRAWN))]
+WAYS = [pytest.param(*way, marks=() if number == 3 else pytest.mark.nightly) for number, way in enumerate(WAYS)]
 
 
 @pytest.fixture(autouse=True)

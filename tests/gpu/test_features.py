@@ -12,6 +12,7 @@ pytestmark = pytest.mark.gpu
 SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stored", STORED)
 def test_a_store_of_the_device_is_the_cpu_s_to_rounding(target, store, tmp_path, stored):
     """Exact: float32 sums in another order. In 8 bits: a few numbers are rounded the other way."""

@@ -24,9 +24,9 @@ NEAR = 1e-3
 FLOAT32 = 1e-4  # of one attention; TF32 would be 1e-3 away
 BFLOAT16 = 2e-2  # an entry is rounded by up to 4e-3, and weights are before they are summed
 SHAPES = [  # heads, of which so many have keys of their own, and their width
-    (6, 2, 64, torch.float32, FLOAT32),
+    pytest.param(6, 2, 64, torch.float32, FLOAT32, marks=pytest.mark.nightly),
     (4, 1, 128, torch.float32, FLOAT32),
-    (4, 2, 128, torch.bfloat16, BFLOAT16),
+    pytest.param(4, 2, 128, torch.bfloat16, BFLOAT16, marks=pytest.mark.nightly),
 ]
 
 
@@ -66,12 +66,14 @@ def test_flex_attention_is_causal_attention_with_its_norm_and_gradients(
             assert distance(found, expected) < most
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
     unrolled, drafted, agree = unroll_what_is_drafted(target, draft_on(target, allocation, **config))
     assert distance(unrolled, drafted) < NEAR and agree
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("allocation, config", [KINDS[4], KINDS[-1]])
 def test_packed_is_padded_is_alone(target, allocation, config):
     together, rows, alone = packed_padded_alone(target, draft_on(target, allocation, **config))

@@ -16,23 +16,29 @@ from poss_lightning.sweep import Sweep
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SWEEPS = sorted(file.parent for file in EXPERIMENTS.rglob("sweep.yaml"))
+FIRST = EXPERIMENTS / "scratch"  # tried by default
 MOST_BYTES, MOST_FILES = 3_000_000, 130
 
 
-@pytest.mark.parametrize("folder", SWEEPS, ids=lambda folder: str(folder.relative_to(EXPERIMENTS)))
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(each, marks=() if each == FIRST else pytest.mark.nightly) for each in SWEEPS],
+    ids=[str(each.relative_to(EXPERIMENTS)) for each in SWEEPS],
+)
 def test_a_sweep_asks_for_what_its_records_are_of(folder):
     own = Sweep.load(folder / "sweep.yaml")
     done = [cell for cell in own.cells(folder) if cell.is_done]
     assert done and not any(cell.changed() for cell in done)
 
 
+@pytest.mark.nightly
 def test_every_record_is_read_and_every_experiment_has_an_answer():
     """Each folder of records has a table; trainings of one were made of the same inputs, or its README says so."""
     places = {file.parent for name in ("cells.jsonl", "records.jsonl.gz") for file in EXPERIMENTS.rglob(name)}
     for folder in sorted(places):
         sources = read_sources(folder)
-        baselines = {record.method for source in sources for record in source.records} & {"autoregressive", "vllm"}
-        assert find(folder, baseline=min(baselines, default="autoregressive")).overall
+        baselines = {record.method for source in sources for record in source.records} & {"plain", "vllm"}
+        assert find(folder, baseline=min(baselines, default="plain")).overall
         assert not not_comparable(sources) or folder.name == "scale", folder
     for folder in filter(Path.is_dir, EXPERIMENTS.iterdir()):
         assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in (

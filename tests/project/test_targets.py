@@ -75,6 +75,7 @@ PUBLISHED = {  # of their config.json, what sizes depend on; and all their weigh
         192.9,
     ),
 }
+OTHERS = ("llama-3-8b", "qwen3-8b")  # tried at night
 EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": ([2] * 4, 8), "poss3": ([3] * 4, 12)}
 THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj", "down_proj")  # of a specialist
@@ -112,7 +113,7 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ["llama-2-13b", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_the_drafts_of_a_target_s_experiment(name):
     cells, spec, depths = experiment(name), TARGETS[name], THIRTEEN_B if name == "llama-2-13b" else EIGHT_B
     assert {
@@ -154,6 +155,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
 # --- settings ---
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_experiment_trains_as_published_from_the_head_that_it_trains_first(name):
     cells, conf = experiment(name), yaml.safe_load((ROOT / f"conf/target/{name}.yaml").read_text())
@@ -199,11 +201,13 @@ def lines(target: str) -> Iterator[list[str]]:
         yield shlex.split(line)
 
 
-OUTPUTS = dict.fromkeys(("convert", "extract", "answer", "benchmark", "replay"), "out")
+OUTPUTS = dict.fromkeys(("convert", "extract", "synthesize", "benchmark", "replay"), "out")
 INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what is there already
 
 
-@pytest.mark.parametrize("target", PUBLISHED)
+@pytest.mark.parametrize(
+    "target", ["llama-3.1-8b", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
+)
 def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monkeypatch):
     monkeypatch.chdir(ROOT)
     made, seen = set(), []
@@ -232,7 +236,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
             made |= {line[2], str(Path(line[2]).parent)}
         else:
             assert line[0] in ("make", "mkdir") or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
-    asked = {f"poss {name}" for name in ("convert", "extract", "answer", "sweep", "benchmark", "compare", "replay")}
+    asked = {f"poss {name}" for name in ("convert", "extract", "synthesize", "sweep", "benchmark", "compare", "replay")}
     assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
 

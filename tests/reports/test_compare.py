@@ -31,7 +31,7 @@ def run(tmp_path):
 def sweep(tmp_path):
     for place, choice in enumerate(("eagle", "poss-1")):
         for seed in (0, 2, 10):
-            records = make_records(("autoregressive", choice), seed=10 * seed + place, prompts=4)
+            records = make_records(("plain", choice), seed=10 * seed + place, prompts=4)
             folder = tmp_path / "sweep" / choice / f"seed-{seed}"
             folder.mkdir(parents=True)
             lines = "".join(to_line(record) + "\n" for record in records)
@@ -39,9 +39,7 @@ def sweep(tmp_path):
     return tmp_path / "sweep"
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"), [*product(("run", "sweep"), (None, "eagle")), ("run", "autoregressive")]
-)
+@pytest.mark.parametrize(("name", "reference"), [*product(("run", "sweep"), (None, "eagle")), ("run", "plain")])
 def test_one_table_and_one_line_fit_a_terminal(name, reference, request, capsys):
     folder = request.getfixturevalue(name)
     compare(str(folder), reference=reference)
@@ -51,13 +49,12 @@ def test_one_table_and_one_line_fit_a_terminal(name, reference, request, capsys)
     for row in found.overall:
         assert row.method in out
         for value in ("tau_macro", "speed_up"):
-            known = value in row.values and (value, found.reference) != ("speed_up", "autoregressive")
-            assert not known or row.values[value].text() in out
+            assert value not in row.values or row.values[value].with_interval() in out
     assert verdict(found) in out.replace("\n", " ") and ("Holm" in out) == bool(reference)
 
 
 def test_many_methods_and_long_names_fit_too(tmp_path, capsys):
-    records = make_records(methods=("autoregressive", "eagle"), prompts=3)
+    records = make_records(methods=("plain", "eagle"), prompts=3)
     drafts = [record for record in records if record.method == "eagle"]
     for place in range(20):
         records += [replace(record, method=f"a very long name that differs at its end {place}") for record in drafts]
@@ -90,29 +87,34 @@ def test_names_cannot_steer_the_terminal(tmp_path, capsys):
 
 def test_a_verdict_tells_larger_smaller_and_not_seen(run):
     found = find(run, reference="eagle")
-    assert verdict(found) == "τ macro − eagle (Holm): larger: poss-1"
+    assert verdict(found).endswith(" τ against eagle: larger (poss-1).")
     gains = {row.method: row.gains["tau_macro"] for row in found.overall if "tau_macro" in row.gains}
     rows = []
     for name, p, sign in (("a", 0.01, -1), ("b", 0.9, 1), ("c", 0.04, 1)):
         gain = replace(gains["poss-1"], p=p, value=sign * gains["poss-1"].value)
         rows.append(replace(found.overall[-1], method=name, gains={"tau_macro": gain}))
-    assert verdict(found._replace(rows=rows)).endswith("larger: c; smaller: a; no difference seen: b")
+    assert verdict(found._replace(rows=rows)).endswith("larger (c); smaller (a); no difference shown (b).")
     same = replace(gains["poss-1"], value=0.0, detectable=0.0, p=1.0)
     assert gain_text(same) == "identical" and gain_text(None) == ""
-    best = max(found.overall, key=lambda row: row.values["speed_up"].value if "speed_up" in row.values else 0)
-    assert verdict(find(run)) == f"{best.method}: {best.values['speed_up'].with_interval()} × autoregressive"
+    speed = {row.method: row.values["speed_up"] for row in found.overall if row.rounds}
+    assert {name for name, own in speed.items() if own.low > 1} == {*speed}
+    assert verdict(find(run)).startswith("Drafting is faster than plain. Largest τ: poss-1, ")
+    slow = [replace(row, values=row.values | {"speed_up": replace(speed["eagle"], low=0.9)}) for row in found.overall]
+    one = [old if old.method == "poss-1" else new for old, new in zip(found.overall, slow, strict=True)]
+    assert verdict(found._replace(rows=slow)).startswith("No draft is shown to be faster than plain.")
+    assert verdict(found._replace(rows=one)).startswith("Drafting is faster than plain: poss-1.")
 
 
 def test_replayed_rounds_have_no_speeds(tmp_path):
     records = [replace(r, seconds={}, text="", pieces=None) for r in make_records(methods=("eagle", "poss-1"))]
     write_records(tmp_path, records, {})
     found = find(tmp_path)
-    assert list(overview(found).columns) == ["method", "τ"] and verdict(found).startswith("largest τ: poss-1, ")
+    assert list(overview(found).columns) == ["method", "τ"] and verdict(found).startswith("Largest τ: poss-1, ")
 
 
 def test_another_baseline_is_named(tmp_path):
     write_records(tmp_path, make_records(methods=("vllm", "eagle"), prompts=3), {})
-    with pytest.raises(ValueError, match="baseline is 'autoregressive'; these records have vllm"):
+    with pytest.raises(ValueError, match="baseline is 'plain'; these records have vllm"):
         find(tmp_path)
     assert "speed_up" in find(tmp_path, baseline="vllm").overall[-1].values
 
@@ -158,7 +160,7 @@ def test_another_top_p_or_tree_under_one_name_is_refused(tmp_path):
     for name, tree in (("cut", {}), ("warm", {"tree": "auto"})):
         run = {"methods": {"eagle": {"depth": 6} | tree}, "config": {"temperature": float(name == "warm")}}
         (tmp_path / name / "run.json").write_text(json.dumps(run))
-    with pytest.raises(ValueError, match=r"'eagle' of .*cut is another than that of .*warm \(tree fixed and auto\)"):
+    with pytest.raises(ValueError, match=r"'eagle' of .*cut differs from that of .*warm \(tree fixed and auto\)"):
         find(tmp_path)
 
 

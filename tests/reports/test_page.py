@@ -14,15 +14,14 @@ from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.evaluation.cells import pack
-from poss_lightning.evaluation.rounds import NAME, Round, to_line
 from poss_lightning.reports.compare import compare
-from poss_lightning.reports.explorer import spans, steps
-from poss_lightning.reports.findings import choose_seeds, find
+from poss_lightning.reports.explorer import spans
+from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import public
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.tables import overview
 from tests.support import look
-from tests.support.lab import CHOICES, made_rounds, write_lab, write_records
+from tests.support.lab import CHOICES, write_lab, write_records
 from tests.support.synthetic import make_records
 
 EVIL = "</script><script>alert(1)</script>\x00\x7f\x9b"
@@ -50,21 +49,12 @@ def hostile(tmp_path_factory):
         "started": "2026-11-23T10:00:00+00:00",
     }
     write_records(folder / "run", records, facts)
-    record = next(record for record in records if (record.method, record.id) == ("poss-1", 0))
-    rounds = rounds_of(record)
-    forged = rounds[0].guesses._replace(tokens=[EVIL, *rounds[0].guesses.tokens[1:]])
-    (folder / "run" / NAME).write_text("\n".join(map(to_line, [replace(rounds[0], guesses=forged), *rounds[1:]])))
     return page_of(folder, folder / "run", reference=EVIL)
 
 
 def page_of(folder, records, **options) -> str:
     compare(records if isinstance(records, list) else str(records), html=str(folder / "page.html"), **options)
     return (folder / "page.html").read_text(encoding="utf-8")
-
-
-def rounds_of(record) -> list[Round]:
-    place = (record.suite, record.id, record.turn, record.method)
-    return [Round(*place, number, guesses) for number, guesses in enumerate(made_rounds(record))]
 
 
 class Tags(HTMLParser):
@@ -126,36 +116,27 @@ def test_the_page_shows_the_numbers_of_the_terminal(lab):
     assert page.count('role="img"') == 2 + 1 + 5 + 1  # comparisons, acceptance, by depth, by step
 
 
-def test_an_answer_stands_under_its_question_with_its_rounds(lab):
+def test_an_answer_stands_under_its_question(lab):
     sweep, page = lab
     record = next(r for r in map(json.loads, (sweep / "eagle/seed-0/records.jsonl").open()) if r["method"] == "eagle")
     first = page[page.index("<h2>Decoded text") :]
     assert first.index(record["question"]) < first.index('<div class="answer">')
     assert f"eagle: {record['new_tokens']} tokens in {len(record['accepted'])} rounds" in first
-    assert first.count(f"Round 1 of {len(record['accepted'])}: ") == 4  # two choices, the first prompt of two suites
 
 
 def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path):
     for choice in CHOICES:
-        write_records(tmp_path / choice / "seed-0", make_records(methods=("autoregressive", choice)), {"methods": {}})
+        write_records(tmp_path / choice / "seed-0", make_records(methods=("plain", choice)), {"methods": {}})
     assert "Milliseconds" not in page_of(tmp_path, tmp_path, reference="eagle")
-    write_records(tmp_path / "turns", make_records(methods=("autoregressive", *CHOICES)), {"methods": {}})
+    write_records(tmp_path / "turns", make_records(methods=("plain", *CHOICES)), {"methods": {}})
     assert "Milliseconds" in page_of(tmp_path, tmp_path / "turns", reference="eagle")
 
 
-def test_answers_of_two_temperatures_are_those_of_the_lower_with_its_rounds(lab, tmp_path):
+def test_answers_of_two_temperatures_are_those_of_the_lower(lab, tmp_path):
     shutil.copytree(lab[0] / "eagle" / "seed-0", tmp_path / "run")
     write_records(tmp_path / "warm", make_records(methods=("eagle",), seed=1), {"config": {"temperature": 1.0}})
-    record = next(record for record in make_records() if record.method == "poss-1")
-    other = replace(rounds_of(record)[0], method="eagle")  # fits no answer of the lower
-    (tmp_path / "warm" / NAME).write_text(to_line(other))
     page = page_of(tmp_path, [str(tmp_path / "run"), str(tmp_path / "warm")])
-    assert "Round 1 of" in page and "eagle, T = 1" in page
-
-
-def test_a_seed_that_is_shown_is_one_that_all_have():
-    assert choose_seeds({"a": {1: None, 2: None}, "b": {2: None, 5: None}}) == {"a": 2, "b": 2}
-    assert choose_seeds({"a": {3: None, 1: None}, "b": {2: None}}) == {"a": 1, "b": 2}
+    assert "Decoded text" in page and "eagle, T = 1" in page
 
 
 def test_sections_without_matter_are_left_out(tmp_path):
@@ -166,11 +147,25 @@ def test_sections_without_matter_are_left_out(tmp_path):
     assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training", "runs were made"))
 
 
+def test_methods_are_defined_below_the_title(tmp_path):
+    facts = {"methods": {"eagle": {"allocation": [6], "parameters": 1_234_567}, "poss-1": {"allocation": [1, 1]}}}
+    write_records(tmp_path / "run", make_records(prompts=3), facts | {"trainings": {"eagle": "10 steps from hass"}})
+    page = page_of(tmp_path, tmp_path / "run")
+    for defined in (
+        "plain: the target alone, one token a step",
+        "eagle: one layer [6], 1.2 M parameters, 10 steps from hass",
+        "poss-1: 2 specialists [1, 1]",
+    ):
+        assert f"<li>{defined}</li>" in page
+    assert page.index("</h1>") < page.index("<li>") < page.index("<table")
+    assert page.index("<th>τ</th>") < page.index("<th>speed-up</th>")
+
+
 def test_a_failing_page_leaves_the_old_one_and_is_named_like_one(tmp_path):
     write_records(tmp_path / "run", make_records(prompts=1), {})
     (tmp_path / "page.html").write_text("old")
-    with pytest.raises(ValueError, match="baseline is 'plain'"):
-        page_of(tmp_path, tmp_path / "run", baseline="plain")
+    with pytest.raises(ValueError, match="baseline is 'beam'"):
+        page_of(tmp_path, tmp_path / "run", baseline="beam")
     assert (tmp_path / "page.html").read_text() == "old" and not list(tmp_path.glob(".page*"))
     with pytest.raises(ValueError, match=r"README.md; its name must end in .html"):
         compare(str(tmp_path / "run"), html=str(tmp_path / "README.md"))
@@ -194,14 +189,6 @@ def test_spans_are_the_rounds_and_hold_every_piece_once():
     assert spans(cut) == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
     for record in make_records():
         assert "".join(span.text for span in spans(record)).split() == record.text.split()
-
-
-def test_rounds_are_those_of_their_record():
-    record = next(record for record in make_records() if record.method == "poss-1")
-    for (title, tree), accepted in zip(steps(record, rounds_of(record)), record.accepted, strict=True):
-        assert title.endswith(f" {accepted} accepted") and tree.count("✓") == accepted and tree.count("+ ") == 1
-    with pytest.raises(ValueError, match=r"rounds of 'poss-1', chat/0 turn 0, are not those of its record"):
-        steps(record, rounds_of(record)[1:])
 
 
 # --- what trainings logged ---

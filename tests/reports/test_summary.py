@@ -19,12 +19,12 @@ def test_few_prompts_have_values_and_neither_intervals_nor_a_verdict():
 
 
 def test_identical_counts_prompts_not_answers():
-    records = make_records(methods=("autoregressive", "generate"), suites=("chat",), prompts=4)
+    records = make_records(methods=("plain", "generate"), suites=("chat",), prompts=4)
     place = next(i for i, record in enumerate(records) if (record.id, record.turn, record.method) == (2, 1, "generate"))
     records[place] = replace(records[place], tokens=records[place].tokens[::-1])
     rows = rows_of(records)
     assert rows["generate"].values["identical"].value == 0.75
-    assert not {"identical", "speed_up", "tau_macro"} & rows["autoregressive"].values.keys()
+    assert not {"identical", "speed_up", "tau_macro"} & rows["plain"].values.keys()
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -34,7 +34,7 @@ def test_prompts_without_rounds_add_no_certainty(seeds):
     idle, asked = (
         {cell: [change(record) for record in records if keep(record)] for cell, records in cells.items()}
         for change, keep in (
-            (lambda r: replace(r, **SHORT) if r.id == 1 and r.method != "autoregressive" else r, lambda r: True),
+            (lambda r: replace(r, **SHORT) if r.id == 1 and r.method != "plain" else r, lambda r: True),
             (lambda r: r, lambda r: r.id != 1),
         )
     )
@@ -59,14 +59,14 @@ def test_only_seeds_that_both_have_are_paired():
 @pytest.mark.parametrize(
     "change, options, said",
     [
-        (lambda records: records[:-1], {}, r"'poss-1' and 'autoregressive' differ in 1 answers, such as code/4 turn 1"),
+        (lambda records: records[:-1], {}, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
         (lambda records: [*records, records[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
         (
             lambda records: [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in records],
             {},
-            "'autoregressive' and 'poss-1' have prompts of 10 and 11 tokens at chat/0 turn 0 repeat 0",
+            "'plain' and 'poss-1' have prompts of 10 and 11 tokens at chat/0 turn 0 repeat 0",
         ),
-        (list, {"reference": "hass"}, "reference is 'hass'; these records have the methods autoregressive, gen"),
+        (list, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
         (list, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
     ],
 )

@@ -33,7 +33,7 @@ def deep() -> Target:
     return tiny_target(num_hidden_layers=4)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "phi3, longrope"])
 def test_features_and_layers_are_those_of_the_target(tmp_path, name):
     """Of every family: the final norm is found; layers come in the order asked for, one of them twice."""
     torch.manual_seed(0)
@@ -48,9 +48,10 @@ def test_features_and_layers_are_those_of_the_target(tmp_path, name):
     assert not list(tmp_path.iterdir())  # the files are gone
 
 
-@pytest.mark.parametrize("layers", [(), (3, 1)])
-@pytest.mark.parametrize("stored", ["exact", "float8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "stored", "layers"),
+    [(torch.float32, "exact", (3, 1)), (torch.bfloat16, "float8", (3, 1)), (torch.float32, "float8", ())],
+)
 def test_the_store_is_that_of_the_target(tmp_path, dtype, stored, layers):
     target = Target(tiny_model(num_hidden_layers=4).to(dtype), tiny_tokenizer(), "tiny")
     options = SIZES | {"stored": stored, "layers": layers}

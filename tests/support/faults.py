@@ -9,11 +9,7 @@ is done, and counts them. A fault is `KIND:AT`:
   time:S       the process is killed after S seconds
   full:N       from the N-th operation on the disk is full, as the hook says
   limit:BYTES  no file may become larger
-  disk:BYTES   the folder is a disk of so many bytes (where this user may mount one)
   beside:N     the process stands still before its N-th operation, while another runs the same command
-  truncate:N   before the N-th operation somebody cuts every shard of the store that is read in half,
-  rewrite:N    writes other bytes into it,
-  remove:N     or removes the store
 """
 
 import errno
@@ -23,7 +19,6 @@ import re
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -203,7 +198,7 @@ def arm(fault: Fault, folder: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, fault.at)  # nobody handles SIGALRM, so it ends the process
     elif fault.kind == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.at), resource.RLIM_INFINITY))
-    elif fault.kind != "disk":
+    else:
         number, writes = 0, folder
         act = ACTS[fault.kind]
 
@@ -237,48 +232,4 @@ def _stop(operation: Operation, written: Path) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _truncate(operation: Operation, written: Path) -> None:
-    for shard in Path(STORE).glob("*.arrow"):
-        os.truncate(shard, shard.stat().st_size // 2)
-
-
-def _rewrite(operation: Operation, written: Path) -> None:
-    for shard in Path(STORE).glob("*.arrow"):
-        size = shard.stat().st_size
-        with shard.open("r+b") as file:
-            file.seek(size // 2)
-            file.write(bytes(size // 4))
-
-
-def _remove(operation: Operation, written: Path) -> None:
-    for file in Path(STORE).iterdir():
-        file.unlink()
-    Path(STORE).rmdir()
-
-
-ACTS = {
-    "kill": _kill,
-    "foreign": _kill,
-    "torn": _tear,
-    "full": _fill,
-    "beside": _stop,
-    "truncate": _truncate,
-    "rewrite": _rewrite,
-    "remove": _remove,
-}
-
-
-# --- a disk of its own ---
-
-
-def mount(folder: Path, size: int) -> bool:
-    """Make a folder a disk of so many bytes, or give the one that it is another size; False where one may not."""
-    given = ["-o", f"remount,size={size}", str(folder)]
-    if not os.path.ismount(folder):
-        given = ["-t", "tmpfs", "-o", f"size={size}", "poss-faults", str(folder)]
-    return subprocess.run(["mount", *given], capture_output=True, check=False).returncode == 0
-
-
-def unmount(folder: Path) -> None:
-    if os.path.ismount(folder):
-        subprocess.run(["umount", str(folder)], check=True)
+ACTS = {"kill": _kill, "foreign": _kill, "torn": _tear, "full": _fill, "beside": _stop}

@@ -1,15 +1,12 @@
-"""A made-up sweep for the report: records, rounds and event files of two choices, in folders CHOICE/seed-N."""
+"""A made-up sweep for the report: records and event files of two choices, in folders CHOICE/seed-N."""
 
 import json
-import math
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation import records, rounds
-from poss_lightning.evaluation.drawing import Guesses
-from poss_lightning.evaluation.records import BASELINES, Record
-from poss_lightning.evaluation.rounds import Round
+from poss_lightning.evaluation import records
+from poss_lightning.evaluation.records import Record
 from tests.support.synthetic import make_records
 
 CHOICES = ("eagle", "poss-1")
@@ -23,9 +20,8 @@ def write_lab(folder: Path) -> None:
     for choice in CHOICES:
         for seed in range(SEEDS):
             cell = folder / choice / f"seed-{seed}"
-            own = make_records(methods=("autoregressive", "generate", choice), seed=seed)
+            own = make_records(methods=("plain", "generate", choice), seed=seed)
             write_records(cell, own, {"methods": {choice: {"depth": DEPTH}}, "config": {"seed": seed}})
-            write_rounds(cell, own)
             write_events(cell, seed, gain=0.1 * CHOICES.index(choice))
 
 
@@ -34,39 +30,6 @@ def write_records(folder: Path, own: list[Record], facts: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "records.jsonl").write_text("".join(records.to_line(record) + "\n" for record in own))
     (folder / "run.json").write_text(json.dumps(facts))
-
-
-def write_rounds(folder: Path, own: list[Record]) -> None:
-    """`rounds.jsonl` of each suite's first prompt: a path of what was accepted, and beside each token others."""
-    lines = [
-        rounds.to_line(Round(record.suite, record.id, record.turn, record.method, number, guesses))
-        for record in own
-        if record.id == 0 and record.repeat == 0 and record.method not in BASELINES
-        for number, guesses in enumerate(made_rounds(record))
-    ]
-    (folder / "rounds.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def made_rounds(record: Record) -> list[Guesses[str]]:
-    """Guesses that lead to what the record says."""
-    made, start = [], 0
-    for accepted in record.accepted:
-        said = record.pieces[start : start + accepted + 2]  # root, accepted, bonus
-        tokens, parents, path = [said[0]], [0], [0]
-        for depth in range(DEPTH):
-            children = [said[depth + 1]] if depth < accepted else []
-            below = path[-1] if depth <= accepted else len(tokens) - 1
-            for token in [*children, f"x{depth}", "\n"]:
-                tokens.append(token)
-                parents.append(below)
-            path += [len(tokens) - 3] if children else []
-        depths = [0] * len(tokens)
-        for node in range(1, len(tokens)):
-            depths[node] = depths[parents[node]] + 1
-        scores = [depth * math.log(0.5) for depth in depths]
-        made.append(Guesses(tokens, parents, scores, path, said[-1]))
-        start += accepted + 1
-    return made
 
 
 def write_events(folder: Path, seed: int, gain: float) -> None:

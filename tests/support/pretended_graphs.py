@@ -134,6 +134,6 @@ def replace_cuda(monkeypatch: pytest.MonkeyPatch, device: PretendedDevice) -> No
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes = {"CUDAGraph": Graph, "Stream": lambda: stream, "current_stream": lambda: stream, "graph": capture}
-    fakes |= {"device": current, "stream": lambda stream: nullcontext()}
+    fakes |= {"device": current, "stream": lambda stream: nullcontext(), "set_stream": lambda stream: None}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)

@@ -10,7 +10,7 @@ SHARES = {"eagle": (0.6, 0.4, 0.2), "poss-1": (0.6, 0.6, 0.6)}  # pos-acc by pos
 
 
 def make_records(
-    methods: tuple[str, ...] = ("autoregressive", "generate", "eagle", "poss-1"),
+    methods: tuple[str, ...] = ("plain", "generate", "eagle", "poss-1"),
     suites: tuple[str, ...] = ("chat", "code"),
     prompts: int = 5,
     rounds: int = 20,
@@ -57,20 +57,20 @@ def _accepted(draw, shares, hardness) -> int:
 
 
 def rows_of(records, suite=ALL, **options):
-    found = summarise(by_method(records), **({"baseline": "autoregressive"} | options))
+    found = summarise(by_method(records), **({"baseline": "plain"} | options))
     return {row.method: row for row in found if row.suite == suite}
 
 
 def make_cells(choices=("eagle", "poss-1"), seeds=(0, 1, 2)):
     return {
-        (choice, seed): make_records(("autoregressive", choice), seed=10 * seed + place, prompts=4)
+        (choice, seed): make_records(("plain", choice), seed=10 * seed + place, prompts=4)
         for place, choice in enumerate(choices)
         for seed in seeds
     }
 
 
 def over_seeds(cells, reference="eagle", suite=ALL):
-    found = summarise(by_choice(cells), baseline="autoregressive", reference=reference)
+    found = summarise(by_choice(cells), baseline="plain", reference=reference)
     return {row.method: row for row in found if row.suite == suite}
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.export import load_checkpoint
-from tests.support.faults import KILLED, PATIENCE, STORE, Child, Fault, Operation, Outcome, mount, recorded, unmount
+from tests.support.faults import KILLED, PATIENCE, STORE, Child, Fault, Operation, Outcome, recorded
 from tests.support.stores import ROLES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
@@ -87,45 +87,33 @@ def go_on_fit(folder: Path) -> list[str]:
 
 
 FIT_LINE = ("fit", "--config={inputs}/fit.yaml")
+SUITES = "--suites=[{inputs}/suite.jsonl] --max_new_tokens=6"
+
+
+def line(text: str, copies: tuple[str, ...] = (), **options: Any) -> Writer:
+    """A command line as one would write it; TARGET and ON are its options."""
+    words = text.replace("ON", " ".join(TARGET[1:])).replace("TARGET", " ".join(TARGET)).split()
+    return Writer(tuple(words), copies, **options)
+
+
 WRITERS = {
-    "extract": Writer(("extract", "{inputs}/long.jsonl", "out", *TARGET, "--shard_mb=1", "--batch_tokens=2000")),
-    "synthesize": Writer(
-        ("synthesize", "out.jsonl.gz", *TARGET)
-        + ("--conversations=6", "--batch_size=4", "--user_tokens=6", "--answer_tokens=6")
+    "extract": line("extract {inputs}/long.jsonl out TARGET --shard_mb=1 --batch_tokens=2000"),
+    "synthesize": line(
+        "synthesize out.jsonl.gz TARGET --conversations=6 --batch_size=4 --user_tokens=6 --answer_tokens=6"
     ),
-    "answer": Writer(
-        ("answer", "out.jsonl", *TARGET, "--suites=[{inputs}/suite.jsonl]", "--max_new_tokens=6", "--batch_size=2")
-    ),
-    "convert": Writer(("convert", "{inputs}/draft", "out", "--output_format=poss", TARGET[0])),
-    "export": Writer(("export", "{inputs}/run/checkpoints/last.ckpt", "out", "--dtype=bfloat16")),
-    "benchmark": Writer(
-        (
-            "benchmark",
-            "out",
-            "--drafts.d={inputs}/draft",
-            *TARGET,
-            "--suites=[{inputs}/suite.jsonl]",
-            "--max_new_tokens=6",
-        )
-    ),
-    "replay": Writer(("replay", "store", "out", "--drafts.d={inputs}/draft", *TARGET[1:]), (STORE,)),
-    "compare": Writer(("compare", "{inputs}/records", "--html=out.html")),
+    "answers": line("synthesize out.jsonl TARGET --prompts=[{inputs}/suite.jsonl] --answer_tokens=6 --batch_size=2"),
+    "convert": line("convert {inputs}/draft out --output_format=poss --target={inputs}/target"),
+    "export": line("export {inputs}/run/checkpoints/last.ckpt out --dtype=bfloat16"),
+    "benchmark": line(f"benchmark out --drafts.d={{inputs}}/draft TARGET {SUITES}"),
+    "replay": line("replay store out --drafts.d={inputs}/draft ON", (STORE,)),
+    "compare": line("compare {inputs}/records --html=out.html"),
     "fit": Writer(FIT_LINE, (STORE,), go_on_fit),
     "fit-two": Writer((*FIT_LINE, "--trainer.devices=2", "--trainer.strategy=ddp"), (STORE,), go_on_fit, processes=2),
-    "sweep": Writer(("sweep", "."), (STORE, "sweep.yaml")),
+    "sweep": line("sweep .", (STORE, "sweep.yaml")),
 }
 MADE = {  # inputs that take a command, by name: made where one of the above names them
-    STORE: Writer(("extract", "{inputs}/corpus.jsonl", STORE, *TARGET)),
-    "records": Writer(
-        (
-            "benchmark",
-            "records",
-            "--drafts.d={inputs}/draft",
-            *TARGET,
-            "--suites=[{inputs}/suite.jsonl]",
-            "--max_new_tokens=6",
-        )
-    ),
+    STORE: line(f"extract {{inputs}}/corpus.jsonl {STORE} TARGET"),
+    "records": line(f"benchmark records --drafts.d={{inputs}}/draft TARGET {SUITES}"),
     "run": Writer(FIT_LINE, (STORE,)),
 }
 
@@ -154,8 +142,7 @@ class Observed(NamedTuple):
 
     whole: dict[str, object]  # what it leaves, see `result`
     operations: list[Operation]
-    given: list[int]  # sizes of the files in its folder before
-    sizes: list[int]  # and after
+    sizes: list[int]  # of the files that are there then
 
 
 class Place:
@@ -187,12 +174,8 @@ class Place:
 
     def fresh(self, writer: Writer) -> None:
         """An empty folder, but for what it begins with."""
-        unmount(self.work)
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
-        self.copy(writer)
-
-    def copy(self, writer: Writer) -> None:
         for name in writer.copies:
             copy = shutil.copytree if (self.inputs / name).is_dir() else shutil.copyfile
             copy(self.inputs / name, self.work / name)
@@ -222,7 +205,6 @@ class Place:
         """What the command leaves when nothing happens, and its operations. This process imports what it did."""
         self._make_inputs(writer)
         self.fresh(writer)
-        given = _sizes(self.work)
         if writer.processes > 1:
             outcome, operations, modules = self.run(writer), [], []
         else:
@@ -232,7 +214,8 @@ class Place:
         for name in set(modules) - set(sys.modules):
             with contextlib.suppress(Exception):  # it may only be imported by another module
                 import_module(name)
-        return Observed(result(self.work), operations, given, _sizes(self.work))
+        sizes = [path.stat().st_size for path in self.work.rglob("*") if path.is_file()]
+        return Observed(result(self.work), operations, sizes)
 
     def check(self, writer: Writer, fault: Fault, whole: dict[str, object]) -> str | None:
         """Run a command under a fault, then again without: what is wrong then, if anything.
@@ -241,22 +224,12 @@ class Place:
             whole: what `observe` saw.
         """
         self.fresh(writer)
-        try:
-            if fault.kind == "disk" and not mount(self.work, int(fault.at)):
-                return None
-            problem = self._meet(writer, fault, whole)
-            planted = plant(self.work, writer) if fault.kind == "foreign" else {}
-            problem = problem or self._go_on(writer, whole, planted)
-        finally:
-            unmount(self.work)
-        return problem
+        problem = self._run_two(writer, fault) if fault.kind == "beside" else self._meet(writer, fault)
+        planted = plant(self.work, writer) if fault.kind == "foreign" else {}
+        return problem or self._go_on(writer, whole, planted)
 
-    def _meet(self, writer: Writer, fault: Fault, whole: dict[str, object]) -> str | None:
+    def _meet(self, writer: Writer, fault: Fault) -> str | None:
         """Problems of the run that meets the fault."""
-        if fault.kind == "disk":
-            self.copy(writer)
-        if fault.kind == "beside":
-            return self._run_two(writer, fault)
         outcome = self.run(writer, fault)
         if fault.kind in ("kill", "torn", "time", "foreign"):
             ended = (KILLED, -signal.SIGKILL) if fault.kind != "time" else (0, -signal.SIGALRM, -signal.SIGKILL)
@@ -265,13 +238,6 @@ class Place:
             return f"ended without a clear line: {_shown(outcome)}"
         if torn := [str(path) for path in self.work.rglob("*.tmp")]:
             return f"left {torn}"
-        if fault.kind in ("truncate", "rewrite", "remove"):
-            shutil.rmtree(self.work / STORE, ignore_errors=True)
-            shutil.copytree(self.inputs / STORE, self.work / STORE)
-            if not outcome.code and (wrong := differences(whole, result(self.work))):
-                return f"ended well, with other results: {wrong}"
-        if fault.kind == "disk":
-            mount(self.work, 2**28)
         return None
 
     def _run_two(self, writer: Writer, fault: Fault) -> str | None:
@@ -303,10 +269,6 @@ class Place:
             return f"does not go on: {_shown(outcome)}"
         wrong = differences(whole, result(self.work))
         return f"went on to other results: {wrong}" if wrong else None
-
-
-def _sizes(folder: Path) -> list[int]:
-    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
 
 
 def _shown(outcome: Outcome) -> str:
@@ -411,11 +373,8 @@ def write_inputs(folder: Path) -> None:
     folder.mkdir()
     tiny_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    for name, seed in (("corpus", 0),):
-        lines = [
-            json.dumps({"id": f"{name}/{each.id}", "messages": each.messages}) for each in make_conversations(24, seed)
-        ]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    lines = [json.dumps({"id": f"corpus/{each.id}", "messages": each.messages}) for each in make_conversations(24)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
     long = [" ".join(["the draft says four legs"] * 16) + f" {i}" for i in range(60)]
     lines = [json.dumps({"messages": [{"role": role, "content": text} for role in ROLES]}) for text in long]
     (folder / "long.jsonl").write_text("\n".join(lines))

@@ -356,13 +356,17 @@ def test_variables_reach_the_template_and_a_conversations_own_go_first():
         Chat(tiny_tokenizer(), variables={"messages": []})
 
 
-def test_the_date_is_that_of_the_day_when_work_began():
-    chat = Chat(tiny_tokenizer(DATED))
-    today = chat.template.variables["strftime_now"]
-    assert today == date.today().isoformat()
+@pytest.mark.parametrize("form", ["'%d %b %Y'", "form", "format='%d' ~ ' %b %Y'"])
+def test_the_date_is_that_of_the_day_when_work_began(form):
+    """However a template spells its format; and a fixed day changes nothing else of it."""
+    dated = "{% set form = '%d %b %Y' %}" + DATED.replace("'%d %b %Y'", form)
+    chat = Chat(tiny_tokenizer(dated))
+    assert chat.template.variables["strftime_now"] == date.today().isoformat()
+    transformers_own = chat._tokenizer.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True)
+    assert chat._tokenizer.decode(chat.prompt([user("a")])) == transformers_own
     chat.template.freeze({"strftime_now": "2024-07-26"})
     assert chat._tokenizer.decode(chat.prompt([user("a")])).startswith("Today is 26 Jul 2024\n")
-    given = Chat(tiny_tokenizer(DATED), variables={"strftime_now": "2020-01-02"})
+    given = Chat(tiny_tokenizer(dated), variables={"strftime_now": "2020-01-02"})
     given.template.freeze({"strftime_now": "2024-07-26"})
     assert given._tokenizer.decode(given.prompt([user("a")])).startswith("Today is 02 Jan 2020\n")
     assert not Chat(tiny_tokenizer()).template.variables

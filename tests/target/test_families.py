@@ -42,7 +42,12 @@ def family(name: str, seed: int = 0, **changes) -> Target:
     return Target(model, tiny_tokenizer(), name)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# By default one family a kind of angles and of layers.
+FIRST = ("llama", "llama, dynamic", "phi3, longrope", "gemma2")
+EACH = [pytest.param(name, marks=() if name in FIRST else pytest.mark.nightly) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def target(request) -> Target:
     return family(request.param)
 

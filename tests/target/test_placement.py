@@ -13,10 +13,11 @@ from transformers import AutoConfig
 from poss_lightning.decoding.autoregressive import Generate
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.target import loading, placement
+from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.generation import generate
 from poss_lightning.target.model import Target
-from poss_lightning.target.placement import SpreadStore, weight_bytes
-from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from poss_lightning.target.placement import weight_bytes
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 STOPS = frozenset([1])
@@ -42,25 +43,26 @@ def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
 
 def test_keys_lie_beside_their_layers_and_follow_a_path():
     """Twin: one store of all layers. The devices of the law are names of the one that there is."""
-    sizes = {"batch": 2, "capacity": 9, "heads": 2, "head_dim": 4, "dtype": torch.float32}
+    sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32}
     cpu, far = torch.device("cpu"), torch.device("cpu:0")
-    target = tiny_target()
-    plain, spread = target.new_cache(2, 9).store, SpreadStore([cpu, far], cpu, **(sizes | {"head_dim": 8}))
-    assert [len(store.keys) for store in spread.stores.values()] == [1, 1]
+    caches = [TreeCache(devices, cpu, 2, 9, **sizes) for devices in ([cpu] * 3, [cpu, far, cpu])]
+    assert [len(store.keys) for store in caches[1].stores.values()] in ([2, 1], [1, 2])
     torch.manual_seed(0)
-    index, move = torch.tensor([0, 1, 9, 10]), (torch.tensor([1, 10]), torch.tensor([0, 9]))
-    for layer in range(2):
-        keys, values = torch.randn(2, 2, 2, 2, 8)
-        for store in (plain, spread):
-            store.write(layer, index, keys, values)
-    for store in (plain, spread):
-        store.move(*move)
-        store.select([1])
-    for layer in range(2):
-        for ours, theirs in zip(plain.view(layer, 2), spread.view(layer, 2), strict=True):
-            assert ours.equal(theirs) and ours.any()
-    meta = SpreadStore([cpu, torch.device("meta"), cpu], cpu, **sizes)
-    assert [meta.view(layer, 3)[0].device.type for layer in range(3)] == ["cpu", "meta", "cpu"]
+    tokens = torch.randn(2, 3, 2, 2, 4, 8)
+    path, counts = torch.tensor([[1, 3], [2, 0]]), torch.tensor([2, 1])
+    views = []
+    for cache in caches:
+        cache.slots.open(4)
+        for layer, states in enumerate(zip(*tokens, strict=True)):
+            cache.update(*states, layer)
+        cache.keep_path(path, counts)
+        cache.select([1])
+        views += [[layer.store.view(layer.layer, 1) for layer in cache.layers]]
+    for layer, (plain, spread) in enumerate(zip(*views, strict=True)):
+        for kind in range(2):
+            assert plain[kind].equal(spread[kind]) and plain[kind].equal(tokens[kind, layer, 1:, :, 2:3])
+    meta = TreeCache([cpu, torch.device("meta"), cpu], cpu, 2, 9, **sizes)
+    assert [layer.store.view(layer.layer, 3)[0].device.type for layer in meta.layers] == ["cpu", "meta", "cpu"]
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(tiny_folder, monkeypatch):
@@ -87,8 +89,8 @@ def test_what_helps_depends_on_where_it_should_lie(tiny_folder, monkeypatch):
     with pytest.raises(ValueError, match=r"cuda:1 has .*: --parallel layers takes several GPUs"):
         placement.placement("big", folder, config, "float32", "cuda:1", "none", None)
     fits = placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
-    assert fits == {"device_map": "auto", "max_memory": dict.fromkeys((1, 2, 3), half)}
-    for gpus, words in ((2, "these 1 GPUs have .* take more GPUs"), (1, "there is one GPU, which the training needs")):
+    assert fits == {"device_map": "auto", "max_memory": dict.fromkeys((1, 2, 3), int(0.85 * half))}  # room for caches
+    for gpus, words in ((3, "these 2 GPUs have .* take more GPUs"), (1, "there is one GPU, which the training needs")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ValueError, match=words):
             placement.placement("big", folder, config, "float32", "cuda", "layers", 0)

@@ -21,7 +21,7 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target import embedded
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
-from poss_lightning.target.generation import generate, prefill
+from poss_lightning.target.generation import PlainLoop, generate, prefill
 from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.spec import TargetSpec
 from tests.support import naive
@@ -73,6 +73,42 @@ def test_a_prompt_read_in_blocks_is_the_prompt(monkeypatch, block, layers):
         readings.append((last, real, following))
     for found, expected in zip(*readings, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_many_prompts_are_read_in_smaller_blocks(target, monkeypatch):
+    """So that a forward reads as many tokens, however many prompts there are."""
+    monkeypatch.setattr("poss_lightning.target.generation.TOKENS", 12)
+    sizes, forward = [], Target.forward_tree
+    monkeypatch.setattr(Target, "forward_tree", lambda *a, **o: sizes.append(a[1].numel()) or forward(*a, **o))
+    for count in (1, 4, 5, 20):
+        prefill(target, [[5, 6, 7, 8, 9, 3, 4]] * count, 4)
+    assert max(sizes[:6]) <= 12 and sizes[0] == 7 and set(sizes[-7:]) == {20}
+
+
+def test_the_memory_of_a_cache_is_free_before_a_larger_one_takes_some(target, monkeypatch):
+    """And where there is too little, the next text finds no cache, and makes one."""
+    loop = PlainLoop(target)
+    said, old = loop.generate([[5, 6]], 4, frozenset()), loop.cache
+
+    def full(*_):
+        assert not any(store.keys.numel() or store.values.numel() for store in old.stores.values())
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Target, "new_cache", full)
+        loop.generate([[5] * 200], 4, frozenset())
+    assert loop.generate([[5, 6]], 4, frozenset()) == said
+
+
+def test_cudnns_attention_is_off_wherever_a_target_lies_on_cuda(monkeypatch):
+    """Of a model in hand, too, and of one that moves there; it plans anew for each length."""
+    asked, target = [], tiny_target()
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
+    target.move("cpu")
+    assert not asked
+    monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    target.move("cpu")
+    assert asked == [False]
 
 
 def test_a_mask_off_by_one_is_seen(target):

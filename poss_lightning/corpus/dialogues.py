@@ -3,7 +3,7 @@
 A draft should learn from its target's own answers, and this makes them. Nothing is downloaded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -13,75 +13,47 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.writer import CorpusWriter, Messages
-from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
-from poss_lightning.sampling import Sampling
+from poss_lightning.sampling import Draw, Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
-from poss_lightning.target.placement import Parallel
 from poss_lightning.target.template import Message
 
+Choice = tuple[Sampling, int]  # how tokens are chosen, and how many at most
 _PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 
 
-@check_numbers
-def synthesize(
-    out: str,
+def write_dialogues(
+    corpus: CorpusWriter,
+    target: Target,
+    conversations: int,
+    turns: int,
     *,
-    target: str = "embedded",
-    conversations: Count = 2000,
-    turns: Count = 1,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 0.95,
-    answer_temperature: Temperature = 0.0,
-    user_tokens: Tokens = 96,
-    answer_tokens: Tokens = 256,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    batch_size: Rows = 128,
-    openings: str | None = None,
-    seed: Seed = 0,
-    dtype: str = "auto",
-    device: str = "auto",
-    parallel: Parallel = "none",
+    user: Choice,
+    answer: Choice,
+    openings: Sequence[str],
+    batch_size: int,
+    seed: int,
+    settings: Mapping[str, Any],
 ) -> None:
-    """Let the target write conversations with itself, as (compressed) JSON lines of chat messages.
-
-    If a run is killed, give the same command again: it goes on where it stopped, and ends with the same file.
+    """Write a corpus of new conversations, no two with the same first message.
 
     Args:
-        out: file to write, `.jsonl` or `.jsonl.gz`.
-        target: "embedded", a local folder or a hub id.
-        conversations: how many to write.
-        turns: user messages in a conversation.
-        temperature: of the user's messages.
-        top_p: sample among the likeliest tokens that hold this probability. 1 is the fastest, as tokens need not be
-            sorted.
-        answer_temperature: of the answers; 0 is greedy. A small target with greedy answers repeats itself, and a draft
-            learns little from repetitions.
-        user_tokens: most tokens of a user's message; a longer one is cut.
-        answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
-        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        batch_size: conversations that are written side by side.
-        openings: file of texts, one a line; each first message begins with one of them, chosen by the seed. Messages
-            that a target begins itself are less varied than those of users.
-        seed: the same seed, target and machine give the same file.
-        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
+        corpus: that is written.
+        target: that writes it.
+        conversations: how many.
+        turns: user messages in each.
+        user: how a user's tokens are chosen, and how many at most.
+        answer: likewise of an answer.
+        openings: one of them begins each first message.
+        batch_size: conversations side by side.
+        seed: of all that is sampled.
+        settings: what the conversations depend on.
+
+    Raises:
+        ValueError: they do not fit the target's context, or it writes nothing new.
     """
-    options = dict(locals())
-    if not temperature:
-        raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
-    user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
-    corpus, first_words = CorpusWriter(out), _read_openings(openings)
-    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
-    variables = model.chat.template.variables
-    model.chat.template.freeze(corpus.work.settings.get("chat_template_kwargs", {}))
-    writer = _Writer(model, turns, user=(user, user_tokens), answer=(answer, answer_tokens), openings=first_words)
-    unlike = ("out", "conversations", "device", "parallel")  # in which the same corpus may be written
-    settings = {name: value for name, value in options.items() if name not in unlike}
-    settings |= {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
-    settings |= {"chat_template_kwargs": variables}
-    given = {"chat_template_kwargs": variables} if variables else {}
+    writer = _Writer(target, turns, user=user, answer=answer, openings=openings)
+    given = {"chat_template_kwargs": settings["chat_template_kwargs"]} if settings["chat_template_kwargs"] else {}
     with corpus.claim(settings):
         records = (record | given for record in islice(_records(corpus, writer, batch_size, seed), conversations))
         corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
@@ -106,7 +78,7 @@ def _records(corpus: CorpusWriter, writer: "_Writer", batch_size: int, seed: int
             )
 
 
-def _read_openings(file: str | None) -> list[str]:
+def read_openings(file: str | None) -> list[str]:
     """The lines of the file that are not blank, one at least."""
     if file is None:
         return []
@@ -131,8 +103,8 @@ class _Writer:
         target: Target,
         turns: int,
         *,
-        user: tuple[Sampling, int],  # how its tokens are chosen, and how many at most
-        answer: tuple[Sampling, int],
+        user: Choice,
+        answer: Choice,
         openings: Sequence[str] = (),
     ):
         if turns * (user[1] + answer[1]) >= target.spec.context:
@@ -160,12 +132,13 @@ class _Writer:
         for _ in range(self.turns):
             for role, sampling, limit in self.roles:
                 prompts = [self._prompt(*pair, role) for pair in zip(conversations, beginnings, strict=True)]
-                tokens = self._generate(prompts, limit, sampling, generator)
-                full += [messages for messages, row in zip(conversations, tokens, strict=True) if not row]
+                written = self._generate(prompts, limit, sampling, generator)
+                full += [messages for messages, (row, _) in zip(conversations, written, strict=True) if not row]
                 continued = []
-                for messages, opening, row in zip(conversations, beginnings, tokens, strict=True):
+                for messages, opening, (row, draw) in zip(conversations, beginnings, written, strict=True):
                     if row and (message := self._message(role, opening, row)):
-                        continued.append([*messages, message])
+                        known = {"drawn": draw.values()} if role == "assistant" and draw else {}
+                        continued.append([*messages, message | known])
                 conversations, beginnings = continued, [""] * len(continued)
                 if not conversations:
                     break
@@ -174,19 +147,20 @@ class _Writer:
 
     def _generate(
         self, prompts: list[list[int]], limit: int, sampling: Sampling, generator: torch.Generator
-    ) -> list[list[int]]:
-        """Each prompt's new tokens, as many as the target's context has room for: none behind a full one."""
+    ) -> list[tuple[list[int], Draw | None]]:
+        """Each prompt's new tokens, as many as the target's context has room for, and how they were drawn."""
         rooms = [self.target.spec.context - len(prompt) for prompt in prompts]
         rows = [row for row, room in enumerate(rooms) if room > 0]
         texts: list[list[int]] = [[] for _ in prompts]
         if not rows:
-            return texts
+            return [(text, None) for text in texts]
         limits = [min(limit, rooms[row]) for row in rows]
         asked = [prompts[row] for row in rows]
         for tokens in self.loop.steps(asked, limits, self.target.chat.stops, sampling, generator):
             for place, token in tokens.items():
                 texts[rows[place]].append(token)
-        return texts
+        draws = dict(zip(rows, self.loop.sampler.draws, strict=False))
+        return [(text, draws.get(row)) for row, text in enumerate(texts)]
 
     def _prompt(self, messages: list[dict], opening: str, role: str) -> list[int]:
         """Tokens of the template up to the place where `role` continues the opening."""

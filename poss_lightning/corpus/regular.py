@@ -1,0 +1,35 @@
+"""Messages made a regular conversation by leaving out, never by inventing."""
+
+from collections.abc import Callable
+from itertools import groupby
+
+from poss_lightning.target.template import Message
+
+SIDES = ("user", "assistant")
+
+
+def make_regular(messages: list[Message]) -> list[Message]:
+    """The messages from the first of a user, system messages before it, to an answer, and none that are empty."""
+    filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
+    first = _first(filled, lambda message: message["role"] == "user")
+    kept = [message for i, message in enumerate(filled) if i >= first or message["role"] == "system"]
+    kept = kept[: _first(kept, _is_empty)]
+    while kept and kept[-1]["role"] != "assistant":
+        kept.pop()
+    runs = groupby(enumerate(kept), lambda pair: -1 if pair[1]["role"] == "user" else pair[0])
+    return [_joined([message for _, message in run]) for _, run in runs]
+
+
+def _is_empty(message: Message) -> bool:
+    """Whether a user or an assistant says nothing; a tool may."""
+    says = message["content"].strip() or message.get("tool_calls") or message.get("tokens")
+    return message["role"] in SIDES and not says
+
+
+def _joined(run: list[Message]) -> Message:
+    return run[0] if len(run) == 1 else run[0] | {"content": "\n\n".join(message["content"] for message in run)}
+
+
+def _first(messages: list[Message], holds: Callable[[Message], bool]) -> int:
+    """The place of the first message that it holds for; after the last where it holds for none."""
+    return next((i for i, message in enumerate(messages) if holds(message)), len(messages))

@@ -1,0 +1,123 @@
+"""How often one of n drafted tokens is what the target draws: by the rules that are known, by ours, and at best.
+
+Of the target's distribution p and the draft's q over V tokens, for one place (arXiv 2502.18779):
+
+    unseeing       the n likeliest of q, whatever is drawn: Σ p over them
+    replaced       n drawn from q, each accepted or rejected in turn (recursive rejection, arXiv 2305.09781)
+    distinct       the same without replacement (arXiv 2402.14160)
+    greedy         the n - 1 likeliest and one drawn from the rest: Σ_top p + Σ_rest min(p, q / z), z the rest's mass
+    coupled        ours: the n largest of log q + g, where the target takes the largest of log p + g
+    optimum        the most that any judge can accept of n independent draws from q
+
+Like `distinct`, `coupled` may lie above that optimum, as its children differ. Letters: V tokens, "..." places.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.stored import Answer
+from poss_lightning.sampling import TokenSampler
+from poss_lightning.target.spec import EmbedHead
+
+RULES = ("unseeing", "replaced", "distinct", "greedy", "coupled", "optimum")
+PLACES = 256  # of all answers, at which p and q are looked at
+TINY = 1e-300
+
+
+def unseeing(p: Tensor, q: Tensor, n: int) -> Tensor:
+    """(..., V) twice -> (...,)"""
+    return p.gather(-1, q.topk(n).indices).sum(-1)
+
+
+def greedy(p: Tensor, q: Tensor, n: int) -> Tensor:
+    """(..., V) twice -> (...,)"""
+    top = q.topk(n - 1).indices
+    rest = q.scatter(-1, top, 0)
+    one = torch.minimum(p, rest / rest.sum(-1, keepdim=True).clamp(min=TINY)).scatter(-1, top, 0)
+    return p.gather(-1, top).sum(-1) + one.sum(-1)
+
+
+def replaced(p: Tensor, q: Tensor, n: int) -> Tensor:
+    """(..., V) twice -> (...,): after a rejection the target is left with max(p - q, 0), normalised."""
+    missed = torch.ones_like(p[..., 0])
+    for _ in range(n):
+        missed = missed * (1 - torch.minimum(p, q).sum(-1))
+        p = _residual(p, q)
+    return 1 - missed
+
+
+def distinct(p: Tensor, q: Tensor, children: Tensor) -> Tensor:
+    """How often one of these children (..., n) is accepted, drawn one after another without replacement: (...,)."""
+    missed = torch.ones_like(p[..., 0])
+    for child in children.split(1, dim=-1):
+        chance = (p.gather(-1, child) / q.gather(-1, child).clamp(min=TINY))[..., 0]
+        missed = missed * (1 - chance.clamp(max=1))
+        p, q = _residual(p, q), q.scatter(-1, child, 0)
+        q = q / q.sum(-1, keepdim=True).clamp(min=TINY)
+    return 1 - missed
+
+
+def optimum(p: Tensor, q: Tensor, n: int) -> Tensor:
+    """1 + min over sets H of p(H) - q(H)^n, which is one of the first so many tokens in the order of p / q: (...,)."""
+    order = (p / q.clamp(min=TINY)).argsort(-1)
+    within = p.gather(-1, order).cumsum(-1) - q.gather(-1, order).cumsum(-1) ** n
+    return 1 + within.amin(-1).clamp(max=0)
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    rest = (p - q).clamp(min=0)
+    return rest / rest.sum(-1, keepdim=True).clamp(min=TINY)
+
+
+@torch.inference_mode()
+def acceptance(
+    draft: Specialists, embed_head: EmbedHead, answers: Sequence[Answer], depth: int, counts: Sequence[int]
+) -> Tensor:
+    """Means over some places of the answers, all drawn alike: (depth, len(counts), rules), in the order of RULES.
+
+    Position k is drafted from the text itself, so that only its own distribution differs from the target's.
+    """
+    head = embed_head if draft.config.own_head else embed_head.restrict(draft.vocabulary)
+    step = max(1, sum(len(answer.tokens) - answer.start for answer in answers) // PLACES)
+    generator, sums = torch.Generator().manual_seed(0), torch.zeros(depth, len(counts), len(RULES) + 1).double()
+    for answer in answers:
+        sampler = TokenSampler(1, draft.config.target.vocab_size, answer.tokens.device)
+        sampler.begin(answer.sampling, [[]], seeds=[answer.draw.seed if answer.draw else 0])
+        embedded = embed_head.embed(answer.tokens[1:])[None].to(draft.fc.weight.dtype)
+        outputs = draft(embedded, answer.draft_input[None, :-1].to(embedded), depth)
+        for k, output in enumerate(outputs, 1):
+            for some in torch.arange(answer.start + k, len(answer.tokens), step).split(16):
+                logits = draft.logits(output[0, some - 2], head).float()  # whose slot proposes the token at this place
+                every = torch.full((len(some), sampler.ids.shape[0]), -torch.inf, device=logits.device)
+                every[:, slice(None) if draft.vocabulary is None else draft.vocabulary] = logits
+                sums[k - 1, :, :-1] += _rates(every, sampler, answer, embed_head, some, counts, generator).sum(0)
+                sums[k - 1, :, -1] += len(some)
+    return sums[..., :-1] / sums[..., -1:]
+
+
+def _rates(logits, sampler, answer, embed_head, places, counts, generator) -> Tensor:
+    """(places, len(counts), rules) of the draft's logits (places, V)."""
+    sampling = answer.sampling
+    p = sampling.probabilities(embed_head.logits(answer.features[places - 1])).double().cpu()
+    q = (logits / sampling.temperature).double().cpu().softmax(-1)
+    seeing = (logits + sampler.noise(places[None].to(logits.device))[0]).topk(max(counts)).indices.cpu()
+    drawn = torch.empty_like(q).exponential_(generator=generator).reciprocal_().mul_(q).topk(max(counts)).indices
+    hit = seeing == answer.tokens[places].cpu()[:, None]
+    columns = [
+        (unseeing(p, q, n), replaced(p, q, n), distinct(p, q, drawn[:, :n]), greedy(p, q, n), hit[:, :n].any(-1),
+         optimum(p, q, n))
+        for n in counts
+    ]  # fmt: skip
+    return torch.stack([torch.stack([rate.double() for rate in column], -1) for column in columns], 1)
+
+
+def table(rates: Tensor, counts: Sequence[int]) -> str:
+    """Lines by position and n."""
+    lines = ["position   n  " + "".join(f"{rule:>10}" for rule in RULES)]
+    for k, of_position in enumerate(rates, 1):
+        for n, row in zip(counts, of_position, strict=True):
+            lines.append(f"{k:>8} {n:>3}  " + "".join(f"{rate:>10.3f}" for rate in row))
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""Answers of a feature store: where they stand, how they were drawn, and whether the target wrote them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from poss_lightning.features.store import Sample
+from poss_lightning.sampling import GREEDY, Draw, Sampling, TokenSampler
+from poss_lightning.target.spec import EmbedHead
+
+# Measured with the embedded target in bfloat16. It reads its own greedy answers, and ties make it choose another token
+# at 0.5 to 2 % of all tokens; 7 to 13 % of the answers have one among their first 8. In others' texts: 17 and 51 %.
+MAX_MISMATCH = 0.05  # of all tokens
+OPENING, MAX_OPENING_MISMATCH = 8, 0.25  # first tokens of an answer; of the answers that have a mismatch there
+
+
+class Answer(NamedTuple):
+    """One assistant's answer of a stored sample, without an end that the target did not write."""
+
+    tokens: Tensor  # (T,) prompt and answer
+    features: Tensor  # (T, D), the target's after each
+    draft_input: Tensor  # (T, R) what the draft reads after each
+    choices: Tensor  # (T - start,) what the target chooses at the answer's places, after the text before each
+    start: int  # of the answer
+    complete: bool  # the target ended it; else it was cut, and the token behind it is not known
+    draw: Draw | None  # how the target drew it; None where it did not
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens were chosen."""
+        return self.draw.sampling if self.draw else GREEDY
+
+
+def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
+    """The sample's answers. Where the target did not end an answer, the template's own end is left out.
+
+    An answer at the sample's end counts as cut, since `poss extract` may have cut it.
+
+    Args:
+        embed_head: the target's, which says what would be drawn.
+    """
+    for (start, stop), draw in zip(sample.spans, sample.draws or [None] * len(sample.spans), strict=True):
+        if stop - start < 2 or start < 1:
+            continue  # no root, or nothing behind it
+        choices = sample.greedy[start - 1 : stop - 1]
+        if draw:
+            choices = draw_again(draw, embed_head.logits(sample.features[start - 1 : stop - 1]), start)
+        complete = bool(choices[-1] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
+        known = stop if complete else stop - 1
+        tokens, features, draft_input = sample.tokens[:known], sample.features[:known], sample.draft_input[:known]
+        yield Answer(tokens, features, draft_input, choices[: known - start], start, complete, draw)
+
+
+def draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
+    """What is drawn of the logits (n, V) of n places of a text, from `start` on: (n,)."""
+    sampler, chosen = TokenSampler(1, logits.shape[-1], logits.device), []
+    sampler.begin(draw.sampling, [[]], seeds=[draw.seed])
+    for some in torch.arange(len(logits), device=logits.device).split(64):  # noise is as large as logits
+        noise = sampler.noise(start + some[None])
+        chosen.append(sampler.choose(logits[None, some], noise, some[None] - some[0])[0])
+    return torch.cat(chosen).cpu()
+
+
+def sampled(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How all of them were chosen, as `run.json` says it.
+
+    Raises:
+        ValueError: some otherwise than others.
+    """
+    kinds = {answer.sampling for answer in answers} or {GREEDY}
+    if len(kinds) > 1:
+        ways = ", ".join(map(str, kinds))
+        raise ValueError(f"the store's answers were chosen in {len(kinds)} ways: {ways}; give a store of each")
+    (sampling,) = kinds
+    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+
+
+def mismatch(answers: Sequence[Answer]) -> str | None:
+    """Say in words how far the answers are from the target's own; None where they are its own.
+
+    Answers differ that others wrote, that were drawn and do not say how, or that a template changes when it renders
+    them. An example is Qwen3 cut while it thinks: the template puts an empty thought before the answer, so all
+    differences are at the beginning.
+    """
+    differs = [answer.choices != answer.tokens[answer.start :] for answer in answers]
+    if not differs:
+        return None
+    share = float(torch.cat(differs).float().mean())
+    openings = sum(bool(tokens[:OPENING].any()) for tokens in differs) / len(differs)
+    if share <= MAX_MISMATCH and openings <= MAX_OPENING_MISMATCH:
+        return None
+    own = "own" if answers[0].draw else "own greedy"
+    return (
+        f"the answers are not the target's {own} ones: {100 * share:.1f} % of their tokens are not what it would "
+        f"write there, and {100 * openings:.0f} % of them differ within {OPENING} tokens; acceptance is that of this "
+        "text"
+    )

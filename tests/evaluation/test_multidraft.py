@@ -1,0 +1,98 @@
+"""Rules of multi-draft decoding: each against its enumeration, the optimum against the transport that it solves."""
+
+import itertools
+
+import pytest
+import torch
+from scipy.optimize import linprog
+
+from poss_lightning.evaluation.multidraft import RULES, acceptance, distinct, greedy, optimum, replaced, table, unseeing
+from poss_lightning.evaluation.stored import find_answers
+from poss_lightning.sampling import Sampling
+from tests.evaluation.test_replay import PROMPTS, drawn, lucky, read
+
+CASES = [(size, n, seed) for size, n in ((2, 1), (4, 2), (5, 3), (6, 2)) for seed in range(3)]
+
+
+def pair(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """p, which keeps not all of the tokens, and q."""
+    logits = 2 * torch.randn(2, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits[0, 0] = -torch.inf
+    return logits.softmax(-1).unbind()
+
+
+def recursive(p: list[float], q: list[float], n: int, replace: bool) -> float:
+    """How often one of n children is accepted, child by child from the definition."""
+    if n == 0 or not sum(q):
+        return 0.0
+    rest = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
+    left = [a / sum(rest) if sum(rest) else 0.0 for a in rest]
+    total = 0.0
+    for x, chance in enumerate(q):
+        if not chance:
+            continue
+        kept = min(1.0, p[x] / chance)
+        others = q if replace else [0.0 if y == x else b / (1 - chance or 1) for y, b in enumerate(q)]
+        total += chance * (kept + (1 - kept) * recursive(left, others, n - 1, replace))
+    return total
+
+
+@pytest.mark.parametrize(("size", "n", "seed"), CASES)
+def test_rejection_is_its_enumeration(size, n, seed):
+    p, q = pair(size, seed)
+    assert float(replaced(p, q, n)) == pytest.approx(recursive(p.tolist(), q.tolist(), n, True), abs=1e-12)
+    total = 0.0
+    for children in itertools.permutations(range(size), n):
+        left, chance = 1.0, 1.0
+        for child in children:
+            chance, left = chance * float(q[child]) / left, left - float(q[child])
+        total += chance * float(distinct(p, q, torch.tensor(children)))
+    assert total == pytest.approx(recursive(p.tolist(), q.tolist(), n, False), abs=1e-12)
+
+
+def transport(p, chances: dict[tuple[int, ...], float]) -> float:
+    """The most mass that a joint law of token and children gives to tokens that are among the children."""
+    lists, size = list(chances), len(p)
+    pairs = [(x, i) for x in range(size) for i, children in enumerate(lists) if x in children]
+    rows = torch.zeros(size + len(lists), len(pairs))
+    for column, (x, i) in enumerate(pairs):
+        rows[x, column] = rows[size + i, column] = 1
+    most = [*p.tolist(), *chances.values()]
+    return -linprog([-1.0] * len(pairs), A_ub=rows.numpy(), b_ub=most, method="highs").fun
+
+
+@pytest.mark.parametrize(("size", "n", "seed"), CASES)
+def test_the_optimum_is_that_of_the_transport(size, n, seed):
+    p, q = pair(size, seed)
+    chances = {children: float(q[list(children)].prod()) for children in itertools.product(range(size), repeat=n)}
+    assert float(optimum(p, q, n)) == pytest.approx(transport(p, chances), abs=1e-9)
+    assert float(replaced(p, q, n)) <= float(optimum(p, q, n)) + 1e-12
+
+
+@pytest.mark.parametrize(("size", "n", "seed"), CASES)
+def test_children_that_are_certain_reach_their_own_optimum(size, n, seed):
+    p, q = pair(size, seed)
+    top = sorted(range(size), key=lambda x: -q[x])
+    assert float(unseeing(p, q, n)) == pytest.approx(transport(p, {tuple(top[:n]): 1.0}), abs=1e-9)
+    rest = top[n - 1 :]
+    mass = float(q[rest].sum())
+    chances = {(*top[: n - 1], x): float(q[x]) / mass for x in rest}
+    assert float(greedy(p, q, n)) == pytest.approx(transport(p, chances), abs=1e-9)
+
+
+def test_the_table_of_drawn_answers(target):
+    """A draft of all tokens is always right where all are drafted; one child of ours beats one of the unseeing."""
+    law = Sampling(1.0)
+    texts, draws = drawn(target, law)
+    layers, counts = (), (1, 3)
+    samples = [
+        read(target, prompt, answer, layers=layers)._replace(draws=[draw])
+        for prompt, answer, draw in zip(PROMPTS, texts, draws, strict=True)
+    ]
+    answers = [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
+    draft = lucky(target, texts, (2, 2), 0)
+    rates = acceptance(draft, target.embed_head, answers, 2, counts)
+    assert rates.shape == (2, 2, len(RULES)) and bool(((rates >= 0) & (rates <= 1 + 1e-9)).all())
+    assert bool((rates[:, 1] >= rates[:, 0] - 1e-9).all())  # more children
+    lines = table(rates, counts).splitlines()
+    assert len(lines) == 1 + 2 * 2 and lines[0].split() == ["position", "n", *RULES]
