@@ -116,7 +116,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     Ctrl-C and SIGTERM wait for the end of a step, and of the validation that follows it or runs already, write the
     checkpoint and end the training. A second one waits for nothing, and writes nothing. Nor do several processes, which
-    a signal reaches in different steps. Lightning's `save_on_exception` would save where the signal came, within a step.
+    a signal reaches in different steps. Lightning's `save_on_exception` would save within a step.
 
     Args:
         every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many. None is
