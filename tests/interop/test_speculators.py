@@ -201,8 +201,8 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
         ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling's factor is None"),
         ({}, {"layer_types": ["sliding_attention"]}, "sliding_window is None; it must be the slots that a query sees"),
         ({}, {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']; all must be full"),
-        (engine({"speculative_tokens": 65}), {}, "speculative_tokens is 65; it must be a whole number and lie between"),
-        (engine(3), {}, "speculators_config.proposal_methods is [3]; it must be a list"),
+        (engine({"speculative_tokens": 65}), {}, "allocation is [65]; it must be a list of positive"),
+        (engine({"speculative_tokens": "2"}), {}, "allocation is ['2']; it must be a list of positive"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
 )
