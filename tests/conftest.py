@@ -60,10 +60,11 @@ def inputs(target, tiny_folder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def convert(tiny_folder):
-    """`poss convert` for the tiny target, or a `target` given."""
+def convert(request, tiny_folder):
+    """`poss convert` for the target that a test is about, or a `target` given."""
+    own = request.getfixturevalue("deep_folder") if "deep" in request.fixturenames else tiny_folder
 
-    def run(*arguments: object, target: str | Path = tiny_folder) -> None:
+    def run(*arguments: object, target: str | Path = own) -> None:
         cli.run("convert", [*map(str, arguments), "--target", str(target)])
 
     return run

@@ -4,11 +4,11 @@ import json
 import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.files import read_json
-from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_numbers, refuse_types
+from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 LEAST_LAYERS = 4  # of a target whose inner layers are read
@@ -48,8 +48,8 @@ class DraftConfig:
     detach: bool = True
     intermediate_size: Size | None = None
     vocabulary_size: Size | None = None
-    kv: str = "separate"
-    kind: str = "eagle2"
+    kv: Literal["separate", "shared"] = "separate"
+    kind: Literal["eagle2", "eagle3"] = "eagle2"
     fc_norm: bool = False
     norm_output: bool = False
     window: Tokens | None = None
@@ -69,11 +69,6 @@ class DraftConfig:
                 f"{POSITIONS.most} positions at most"
             )
         refuse_types(self)
-        refuse_numbers(DraftConfig, vars(self))
-        if self.kv not in ("separate", "shared"):
-            raise ValueError(f"kv is {self.kv!r}; it must be separate or shared")
-        if self.kind not in ("eagle2", "eagle3"):
-            raise ValueError(f"kind is {self.kind!r}; it must be eagle2 or eagle3")
         for name in SWITCHES:
             if getattr(self, name) and not self.reads_inner_layers:
                 raise ValueError(f"{name} is true, which only a draft of kind eagle3 can be; this one is {self.kind}")

@@ -126,11 +126,8 @@ class OnlineFeatures(Texts):
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Features, and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""
-        if not self.layers:
-            features = self.model.text_features(tokens)
-            return features, features
         features, outputs = self.model.text_layers(tokens, self.layers)
-        return features, outputs.flatten(2)
+        return features, outputs.flatten(2) if self.layers else features
 
 
 def group_by_length(lengths: np.ndarray) -> list[list[int]]:

@@ -40,10 +40,7 @@ class TargetReader:
 
     def read(self, texts: list[list[int]]) -> TextFeatures:
         tokens, lengths = pad_right(texts, self.target.device), [len(text) for text in texts]
-        if self.layers:
-            return TextFeatures(*(_join(rows, lengths) for rows in self.target.text_layers(tokens, self.layers)))
-        features = _join(self.target.text_features(tokens), lengths)
-        return TextFeatures(features, features.new_empty(len(features), 0, features.shape[-1]))
+        return TextFeatures(*(_join(rows, lengths) for rows in self.target.text_layers(tokens, self.layers)))
 
 
 def _join(rows: Tensor, lengths: list[int]) -> Tensor:

@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,18 +14,6 @@ from poss_lightning.terminal import announced
 
 PICKLED = "pytorch_model.bin"
 FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
-
-
-def load_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON object.
-    """
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG}")
-    return read_json(folder / CONFIG)
 
 
 @announced("reading the tensors of a draft")
@@ -57,8 +44,6 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.specialists import WEIGHTS, DraftConfig, Specialists, check_state, find_draft
-from poss_lightning.files import check_new, fetch
+from poss_lightning.draft.specialists import CONFIG, WEIGHTS, DraftConfig, Specialists, check_state, find_draft
+from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, find_vocabulary, to_ours, to_theirs
@@ -62,7 +62,7 @@ def convert(
             raise ValueError(f"{source} was trained for another target: {difference}")
     else:
         folder, layout = fetch(source, "draft", checkpoints.FILES), LAYOUTS[input_format]
-        stored, tensors = checkpoints.load_config(folder), checkpoints.load_tensors(folder)
+        stored, tensors = read_json(folder / CONFIG), checkpoints.load_tensors(folder)
         mismatch = f"{source} does not fit --input_format {input_format}"
         with _prefix_errors(mismatch):
             config = _flatten(stored, layout)

@@ -11,6 +11,7 @@ joins [norm(embed(x_{t+1})); norm(h_t)] for attention in this order, and fuses o
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from poss_lightning.draft.config import SWITCHES, DraftConfig
 
@@ -57,10 +58,10 @@ class Layout:
         nested: whether its config.json is of the library speculators.
     """
 
-    kind: str = "eagle2"
+    kind: Literal["eagle2", "eagle3"] = "eagle2"
     layer: str = "layers.{}"
     several: bool = False
-    kv: str = "separate"
+    kv: Literal["separate", "shared"] = "separate"
     depth: int | None = 1
     architecture: str = "LlamaForCausalLM"
     embedding: bool = True

@@ -12,7 +12,6 @@ from typing import Any
 
 from poss_lightning.draft.config import SWITCHES
 from poss_lightning.interop.settings import LAYER_IDS, mapping
-from poss_lightning.ranges import POSITIONS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 
@@ -53,26 +52,13 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
     return layer | {name: stored.get(name) for name in ("draft_vocab_size", LAYER_IDS, *SWITCHES)}
 
 
-def find_allocation(stored: dict[str, Any]) -> list[int] | None:
-    """One layer for the tokens that an engine drafts by the config's default method; None where it names no method.
-
-    Raises:
-        ValueError: they are no number of positions, or there is something else in their place.
-    """
+def find_allocation(stored: dict[str, Any]) -> list[Any] | None:
+    """One layer for the tokens that an engine drafts by the config's default method; None where it names no method."""
     engine = mapping(stored, ENGINE)
-    where, methods = f"{ENGINE}.proposal_methods", engine.get("proposal_methods") or []
-    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
-        raise ValueError(f"config.json: {where} is {methods!r}; it must be a list of names with values, [{{A: B}}]")
-    if not methods:
-        return None
+    methods = [method for method in engine.get("proposal_methods") or () if isinstance(method, dict)]
     default = engine.get("default_proposal_method")
-    method = next((each for each in methods if each.get("proposal_type") == default), methods[0])
-    positions = method.get("speculative_tokens")
-    if type(positions) is not int or positions not in POSITIONS:
-        raise ValueError(
-            f"config.json: {where}: speculative_tokens is {positions!r}; it must be a whole number and {POSITIONS}"
-        )
-    return [positions]
+    method = next((each for each in methods if each.get("proposal_type") == default), next(iter(methods), None))
+    return None if method is None else [method.get("speculative_tokens")]
 
 
 def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, target: Target) -> dict[str, Any]:

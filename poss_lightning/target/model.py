@@ -194,8 +194,7 @@ class Target(nn.Module):
 
     def text_features(self, tokens: Tensor) -> Tensor:
         """Features of whole right-padded texts: (B, T) -> (B, T, D). Padding changes nothing before it."""
-        with self._as_decoded():
-            return self._base_forward(None, input_ids=tokens).last_hidden_state.to(self.device)
+        return self.text_layers(tokens, ())[0]
 
     def text_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`text_features`, and the outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
@@ -208,8 +207,10 @@ class Target(nn.Module):
         """
         self.check_layers(layers)
         with self._as_decoded():
-            output = self._base_forward(None, input_ids=tokens, output_hidden_states=True)
-        return output.last_hidden_state.to(self.device), torch.stack(self._inner(output, layers), dim=2)
+            output = self._base_forward(None, input_ids=tokens, output_hidden_states=bool(layers))
+        features = output.last_hidden_state.to(self.device)
+        none = features[:, :, None][:, :, :0]
+        return features, torch.stack(self._inner(output, layers), dim=2) if layers else none
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Raise ValueError where `text_layers` cannot give one of them."""

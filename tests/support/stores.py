@@ -32,15 +32,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def dies_after(monkeypatch, target: Target, forwards: int) -> None:
-    read, calls = target.text_features, []
+    read, calls = target.text_layers, []
 
-    def dying(tokens):
-        calls.append(tokens)
+    def dying(*given):
+        calls.append(given)
         if len(calls) > forwards:
             raise KeyboardInterrupt
-        return read(tokens)
+        return read(*given)
 
-    monkeypatch.setattr(target, "text_features", dying)
+    monkeypatch.setattr(target, "text_layers", dying)
 
 
 def dies_at(monkeypatch, name: str, when: str) -> None:
