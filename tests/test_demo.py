@@ -44,7 +44,7 @@ def test_the_demo_runs_and_goes_on(tmp_path, capsys, monkeypatch):
         demo(str(folder), str(target), **heads, **sizes | {"steps": 3})
 
 
-@pytest.mark.parametrize(("device", "devices"), [("cpu", None), ("cuda", None), ("cuda:0", [0]), ("cuda:1", [1])])
+@pytest.mark.parametrize(("device", "devices"), [("cpu", None), ("cuda", None), ("cuda:1", [1])])
 def test_it_trains_on_the_device_that_it_decodes_on(device, devices, tmp_path, monkeypatch):
     given = []
     monkeypatch.setattr("poss_lightning.demo.fit_once", lambda folder, *layers: given.append(layers[-1]))
@@ -78,7 +78,7 @@ def planned(folder: Path, **given) -> Sizes:
     return plan(folder, "embedded", "embedded-hass", None, asked, "auto", "cpu")[0]
 
 
-@pytest.mark.parametrize("times", [1, 1.5, 2, 3, 5, 8])
+@pytest.mark.parametrize("times", [1, 3, 8])
 def test_the_largest_that_fits_the_minutes_is_taken(measured, tmp_path, times):
     speed, draft = slower(times), Specialists.from_pretrained("embedded-hass").config
     measured(speed)

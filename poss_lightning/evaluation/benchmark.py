@@ -135,12 +135,7 @@ def benchmark(
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
-    plain = {
-        PLAIN: Autoregressive(model, graphs),
-        "generate": Generate(model),
-        "lookup": Generate(model, lookup=10),
-    }
-    methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
+    methods = _baselines(model, graphs, baselines)
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "graphs": graphs}
     methods |= {name: Speculative(model, draft, **engine) for name, draft in loaded.items()}
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
@@ -154,6 +149,12 @@ def benchmark(
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
     count = run.decode(questions, max_new_tokens, repeats)
     print(f"{out}: {count} records of {len(methods)} methods")
+
+
+def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
+    lookup = Generate(model, lookup=10)
+    known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model), "lookup": lookup}
+    return {name: known[name] for name in names}
 
 
 def check(config: dict) -> Sampling:
