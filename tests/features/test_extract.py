@@ -114,13 +114,6 @@ def test_a_kill_around_any_file_is_survived(whole, target, tmp_path, monkeypatch
         assert contents(folder) == contents(whole)
 
 
-def test_a_finished_store_is_left_alone(whole, target, monkeypatch):
-    before = contents(whole)
-    dies_after(monkeypatch, target, 0)
-    write_store(whole, target, make_conversations(), **SIZES)
-    assert contents(whole) == before
-
-
 def other_target() -> Target:
     return tiny_target(seed=1)
 
@@ -155,23 +148,6 @@ def test_stores_are_not_mixed(whole, target, tmp_path, monkeypatch, finished, ma
         write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
     assert word in str(error.value) and "\n" not in str(error.value)
     assert contents(folder) == before
-
-
-def test_shards_of_nobody_are_not_taken_over(whole, target, tmp_path):
-    (tmp_path / "shard-00000.arrow").write_bytes((whole / "shard-00000.arrow").read_bytes())
-    with pytest.raises(FileExistsError, match="is not empty, and nothing to go on with"):
-        write_store(tmp_path, target, make_conversations(), **SIZES)
-    assert sorted(contents(tmp_path)) == ["shard-00000.arrow"]
-
-
-def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
-    strict = CHATML.replace(
-        "{% for", "{% if messages|length > 2 %}{{ raise_exception('too long') }}{% endif %}{% for", 1
-    )
-    target = Target(tiny_model(), tiny_tokenizer(strict), "tiny")
-    with pytest.raises(CorpusError, match="conversation c1: the chat template refuses"):
-        write_store(tmp_path / "store", target, make_conversations(), **SIZES)
-    assert not (tmp_path / "store").exists()
 
 
 def test_a_corpus_without_answers_within_the_length_is_refused(target, tmp_path):

@@ -8,7 +8,6 @@ from threading import Barrier
 import fsspec
 import pytest
 
-from poss_lightning.extract import extract
 from poss_lightning.features import remote
 from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
@@ -113,12 +112,6 @@ def test_a_file_that_arrives_changed_is_named_and_not_kept(bucket, name):
     assert not list(remote.user_cache().rglob(f"*{name}*"))
 
 
-def test_a_missing_file_is_named(bucket):
-    bucket.rm("/bucket/store/shard-00001.arrow")
-    with pytest.raises(StoreError, match=f"^{ADDRESS}/shard-00001.arrow: no such file"):
-        FeatureStore(ADDRESS)
-
-
 @pytest.mark.parametrize(
     ("address", "words"),
     [
@@ -150,13 +143,6 @@ def test_a_manifest_must_not_write_outside_its_folder(whole, bucket):
     bucket.pipe_file("/bucket/store/manifest.json", json.dumps(manifest).encode())
     with pytest.raises(StoreError, match=f"^{ADDRESS}/manifest.json is not a manifest.*'../../elsewhere'"):
         FeatureStore(ADDRESS)
-
-
-def test_verify_reads_an_address_and_extract_writes_to_none(whole, bucket, tmp_path, capsys):
-    extract("", ADDRESS, verify=True)
-    assert capsys.readouterr().out == f"{ADDRESS}: every file is as it was written\n"
-    with pytest.raises(ValueError, match="out is 's3://bucket/new'; it must be a local folder"):
-        extract("corpus.jsonl", "s3://bucket/new")
 
 
 def test_a_password_in_an_address_is_written_down_nowhere(whole, bucket, inputs, tmp_path, capsys, monkeypatch):

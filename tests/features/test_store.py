@@ -91,19 +91,6 @@ def test_what_is_no_manifest_is_named(folder, text):
         FeatureStore(folder)
 
 
-def test_a_manifest_of_unknown_fields_is_refused(folder):
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}))
-    with pytest.raises(StoreError, match="colour"):
-        FeatureStore(folder)
-
-
-def test_the_manifest_says_what_the_store_is(whole, target):
-    manifest = FeatureStore(whole).manifest
-    assert manifest.target == target.spec
-    assert (manifest.dtype, manifest.max_length, manifest.samples) == ("float32", 60, 24)
-
-
 def test_shards_of_other_columns_are_refused(folder):
     path = folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layers": [1]}))
@@ -113,7 +100,7 @@ def test_shards_of_other_columns_are_refused(folder):
         FeatureStore(folder)
 
 
-@pytest.mark.parametrize("field", ["dtype", "stored", "samples", "shards"])
+@pytest.mark.parametrize("field", ["dtype", "stored", "samples", "shards", "colour"])
 def test_a_field_of_another_kind_is_refused(folder, field):
     path = folder / "manifest.json"
     stored = json.loads(path.read_text())
@@ -347,13 +334,6 @@ def test_a_sample_may_be_written_to_and_the_store_stays(whole):
     verify_files(whole)
 
 
-def test_ends_are_the_targets(whole, target):
-    embed_head = FeatureStore(whole).embed_head()
-    feature, tokens = torch.randn(3, 32), torch.arange(5)[None]
-    torch.testing.assert_close(embed_head.logits(feature), target.embed_head.logits(feature))
-    torch.testing.assert_close(embed_head.embed(tokens), target.embed_head.embed(tokens))
-
-
 def test_common_tokens_are_counted_in_answers_only(whole):
     store = FeatureStore(whole)
     counts = Counter(
@@ -362,12 +342,6 @@ def test_common_tokens_are_counted_in_answers_only(whole):
     chosen = store.common_tokens(10).tolist()
     assert chosen == sorted(chosen) and len(set(chosen)) == 10
     assert min(counts[token] for token in chosen) >= max(n for token, n in counts.items() if token not in chosen)
-
-
-def test_a_vocabulary_size_outside_the_targets_is_refused(whole):
-    for size in (0, 321):
-        with pytest.raises(ValueError, match=f"vocabulary_size is {size}"):
-            FeatureStore(whole).common_tokens(size)
 
 
 # --- the DataModule over it ---

@@ -14,9 +14,8 @@ import torch
 from poss_lightning.extract import extract
 from poss_lightning.features import extract as extraction
 from poss_lightning.features import manifest, shards
-from poss_lightning.features.extract import UNFINISHED, plan_shards, tokenize, write_store
+from poss_lightning.features.extract import UNFINISHED, write_store
 from poss_lightning.features.manifest import verify_files
-from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.shards import write_shard
 from poss_lightning.files import sha256
 from poss_lightning.ranks import Rank, local_rank, order, this_rank
@@ -100,13 +99,6 @@ def test_a_shard_that_others_left_at_the_last_moment_is_seen(whole, target, tmp_
     assert contents(tmp_path) == contents(whole)
 
 
-def test_nobody_begins_anew_in_a_store_that_another_has_just_finished(whole, target):
-    before, work = contents(whole), Work(whole / UNFINISHED)
-    planned = plan_shards(tokenize(target, make_conversations(), SIZES["max_length"]), 200, 60)
-    extraction._write_shards(whole, work, TargetReader(target, ()), planned, "exact", Rank())
-    assert contents(whole) == before and not work.folder.exists()
-
-
 def test_who_waits_for_the_one_that_finishes_is_not_hurt_by_its_clearing(tmp_path):
     def wait() -> bool:
         with Work(tmp_path / UNFINISHED).exclusive():
@@ -164,18 +156,16 @@ def test_every_rank_begins_with_its_share_and_goes_on_with_what_is_left(count, w
     [
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_PROCID": "0"}, (3, 8, 1)),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, (2, 4, 0)),
-        ({"LOCAL_RANK": "1"}, (0, 1, 0)),
+        (
+            {"LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+            (0, 1, 0),
+        ),  # Lightning's
         ({}, (0, 1, 0)),
     ],
 )
 def test_a_rank_is_read_from_the_environment(environment, expected):
     assert this_rank(environment) == expected
-
-
-def test_a_process_of_lightning_s_launcher_knows_its_place_on_its_machine():
-    started = {"LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    assert local_rank(started) == 3 and this_rank(started) == (0, 1, 0)
-    assert local_rank({"SLURM_LOCALID": "2"}) == 2 and local_rank({}) == 0
+    assert local_rank(environment) == int(environment.get("LOCAL_RANK", 0))
 
 
 @pytest.mark.parametrize(

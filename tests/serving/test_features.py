@@ -87,16 +87,6 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(deep, tmp_path):
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
 
-def test_no_engine_starts_where_nothing_is_to_be_read(deep, tmp_path):
-    def none(*arguments):
-        raise AssertionError("an engine was started")
-
-    write_store(tmp_path / "store", deep, make_conversations(), **SIZES)
-    write_store(tmp_path / "store", deep, make_conversations(), **SIZES, reader=none)
-    with pytest.raises(StoreError, match="another kind"):
-        write_store(tmp_path / "store", deep, make_conversations(), **SIZES | {"stored": "float8"}, reader=none)
-
-
 def short(content):
     return content | {"hidden_states": content["hidden_states"][:-1]}
 

@@ -113,11 +113,6 @@ def test_the_window_of_a_tree_is_the_drawing():
     assert [["x" if see else "." for see in row] for row in seen] == drawn
 
 
-def test_a_window_that_holds_the_whole_context_is_none():
-    plain, wide = family("llama"), family("mistral", sliding_window=512)
-    assert plain.masks.windows == {masks.FULL: None} and wide.masks.windows == {masks.SLIDING: None}
-
-
 def test_specs_of_rotary_kinds():
     assert family("phi3, longrope").spec.context == TURN
     assert family("phi3").spec.context == 512
