@@ -20,19 +20,21 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
+from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import rounds
 from poss_lightning.evaluation.provenance import check_settings, describe, provenance
-from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.records import BASELINES, NAMES, OURS, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic, check_folder, read_json, without_secrets
 from poss_lightning.ranges import (
     Count,
     CountOrNone,
+    Lookups,
     Nodes,
     Position,
     Seed,
@@ -66,6 +68,7 @@ def benchmark(
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
     tree: Literal["fixed", "auto"] = "fixed",
+    lookup: Lookups = 0,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -100,14 +103,16 @@ def benchmark(
         nodes: of a tree, root included.
         tree_width: children tried a node; 1 drafts chains.
         tree: fixed, or auto: chosen for the most tokens a second, within depth and nodes.
+        lookup: tokens that followed the same words earlier in the text, which join every draft's tree; 0 for none.
         temperature: of sampling; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers are the
             same.
         top_k: sample among the k likeliest tokens; 0 for all.
         top_p: sample among the likeliest tokens that hold this probability.
         seed: of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        baselines: some of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
-            the first two by default. `autoregressive` gives the target's own answer, so it must be among them.
+        baselines: some of `autoregressive` (our own loop), `generate` (transformers') and `lookup` (our loop with 10
+            looked-up tokens and no draft); the first two by default. `autoregressive` gives the target's own answer, so
+            it must be among them.
         repeats: how often each answer is decoded.
         show: questions of each suite whose rounds are written too, for the report to show the trees.
         graphs: whether the steps of drafts and of our own loop, all alike, run as CUDA graphs; by default on CUDA.
@@ -142,10 +147,11 @@ def benchmark(
     plain = {
         "autoregressive": Autoregressive(model, graphs),
         "generate": Generate(model),
-        "lookup": Generate(model, lookup=10),
+        "lookup": Speculative(model, None, graphs=graphs, lookup=10),
     }
     methods: dict[str, Decoder] = {name: plain[name] for name in baselines}
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "graphs": graphs}
+    engine["lookup"] = lookup
     methods |= {name: Speculative(model, draft, **engine) for name, draft in loaded.items()}
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
@@ -287,7 +293,7 @@ class Run:
             seed=self.seed,
             prompt_tokens=prompt_tokens,
             new_tokens=len(decoded.tokens),
-            accepted=decoded.accepted,
+            accepted=[] if method in BASELINES else decoded.accepted,
             seconds={part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
             tokens=decoded.tokens,
             text=self.target.chat.text(decoded.tokens),
@@ -348,11 +354,11 @@ def _is_shown(questions: list[Question], place: int, show: int) -> bool:
 
 
 def _facts(method: Decoder) -> dict:
-    if not isinstance(method, Speculative):
+    if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, Drafter):
         return {}
-    drafter = method.drafter
     return {
-        "depth": drafter.depth,
+        "depth": method.deepest,
+        "lookup": method.lookup.count,
         "nodes": method.nodes,
         "tree": method.tree,
         "tree_width": drafter.tree_width,
