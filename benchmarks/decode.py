@@ -4,7 +4,7 @@ costs       a round's time and a draft's memory, by allocation, width and kind o
 draws       a round that draws beside a greedy one, tree by tree
 suites      tokens a second per suite: plain (our own loop and generate), lookup alone, the draft, and both
 batch       the same for batches of prompts
-exact       drawn tokens at temperature 1 in float32, by the engine and by plain decoding: how many differ (not by default)
+exact       tokens drawn at temperature 1 in float32 by the engine and by plain decoding: how many differ; on demand
 
 Drafts of the first two are random: what they say changes how many rounds a text takes, not how long a round does.
 """
@@ -181,7 +181,7 @@ def batch(target: Target, draft: Specialists, questions: list[Question], size: i
 
 
 def exact(questions: list[Question], limit: int, seeds: int = 1, rows: int = 8) -> dict[str, object]:
-    """Tokens drawn by plain decoding, and how many of them the engine draws otherwise: 60 nodes, batches of questions."""
+    """Tokens drawn by plain decoding, and texts that the engine draws otherwise: 60 nodes, batches of questions."""
     target, sampling = Target.load("embedded", "float32", "cpu"), Sampling(1.0)
     plain, engine = Autoregressive(target), Speculative(target, Specialists.from_pretrained("embedded-hass"))
     prompts, found = first_turns(target, questions), {"tokens": 0, "texts": 0, "texts_that_differ": 0}

@@ -209,12 +209,11 @@ class Speculative(Decoder):
         self.active.reset()
         self.sampler.begin(sampling, prompts, generator)
         first = self.sampler.next(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
-        shifted = pad_right([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
-        drafter.append_context(shifted, draft_input, self.cache.slots.lengths)
+        texts = pad_right([[*prompt, token] for prompt, token in zip(prompts, first, strict=True)], target.device)
+        drafter.append_context(texts[:, 1:], draft_input, self.cache.slots.lengths)
         drafter.slots.advance_host(self.cache.slots.host_lengths)
         if self.lookup.count:
-            texts = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
-            self.lookup.start(pad_right(texts, target.device), cache.slots.capacity)
+            self.lookup.start(texts, cache.slots.capacity)
         return first
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
