@@ -2,8 +2,9 @@
 
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
 draws       a round that draws beside a greedy one, tree by tree
-suites      tokens a second per suite, against generate, our own plain loop and prompt lookup
+suites      tokens a second per suite: plain (our own loop and generate), lookup alone, the draft, and both
 batch       the same for batches of prompts
+exact       tokens drawn at temperature 1 in float32 by the engine and by plain decoding: how many differ; on demand
 
 Drafts of the first two are random: what they say changes how many rounds a text takes, not how long a round does.
 """
@@ -44,8 +45,9 @@ KINDS = {  # experiments/methods and size have the same, trained
 VOCABULARY = 8192  # of the drafts whose costs are compared
 TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
-AUTO, FIXED = "auto", "fixed"
-BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "plain", "prompt_lookup"
+PARTS = ("costs", "draws", "suites", "batch", "exact")
+AUTO, FIXED, BOTH = "auto", "fixed", "auto_and_lookup"
+BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "plain", "lookup"
 
 
 # --- rounds ---
@@ -162,12 +164,13 @@ def first_turns(target: Target, questions: list[Question]) -> list[list[int]]:
 
 def suites(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, object]:
     """Per suite, and over all: every method's figures."""
-    methods = {AUTO: Speculative(target, draft, tree="auto"), FIXED: Speculative(target, draft)}
-    methods |= {PLAIN: Autoregressive(target), GENERATE: Generate(target), LOOKUP: Generate(target, lookup=10)}
+    methods: dict[str, Decoder] = {AUTO: Speculative(target, draft, tree="auto"), FIXED: Speculative(target, draft)}
+    methods[BOTH] = Speculative(target, draft, tree="auto", lookup=10)
+    methods |= {PLAIN: Autoregressive(target), GENERATE: Generate(target), LOOKUP: Speculative(target, None, lookup=10)}
     runs, grouped = answers(methods, [[prompt] for prompt in first_turns(target, questions)], limit), defaultdict(list)
     for question, one in zip(questions, runs, strict=True):
         grouped[question.suite].append(one)
-    return {suite: figures(own, (AUTO, FIXED), BASELINES) for suite, own in (grouped | {"all": runs}).items()}
+    return {suite: figures(own, (AUTO, FIXED, BOTH), BASELINES) for suite, own in (grouped | {"all": runs}).items()}
 
 
 def batch(target: Target, draft: Specialists, questions: list[Question], size: int, limit: int) -> dict[str, object]:
@@ -175,6 +178,23 @@ def batch(target: Target, draft: Specialists, questions: list[Question], size: i
     methods = {AUTO: Speculative(target, draft, tree="auto"), FIXED: Speculative(target, draft)}
     prompts = first_turns(target, questions[:: max(1, len(questions) // size)])[:size]
     return figures(answers(methods | {PLAIN: Autoregressive(target)}, [prompts] * 3, limit), (AUTO, FIXED), (PLAIN,))
+
+
+def exact(questions: list[Question], limit: int, seeds: int = 1, rows: int = 8) -> dict[str, object]:
+    """Tokens drawn by plain decoding, and texts that the engine draws otherwise: 60 nodes, batches of questions."""
+    target, sampling = Target.load("embedded", "float32", "cpu"), Sampling(1.0)
+    plain, engine = Autoregressive(target), Speculative(target, Specialists.from_pretrained("embedded-hass"))
+    prompts, found = first_turns(target, questions), {"tokens": 0, "texts": 0, "texts_that_differ": 0}
+    batches = [prompts[begin : begin + rows] for begin in range(0, len(prompts), rows)]
+    for number, some in enumerate(tqdm(batches * seeds, desc="exact", unit="batch")):
+        pair = (
+            one.decode(some, limit, None, sampling, torch.Generator().manual_seed(number)) for one in (plain, engine)
+        )
+        for own, other in zip(*pair, strict=True):
+            found["tokens"], found["texts"] = found["tokens"] + len(own.tokens), found["texts"] + 1
+            found["texts_that_differ"] += own.tokens != other.tokens
+        print(found, flush=True)
+    return found
 
 
 # --- the command ---
@@ -194,6 +214,7 @@ def measured(
         "draws": lambda: draws(target, draft, rounds),
         "suites": lambda: suites(target, draft, questions, limit),
         "batch": lambda: {str(n): batch(target, draft, questions, n, limit) for n in BATCHES[target.device.type]},
+        "exact": lambda: exact(questions, limit),
     }
 
 
@@ -215,7 +236,7 @@ def _number(value: object) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("costs", "draws", "suites", "batch"), help="all by default")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="by default all but exact")
     parser.add_argument("--device", default="cpu", choices=list(BATCHES))
     parser.add_argument("--draft", default="embedded-hass", help="of draws, suites and batch")
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
@@ -233,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
         "questions": len(questions),
     }
     parts = measured(target, draft, questions, options.max_new_tokens, options.rounds)
-    for part in options.parts or parts:
+    for part in options.parts or PARTS[:-1]:
         results[part] = found = parts[part]()
         print(f"\n{part}")
         show(found)

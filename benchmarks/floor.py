@@ -44,7 +44,8 @@ def verify_bytes(engine: Speculative, nodes: int) -> int:
     target, cache = engine.target, engine.cache
     embedding = 0 if target.embed_head.tied else target.embed_head.embedding.nbytes
     weights = sum(parameter.nbytes for parameter in target.model.parameters()) - embedding
-    return weights + _cached(cache.store, cache.slots.longest + nodes) * target.config.num_hidden_layers
+    (store,) = cache.stores.values()
+    return weights + _cached(store, cache.slots.longest + nodes) * target.config.num_hidden_layers
 
 
 def draft_bytes(engine: Speculative, depth: int) -> int:

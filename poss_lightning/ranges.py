@@ -71,6 +71,7 @@ Rows = Annotated[int, Range(1, 4096, "their caches must fit the memory")]  # tex
 POSITIONS = Range(1, 64, "no target accepts a longer path")  # of a draft, all together
 Position = Annotated[int, POSITIONS]  # and so a depth
 Layer = Annotated[int, Range(1, 1024)]  # of a target
+Lookups = Annotated[int, Range(0, 64, "to verify more costs more than it brings")]  # tokens of a continuation
 Nodes = Annotated[int, Range(1, 1024, "to verify more costs more than it brings")]  # of a tree
 TreeWidth = Annotated[int, Range(1, 64, "unlikelier children are not accepted")]
 Size = Annotated[int, Range(1, 2**24)]  # of a layer or a vocabulary

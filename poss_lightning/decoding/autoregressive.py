@@ -32,15 +32,14 @@ class Autoregressive(Decoder):
 
 
 class Generate(Decoder):
-    """transformers' `generate` with its own default cache; with `lookup`, its own prompt-lookup decoding.
+    """transformers' `generate` with its own default cache.
 
     Args:
         target: the frozen model.
-        lookup: tokens that transformers may copy from the prompt as a draft; 0 for plain decoding.
     """
 
-    def __init__(self, target: Target, lookup: int = 0):
-        self.target, self.lookup = target, lookup
+    def __init__(self, target: Target):
+        self.target = target
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
@@ -66,7 +65,6 @@ class Generate(Decoder):
                 eos_token_id=sorted(stops) or None,
                 pad_token_id=min(stops, default=0),
                 repetition_penalty=sampling.repetition_penalty,
-                prompt_lookup_num_tokens=self.lookup or None,
                 **drawing,
             )
         new = output[:, flipped.shape[1] :].tolist()

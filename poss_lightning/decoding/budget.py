@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.lookup import Worth
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
@@ -53,8 +54,15 @@ class Budget(Protocol):
         """How many of the drafted nodes to verify, root included; their path scores are (B, n)."""
         ...
 
+    def lookup_count(self, found: Tensor, most: int) -> int:
+        """How many looked-up tokens join the tree, of so many at most; `found` (B,) as of `Lookup.find`."""
+        ...
+
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
-        """Take a round into account: the tree that was verified, its ancestors (B, N, N), and the verdict."""
+        """Take a round into account: the tree that was verified, its ancestors (B, N, N), and the verdict.
+
+        A path that was looked up stands behind the drafted nodes.
+        """
         ...
 
     def why_plain(self) -> str | None:
@@ -87,6 +95,9 @@ class Fixed:
 
     def node_count(self, scores: Tensor) -> int:
         return min(self.nodes, scores.shape[1])
+
+    def lookup_count(self, found: Tensor, most: int) -> int:
+        return most
 
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
         """Nothing to learn."""
@@ -150,19 +161,20 @@ class RoundStatistics:
         return self.continued[depth] / self.reached[depth]
 
     def add(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: list[int], steps: int, nodes: int) -> None:
-        """A round of `steps` draft steps and `nodes` verified nodes a row, of which only the active rows count."""
-        accepted = verdict.accepted[active].tolist()
-        tokens = 1 + sum(accepted) / len(accepted)
-        seconds = steps * self.costs.draft_step + self.costs.verify[nodes]
+        """A round of `steps` draft steps and `nodes` drafted nodes a row, of which only the active rows count."""
+        tokens = 1 + float(verdict.accepted[active].float().mean())
+        seconds = steps * self.costs.draft_step + self.costs.verify_seconds(tree.tokens.shape[1])
         self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
         if steps == 0:
             self.plain_rounds += 1
             return
         self.drafted += torch.tensor([1, tokens, seconds])
-        end = verdict.path[active].max(dim=1).values  # the deepest node accepted: parents come before children
-        on_path = ancestors[active, end]  # (B, N)
-        self.calibration.learn(tree.scores[active, 1:].flatten(), on_path[:, 1:].flatten())  # the root is certain
-        tried = (tree.parents[active, 1:] == end[:, None]).any(dim=1)  # something below the end
+        path = verdict.path[active]
+        end = path.where(path < nodes, 0).max(dim=1).values  # the deepest drafted one: parents come before children
+        on_path = ancestors[active, end, :nodes]  # (B, N)
+        accepted = (on_path.sum(-1) - 1).tolist()
+        self.calibration.learn(tree.scores[active, 1:nodes].flatten(), on_path[:, 1:].flatten())  # the root is certain
+        tried = (tree.parents[active, 1:nodes] == end[:, None]).any(dim=1)  # something below the end
         ends = list(zip(accepted, tried.tolist(), strict=True))
         for k in range(steps):
             self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)
@@ -192,6 +204,7 @@ class PerRound:
 
     def __init__(self, depth: int, costs: Costs, calibration: Calibration):
         self.costs, self.calibration = costs, calibration
+        self.worth: Worth | None = None  # of what is looked up, once something is
         self.statistics = RoundStatistics(depth, costs, calibration)
         self.active = [0]  # rows that count
         self.steps, self.nodes = 1, 1  # of this round
@@ -221,7 +234,19 @@ class PerRound:
         self.nodes = max(worth, key=worth.__getitem__)
         return self.nodes
 
+    def lookup_count(self, found: Tensor, most: int) -> int:
+        self.worth = self.worth or Worth(most)
+        self.found, verify = found[self.active], self.costs.verify_seconds
+        gains = enumerate(self.worth.expected(self.found).tolist())
+        worth = [gain - self.rate * (verify(self.nodes + n) - verify(self.nodes)) for n, gain in gains]
+        return worth.index(max(worth))
+
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
+        if self.worth is not None:
+            joined = tree.tokens.shape[1] - self.nodes
+            depths, path = torch.arange(1, verdict.path.shape[1]), verdict.path[self.active, 1:]
+            brought = (path >= self.nodes) & (depths <= verdict.accepted[self.active, None])
+            self.worth.learn(self.found, joined, brought)
         self.statistics.add(tree, ancestors, verdict, self.active, self.steps, self.nodes)
 
     def why_plain(self) -> str | None:
@@ -257,11 +282,15 @@ class Settled:
         self.nodes = self.plan[1] if self.plan else max(n for n in self.costs.verify if n <= scores.shape[1])
         return self.nodes
 
+    def lookup_count(self, found: Tensor, most: int) -> int:
+        return most
+
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
         if self.plan:
             return
         self.statistics.add(tree, ancestors, verdict, self.active, self.depth, self.nodes)
-        self.trials.append((tree.scores[self.active], ancestors.sum(-1)[self.active] - 1))
+        drafted = slice(0, self.nodes)
+        self.trials.append((tree.scores[self.active, drafted], ancestors.sum(-1)[self.active, drafted] - 1))
         if len(self.trials) == SETTLE:
             self.plan = self._best()
 

@@ -61,7 +61,7 @@ class Drafter:
         # With a head of its own, it reads of the target's EmbedHead no more than the embedding.
         self.draft, self.embed_head = draft, embed_head if config.own_head else embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
-        self.depth, self.tree_width = depth, min(tree_width, len(head))
+        self.depth, self.tree_width, self.layers = depth, min(tree_width, len(head)), config.layers
         self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else linear
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes

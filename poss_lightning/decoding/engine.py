@@ -16,6 +16,7 @@ from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound,
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.lookup import Lookup, RootAlone, join
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
@@ -45,7 +46,7 @@ class Speculative(Decoder):
 
     Args:
         target: the frozen model.
-        draft: the specialists that propose; a copy of them takes the target's dtype and device.
+        draft: the specialists that propose; a copy of them takes the target's dtype and device. None for lookups alone.
         depth: draft positions K, at most; None for the depth of the draft's allocation.
         nodes: nodes of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts a chain.
@@ -54,6 +55,8 @@ class Speculative(Decoder):
             where the host must not wait, with one depth and size that it settles on.
         graphs: run rounds as CUDA graphs; None where the target can.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
+        lookup: N, tokens that followed the same words earlier in the text join each tree as a path, at most; 0 for
+            none. They come on top of `nodes`; "auto" takes as many as pay, on a CPU.
 
     Raises:
         ValueError: the draft was trained for another target, or the tree cannot be.
@@ -62,23 +65,27 @@ class Speculative(Decoder):
     def __init__(
         self,
         target: Target,
-        draft: Specialists,
+        draft: Specialists | None,
         depth: int | None = None,
         nodes: int = 60,
         tree_width: int = 10,
         tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
         int8_head: bool | None = None,
+        lookup: int = 0,
     ):
-        if difference := draft.config.target.difference(target.spec):
-            raise ValueError(f"the draft was trained for another target: {difference}")
         if tree not in ("fixed", "auto"):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
-        draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
+        if draft is None:
+            self.drafter, depth, nodes, tree = RootAlone(target.device), 0, 1, "fixed"
+        else:
+            if difference := draft.config.target.difference(target.spec):
+                raise ValueError(f"the draft was trained for another target: {difference}")
+            draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
+            depth = sum(draft.config.allocation) if depth is None else depth
+            self.drafter = Drafter(draft, target.embed_head, depth, tree_width, int8_head)
         self.target, self.tree = target, tree
-        depth = sum(draft.config.allocation) if depth is None else depth
-        self.drafter = Drafter(draft, target.embed_head, depth, tree_width, int8_head)
-        self.fixed = Fixed(depth, nodes)
+        self.fixed, self.lookup = Fixed(depth, nodes), Lookup(lookup)
         self.nodes = min(nodes, self.drafter.candidates)
         self.measured: dict[int, Costs] = {}  # by the size of the batch
         self.budgets: dict[tuple[int, Sampling], Budget] = {}  # and by what a draft is good at
@@ -87,6 +94,11 @@ class Speculative(Decoder):
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
         self.request_id = 0  # of the texts in hand
         self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
+
+    @property
+    def deepest(self) -> int:
+        """How many tokens a round can accept."""
+        return max(self.drafter.depth, self.lookup.count)
 
     @property
     def costs(self) -> Costs | None:
@@ -135,16 +147,21 @@ class Speculative(Decoder):
             return self._draft_verify_commit(budget, clock.part)
         drafter, slots = self.drafter, self.cache.slots
         state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z, self.sampler.seen]
+        state.append(self.lookup.text)
         key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
     def _draft_verify_commit(self, budget: Budget, part: Part) -> Round:
-        depth, device = budget.plan[0] if budget.plan else self.drafter.depth, self.target.device
+        depth, root = budget.plan[0] if budget.plan else self.drafter.depth, self.cache.slots.lengths
+        depth = max(depth, self.lookup.count)
         with part("draft"):
-            places = self.cache.slots.lengths[:, None] + torch.arange(1, depth + 2, device=device)  # behind the root
+            places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # behind the root
             noise = self.sampler.noise(places)  # (B, K+1, V)
             candidates = self.drafter.draft_tree(budget, noise)
             tree = rerank(candidates, budget.node_count(candidates.scores))
+            if self.lookup.count:
+                path, found = self.lookup.find(root)
+                tree = join(tree, path[:, : budget.lookup_count(found, self.lookup.count)])
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)
@@ -158,13 +175,15 @@ class Speculative(Decoder):
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """The draft's input (B, N, R) and the target's logits (B, N, V) after all nodes."""
-        layers = self.drafter.draft.config.layers
+        layers = self.drafter.layers
         features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
         return draft_input, self.target.embed_head.logits(features)
 
     def _commit(self, verdict: Verdict, draft_input: Tensor) -> None:
         """Keep the accepted path in both caches, and its tokens in the texts."""
         counts = (verdict.accepted + 1) * self.active.mask
+        if self.lookup.count:
+            self.lookup.append(verdict.tokens, self.cache.slots.lengths)
         on_path = draft_input.gather(1, verdict.path[..., None].expand(-1, -1, draft_input.shape[-1]))  # (B, K+1, R)
         self.cache.keep_path(verdict.path, counts)
         self.drafter.append_context(verdict.tokens, on_path, counts)
@@ -176,9 +195,9 @@ class Speculative(Decoder):
         """Read the prompts into both caches; the first token of each."""
         drafter, target = self.drafter, self.target
         prompts, _, _, sampling, generator = request
-        reach = limit + 2 * (drafter.depth + 1)  # the last round may verify, and write, a path beyond the limit
-        layers = drafter.draft.config.layers
-        behind = max(self.nodes, drafter.tree_slots)
+        reach = limit + 2 * (self.deepest + 1)  # the last round may verify, and write, a path beyond the limit
+        layers = drafter.layers
+        behind = max(self.nodes + self.lookup.count, drafter.tree_slots)
         cache, draft_input, last = prefill(target, prompts, reach + behind, self.cache, layers)
         drafter.start(len(prompts), cache.slots.capacity)
         if cache is not self.cache:  # what was captured reads other tensors
@@ -190,15 +209,17 @@ class Speculative(Decoder):
         self.active.reset()
         self.sampler.begin(sampling, prompts, generator)
         first = self.sampler.next(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
-        shifted = pad_right([[*prompt[1:], token] for prompt, token in zip(prompts, first, strict=True)], target.device)
-        drafter.append_context(shifted, draft_input, self.cache.slots.lengths)
+        texts = pad_right([[*prompt, token] for prompt, token in zip(prompts, first, strict=True)], target.device)
+        drafter.append_context(texts[:, 1:], draft_input, self.cache.slots.lengths)
         drafter.slots.advance_host(self.cache.slots.host_lengths)
+        if self.lookup.count:
+            self.lookup.start(texts, cache.slots.capacity)
         return first
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
         """Only unfinished prompts count; once half of a batch is finished its rows are dropped, where no graphs run."""
         if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
-            for part in (self.cache, self.drafter, self.sampler, self.active):
+            for part in (self.cache, self.drafter, self.sampler, self.active, self.lookup):
                 part.select(kept)
 
     def _advance_host(self, counts: list[int]) -> None:

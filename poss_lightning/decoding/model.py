@@ -49,6 +49,7 @@ def load(
     depth: int | None = None,
     nodes: int = 60,
     tree_width: int = 10,
+    lookup: int = 0,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
     """A target, sped up by a draft.
@@ -65,6 +66,8 @@ def load(
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
+        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; without a draft
+            they are all that is proposed.
         chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
 
     Raises:
@@ -80,9 +83,9 @@ def load(
     else:
         name = target.config.name_or_path or type(target).__name__
         loaded = Target(target, tokenizer, name, chat_template_kwargs)
-    if draft is None:
+    if draft is None and not lookup:
         return Model(Autoregressive(loaded))
-    return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree))
+    return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree, lookup=lookup))
 
 
 class Model:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
+from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.config import check_draft
@@ -30,6 +31,7 @@ from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic, check_folder, read_json, without_secrets
 from poss_lightning.ranges import (
     Count,
+    Lookups,
     Nodes,
     Position,
     Seed,
@@ -63,6 +65,7 @@ def benchmark(
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
     tree: Literal["fixed", "auto"] = "fixed",
+    lookup: Lookups = 0,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -96,14 +99,16 @@ def benchmark(
         nodes: of a tree, root included.
         tree_width: children tried a node; 1 drafts chains.
         tree: fixed, or auto: chosen for the most tokens a second, within depth and nodes.
+        lookup: tokens that followed the same words earlier in the text, which join every draft's tree; 0 for none.
         temperature: of sampling; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers are the
             same.
         top_k: sample among the k likeliest tokens; 0 for all.
         top_p: sample among the likeliest tokens that hold this probability.
         seed: of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (its prompt lookup);
-            the first two by default. `plain` gives the target's own answer, so it must be among them.
+        baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (our loop with 10 looked-up
+            tokens and no draft); the first two by default. `plain` gives the target's own answer, so it must be among
+            them.
         repeats: how often each answer is decoded.
         graphs: whether the steps of drafts and of our own loop, all alike, run as CUDA graphs; by default on CUDA.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
@@ -137,6 +142,7 @@ def benchmark(
         _check_prompt(model, question)
     methods = _baselines(model, graphs, baselines)
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "graphs": graphs}
+    engine["lookup"] = lookup
     methods |= {name: Speculative(model, draft, **engine) for name, draft in loaded.items()}
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
@@ -152,7 +158,7 @@ def benchmark(
 
 
 def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
-    lookup = Generate(model, lookup=10)
+    lookup = Speculative(model, None, graphs=graphs, lookup=10)
     known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model), "lookup": lookup}
     return {name: known[name] for name in names}
 
@@ -272,7 +278,7 @@ class Run:
             seed=self.seed,
             prompt_tokens=prompt_tokens,
             new_tokens=len(decoded.tokens),
-            accepted=decoded.accepted,
+            accepted=[] if method in HERE else decoded.accepted,
             seconds={part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
             tokens=decoded.tokens,
             text=self.target.chat.text(decoded.tokens),
@@ -323,11 +329,17 @@ class Run:
 
 
 def _facts(method: Decoder) -> dict:
-    if not isinstance(method, Speculative):
+    if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, Drafter):
         return {}
-    drafter = method.drafter
-    facts = {"depth": drafter.depth, "nodes": method.nodes, "tree": method.tree, "tree_width": drafter.tree_width}
-    return facts | {"int8_head": isinstance(drafter.product, Int8Head)} | describe(drafter.draft)
+    return {
+        "depth": method.deepest,
+        "lookup": method.lookup.count,
+        "nodes": method.nodes,
+        "tree": method.tree,
+        "tree_width": drafter.tree_width,
+        "int8_head": isinstance(drafter.product, Int8Head),
+        **describe(drafter.draft),
+    }
 
 
 def _check_prompt(target: Target, question: Question) -> None:

@@ -30,11 +30,11 @@ UNFINISHED = "unfinished"  # folder beside them while a command is at work; see 
 OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
 BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are no records, beside some or below
 # What makes the rounds of a method, in run.json, and what it is where that does not name it.
-DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed"}
+DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed", "lookup": 0}
 OPTIONAL = {"pieces", "question", "category"}  # fields of a record
 PLAIN = "plain"  # the target alone, in our own loop
 EARLIER = {"autoregressive": PLAIN}  # what older records call it
-BASELINES = (PLAIN, "generate", "lookup", "vllm")  # without rounds: our own loop, transformers', vLLM's
+BASELINES = (PLAIN, "generate", "lookup", "vllm")  # without rounds, or none kept
 
 
 Natural = Annotated[int, Field(ge=0, strict=True)]

@@ -61,6 +61,10 @@ def engine_of(target: Target, kind: str = "eagle2", allocation=(1, 1), trees=(2,
     return Speculative(target, draft, *trees, int8_head=False, **options)
 
 
+def looked_up(target: Target) -> Speculative:
+    return Speculative(target, None, lookup=3)
+
+
 def with_graphs(decoder):
     """As it is on CUDA."""
     (decoder.loop if isinstance(decoder, Autoregressive) else decoder).graphs.enabled = True
@@ -88,7 +92,7 @@ def test_answers_are_the_hosts(device, kind, graphs):
     target, stops = load(DEVICE, kind), {answers(kind)[0][2]}
     texts = [(GREEDY, PROMPTS, 6, 3, stops), (DRAWN, PROMPTS[:1]), (DRAWN, PROMPTS[1:2], 5, 4)]
     texts += [(PENALISED, PROMPTS), (GREEDY, [[7] * 90, [8] * 3, [9] * 5]), (GREEDY, PROMPTS[:1])] if graphs else []
-    for decoder in (engine_of(target, kind), Autoregressive(target)):
+    for decoder in (engine_of(target, kind, lookup=3 * (kind == "eagle2")), Autoregressive(target)):
         decoder = with_graphs(decoder) if graphs else decoder
         for number, text in enumerate(texts):
             assert tokens_of(decoder, *text) == answers(kind, *text)
@@ -112,7 +116,7 @@ def test_a_round_has_the_values_of_the_hosts(pair):
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])
+@pytest.mark.parametrize("decoder", [engine_of, Autoregressive, looked_up], ids=["drafting", "plain", "lookup"])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
     decoder, waits = decoder(load(DEVICE)), []

@@ -157,7 +157,8 @@ def test_nothing_that_is_written_is_read_as_markdown(run):
 
 def test_a_figure_shows_every_kind_that_was_logged(run):
     assert [image.step for image in run.events.Images("val_pos_acc/by_position")] == [10, 20]
-    logged = {f"val_pos_acc_{kind}/depth_1": 0.5 for kind in panels.KINDS} | {"val/tau_tree": 1.5}
+    logged = {f"val_pos_acc_{kind}/depth_1": 0.5 + n / 10 for n, kind in enumerate(panels.KINDS)}
+    logged["val/tau_tree"] = 1.5
     axes = panels.draw_acceptance(logged, 3, 7).axes[0]
     assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50"]
     assert not panels.draw_acceptance({}, 3, 7).axes[0].lines

@@ -1,0 +1,139 @@
+"""Prompt lookup: what followed the same words earlier in the text, as a path below the root of a drafted tree.
+
+text       a name , like Ada Lovelace , … a name , like        the last three tokens stood there before:
+tree       like ── the                                         " Ada Lovelace ," joins the tree as a path;
+             └──── Ada ── Lovelace ── ,                        where the draft has a token too, they share the node
+
+It needs no training, and knows names, code and quotations far back; a draft knows the language (arXiv 2304.04487).
+"""
+
+import torch
+from torch import Tensor
+
+from poss_lightning.decoding.trees import Tree
+from poss_lightning.target.cache import Slots
+
+NGRAM = 3  # last tokens that are sought, most first
+TRUST, MEMORY = 6.0, 0.98  # as of a draft's calibration
+CLAIMED = (0.0, 0.2, 0.4, 0.7)  # of a first token, and of each that follows; by how many tokens were found
+
+
+class Lookup:
+    """The texts in hand, and their continuations; all shapes are static, and nothing waits for the device.
+
+    Args:
+        count: N, tokens of a continuation.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.text = torch.zeros(0, 0, dtype=torch.long)  # (B, C) none, until `start`
+
+    def start(self, tokens: Tensor, capacity: int) -> None:
+        """Begin with right-padded texts (B, T); each may grow to `capacity`."""
+        if self.text.shape != (len(tokens), capacity):
+            self.text = tokens.new_zeros(len(tokens), capacity)
+        self.text[:, : tokens.shape[1]] = tokens
+
+    def append(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Tokens (B, n) behind the root, which is at `lengths` (B,); those that are not emitted will be overwritten."""
+        places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        self.text.scatter_(1, places.clamp(max=self.text.shape[1] - 1), tokens)
+
+    def find(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens were found (B,).
+
+        Of the earlier places with the most of the last tokens, up to NGRAM, the latest counts. A continuation that
+        reaches the text's end goes on with itself; without a place it is of -1.
+        """
+        at = torch.arange(self.text.shape[1], device=lengths.device)
+        run, found = at < lengths[:, None], torch.zeros_like(self.text)
+        for back in range(NGRAM):
+            last = self.text.gather(1, (lengths - back).clamp(min=0)[:, None])
+            run = run & (self.text.roll(back, 1) == last) & (at >= back)
+            found += run
+        place = (found * len(at) + at).max(1).indices  # the last place where nothing is found
+        found = found.gather(1, place[:, None])
+        period = (lengths - place).clamp(min=1)[:, None]
+        ahead = place[:, None] + 1 + at[: self.count] % period
+        tokens = self.text.gather(1, ahead.clamp(max=len(at) - 1)).where(found > 0, -1)
+        return tokens, found[:, 0]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these texts."""
+        self.text = self.text[rows] if len(self.text) else self.text
+
+
+def join(tree: Tree, path: Tensor) -> Tree:
+    """Append the tokens of a path (B, N) below the root; one that is drafted there already leads through that node.
+
+    So many nodes are added always. A node that shares another's place repeats it, and one without a token the root's:
+    the judge takes the first of equal nodes.
+    """
+    at = torch.zeros_like(path[:, :1])  # (B, 1) where the path is
+    nodes, parents = tree.tokens.shape[1], []
+    tokens = path.where(path >= 0, tree.tokens[:, :1])
+    drafted = torch.arange(nodes, device=path.device) > 0  # the root is its own parent, and no child
+    for i in range(path.shape[1]):
+        parents.append(at)
+        same = (
+            ((tree.tokens == tokens[:, i : i + 1]) & (tree.parents == at) & drafted).to(torch.int8).max(1, keepdim=True)
+        )
+        at = same.indices.where(same.values > 0, nodes + i)
+    scores = torch.zeros_like(path, dtype=tree.scores.dtype)  # the draft has none
+    added = Tree(tokens, torch.cat([*parents, at[:, :0]], dim=1), scores)
+    return Tree(*(torch.cat(parts, dim=1) for parts in zip(tree, added, strict=True)))
+
+
+class Worth:
+    """What each token of a continuation brought beyond the drafted tree, by how many tokens were found.
+
+    Args:
+        count: N, tokens of a continuation.
+    """
+
+    def __init__(self, count: int):
+        self.claimed = torch.tensor(CLAIMED)[:, None] ** torch.arange(1, count + 1)  # (NGRAM + 1, N)
+        self.tried, self.brought = torch.zeros_like(self.claimed), torch.zeros_like(self.claimed)
+
+    def expected(self, found: Tensor) -> Tensor:
+        """Tokens that the next 0, 1, … N of all texts bring: found (B,) -> (N + 1,)."""
+        table = (self.brought + TRUST * self.claimed) / (self.tried + TRUST)
+        return torch.nn.functional.pad(table[found].sum(0).cumsum(0), (1, 0))
+
+    def learn(self, found: Tensor, taken: int, brought: Tensor) -> None:
+        """A round in which `taken` tokens of each joined: which depths (B, K) of what was accepted only they had."""
+        self.tried *= MEMORY
+        self.brought *= MEMORY
+        for row, gains in zip(found.tolist(), brought.tolist(), strict=True):
+            self.tried[row, :taken] += 1
+            self.brought[row, :taken] += torch.tensor(gains[:taken], dtype=torch.float32)
+
+
+class RootAlone:
+    """Drafts nothing, for an engine that has lookups alone; what it says is what `Drafter` says."""
+
+    depth, tree_width, candidates, tree_slots, layers = 0, 1, 1, 0, ()
+
+    def __init__(self, device: torch.device):
+        self.slots = Slots(0, 0, device)
+
+    def start(self, batch: int, capacity: int) -> None:
+        """Begin with empty texts."""
+        self.slots = Slots(batch, capacity, self.slots.lengths.device)
+        self.root = torch.zeros(batch, 1, dtype=torch.long, device=self.slots.lengths.device)
+        self.root_z = self.root
+
+    def append_context(self, tokens: Tensor, draft_input: Tensor, counts: Tensor) -> None:
+        """Remember the root."""
+        self.root.copy_(tokens.gather(1, (counts - 1).clamp(min=0)[:, None]))
+        self.slots.advance_device(counts)
+
+    def draft_tree(self, budget: object, noise: Tensor | None = None) -> Tree:
+        """The root."""
+        return Tree(self.root, torch.zeros_like(self.root), torch.zeros_like(self.root, dtype=torch.float32))
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows of the batch."""
+        self.slots.select(rows)
+        self.root = self.root_z = self.root[rows]

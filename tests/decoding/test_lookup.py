@@ -1,0 +1,131 @@
+"""Lookups: the match and the joined path against their definitions; no token changes, and no round accepts less."""
+
+import pytest
+import torch
+
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.lookup import NGRAM, Lookup, Worth, join
+from poss_lightning.decoding.trees import Tree, ancestor_mask
+from poss_lightning.decoding.verification import judge
+from poss_lightning.sampling import GREEDY, Sampling
+from tests.support.decoders import PROMPTS, drawn
+from tests.support.tiny import tiny_draft
+
+REPEATED = [[5, 6, 7, 8, 5, 6, 7, 8, 5], [9] * 11, [3, 4]]
+
+
+def looked_up(text: list[int], count: int) -> tuple[list[int], int]:
+    """The twin: of the latest earlier place with the most of the last tokens, what follows; then that again."""
+    last = len(text) - 1
+    for n in range(min(NGRAM, last), 0, -1):
+        for place in range(last - 1, n - 2, -1):
+            if text[place - n + 1 : place + 1] == text[last - n + 1 :]:
+                following = text[place + 1 :]
+                return [following[i % len(following)] for i in range(count)], n
+    return [-1] * count, 0
+
+
+@pytest.mark.parametrize("words", [2, 4, 30])
+def test_the_match_is_its_twins(words):
+    generator = torch.Generator().manual_seed(words)
+    lengths = torch.randint(1, 24, (40,), generator=generator)
+    texts = [torch.randint(words, (int(n),), generator=generator).tolist() for n in lengths]
+    lookup = Lookup(5)
+    lookup.start(torch.tensor([text + [0] * (24 - len(text)) for text in texts]), 40)
+    for _ in range(2):  # as begun, and after some more tokens, the rest of which are not emitted
+        tokens, found = lookup.find(torch.tensor([len(text) for text in texts]) - 1)
+        assert [(row, n) for row, n in zip(tokens.tolist(), found.tolist(), strict=True)] == [
+            looked_up(text, 5) for text in texts
+        ]
+        more = torch.randint(words, (len(texts), 4), generator=generator)
+        lookup.append(more, torch.tensor([len(text) for text in texts]) - 1)
+        texts = [text + row[:3] for text, row in zip(texts, more.tolist(), strict=True)]
+
+
+def random_tree(generator: torch.Generator, nodes: int, words: int) -> Tree:
+    """Children of a node differ."""
+    tokens, parents = [int(torch.randint(words, (), generator=generator))], [0]
+    while len(tokens) < nodes:
+        parent, token = (int(torch.randint(high, (), generator=generator)) for high in (len(tokens), words))
+        if (parent, token) not in list(zip(parents, tokens, strict=True))[1:]:
+            tokens, parents = [*tokens, token], [*parents, parent]
+    return Tree(torch.tensor([tokens]), torch.tensor([parents]), torch.zeros(1, nodes))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_with_a_path_accepts_what_the_longer_of_the_two_does(seed):
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(generator, 12, 3)
+    path = torch.randint(3, (1, 6), generator=generator) if seed % 4 else torch.full((1, 6), -1)
+    text = torch.randint(3, (13,), generator=generator)  # what the target says, by depth
+    joined, depth = join(tree, path), 12
+
+    def accepted(one: Tree) -> int:
+        ancestors = ancestor_mask(one.parents, depth)
+        verdict = judge(one, ancestors, text[ancestors.sum(-1) - 1], depth)
+        count = int(verdict.accepted)
+        assert verdict.tokens[0, : count + 1].tolist() == text[: count + 1].tolist()
+        return count
+
+    said = next((i for i in range(6) if path[0, i] != text[i]), 6)
+    assert accepted(joined) == max(accepted(tree), said) or (seed % 4 == 0 and accepted(joined) > accepted(tree))
+    assert joined.tokens.shape[1] == 12 + 6 and bool((joined.parents[0, 1:] < torch.arange(1, 18)).all())
+    on_path = [tuple(pair) for pair in zip(joined.parents[0].tolist(), joined.tokens[0].tolist(), strict=True)]
+    assert len(set(on_path[1:])) >= 12 - 1  # no drafted node went
+
+
+ENGINES = {
+    "alone": (None, (0, 1, 1), {}),
+    "chain": ([2, 2], (4, 5, 1), {}),
+    "tree": ([2, 2], (4, 12, 3), {}),
+    "auto": ([2, 2], (4, 12, 3), {"tree": "auto"}),
+}
+
+
+@pytest.mark.parametrize("prompts", [REPEATED, PROMPTS[:1]], ids=["batch", "one"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, repetition_penalty=1.2)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_token_changes(target, name, sampling, prompts):
+    allocation, tree, options = ENGINES[name]
+    draft = allocation and tiny_draft(target, allocation)
+    engine = Speculative(target, draft, *tree, lookup=6, **options)
+    engine.measured = {n: Costs(0.01, dict.fromkeys((1, 2, 4, 8, 12), 1.0)) for n in (1, 2, 3)}
+    plain = drawn(Autoregressive(target), sampling, 5, prompts, 60)
+    for _ in range(2):  # the second text in the memory of the first
+        assert drawn(engine, sampling, 5, prompts, 60) == plain
+
+
+@pytest.mark.parametrize("prompt", REPEATED, ids=["words", "one", "none"])
+def test_tokens_are_those_of_transformers_prompt_lookup(target, prompt):
+    with target.without_defaults() as model, torch.inference_mode():
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 10, "pad_token_id": 0}
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
+    (own,) = Speculative(target, None, lookup=10).decode([prompt], 40, frozenset())
+    assert own.tokens == theirs[0, len(prompt) :].tolist()
+
+
+def test_a_prompt_that_contains_its_answer_reaches_the_bound():
+    """Every round is right about all N tokens."""
+    answer = torch.randperm(60, generator=torch.Generator().manual_seed(0)).tolist()
+    lookup, said = Lookup(4), 3
+    lookup.start(torch.tensor([answer + answer[:said]]), 140)
+    while said + 5 <= len(answer):
+        tokens, found = lookup.find(torch.tensor([59 + said]))
+        assert tokens[0].tolist() == answer[said : said + 4] and int(found) == 3
+        lookup.append(torch.tensor([answer[said : said + 5]]), torch.tensor([59 + said]))  # with the bonus
+        said += 5
+
+
+def test_what_brought_nothing_is_left_out_until_that_is_forgotten():
+    worth, found = Worth(3), torch.tensor([2])
+    assert worth.expected(found).tolist() == pytest.approx([0, 0.4, 0.56, 0.624])
+    for _ in range(200):
+        worth.learn(found, 3, torch.zeros(1, 3, dtype=torch.bool))
+    assert float(worth.expected(found)[3]) < 0.1
+    assert worth.expected(torch.tensor([3])).tolist() == pytest.approx([0, 0.7, 1.19, 1.533])
+    for _ in range(400):
+        worth.learn(found, 0, torch.zeros(1, 3, dtype=torch.bool))
+    assert float(worth.expected(found)[1]) > 0.39
