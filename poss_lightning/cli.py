@@ -36,6 +36,7 @@ TOOLS = {
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
     "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),
 }
+GONE = {"answer": "synthesize --prompts", "test": "validate", "histogram": "compare", "report": "compare --html"}
 
 
 def main() -> None:
@@ -55,7 +56,8 @@ def _run_line() -> None:
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
         known = [*TRAINER, *TOOLS]
-        near = "".join(f"did you mean {name}? " for name in get_close_matches(command, known, 1))
+        nearest = [GONE[command]] if command in GONE else get_close_matches(command, known, 1)
+        near = "".join(f"did you mean {name}? " for name in nearest)
         sys.exit(f"poss: no command {command!r}; {near}there are {', '.join(known)}")
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)

@@ -105,7 +105,13 @@ def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tm
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(poss):
-    for command, near in (("predict", ""), ("--verbose", ""), ("fitt", "fit"), ("compere", "compare")):
+    for command, near in (
+        ("predict", ""),
+        ("--verbose", ""),
+        ("fitt", "fit"),
+        ("compere", "compare"),
+        ("answer", "synthesize --prompts"),
+    ):
         result, hint = poss(command), f"did you mean {near}? " if near else ""
         assert result.code.startswith(f"poss: no command {command!r}; {hint}there are fit, ")
         assert "\n" not in result.code
