@@ -29,7 +29,7 @@ from PIL import Image
 
 from poss_lightning import plots
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.evaluation.drawing import Guesses, likeliest_nodes
+from poss_lightning.evaluation.drawing import Guesses, most_likely_nodes
 from poss_lightning.evaluation.generate import guesses_of
 from poss_lightning.files import atomic
 from poss_lightning.plots import INK, QUIET
@@ -75,7 +75,7 @@ def drift() -> Figure:
 def tree() -> Figure:
     """One round of the example answer: drafted tokens, the accepted path, and the bonus token."""
     guesses = _rounds()[ROUND]
-    shown = sorted(likeliest_nodes(guesses, NODES))
+    shown = sorted(most_likely_nodes(guesses, NODES))
     places = _places(guesses, shown)
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
     for node in shown:
@@ -228,7 +228,7 @@ def _rounds() -> list[Guesses[str]]:
 
 
 def _places(guesses: Guesses[str], shown: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """(depth, row) of each node: leaves one below the other, likelier first, a parent beside its likeliest child."""
+    """(depth, row) of each node: leaves one below the other, likelier first, a parent beside its most likely child."""
     places: dict[int, tuple[float, float]] = {}
     rows = iter(range(len(shown)))
 

@@ -42,7 +42,7 @@ def extract(
 ) -> None:
     """Write the feature store of a corpus.
 
-    A killed run goes on where it stopped when the command is given again, and ends with the same bytes. Started by
+    A killed run resumes where it stopped when the command is given again, and ends with the same bytes. Started by
     torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
 
     Args:

@@ -61,7 +61,7 @@ class UnrollAcceptance(PositionAcceptance):
 
         Args:
             proposals: (K, B, T) token ids, pass by pass.
-            greedy: (B, T) the target's likeliest token where each slot's proposal stands, x_{t+2}.
+            greedy: (B, T) the target's most likely token where each slot's proposal stands, x_{t+2}.
             text: (B, T) the token of the text there.
             counts: (B, T) passes that count at a slot.
         """

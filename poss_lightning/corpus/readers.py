@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, stem
+from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, report_left_out, stem
 from poss_lightning.corpus.regular import SIDES, make_regular
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.sampling import Draw
@@ -31,7 +31,6 @@ _ROLES = {
 _WEIGHTS = ("weight", "loss_weight", "loss", "train", "training", "trainable", "train_on_turn")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
-_SHOWN = 3  # reasons spelled out
 
 
 @dataclass(frozen=True)
@@ -103,24 +102,6 @@ def read_conversations(
         kept = len(conversations)
         logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, kept)
     return list(conversations.values())
-
-
-def report_left_out(what: str, reasons: list[str], total: int, strict: bool) -> None:
-    """Log how many of `total` conversations are left out, with the first reasons.
-
-    Args:
-        what: of the message, with {} for their number.
-
-    Raises:
-        CorpusError: some are, and `strict`; or more than one is, and more than a tenth.
-    """
-    if not reasons:
-        return
-    more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
-    message = "\n  ".join([what.format(f"{len(reasons)} of {total}"), *reasons[:_SHOWN], *more])
-    if strict or len(reasons) == total or len(reasons) > max(1, total / 10):
-        raise CorpusError(message)
-    logger.warning("left out, %s", message)
 
 
 def _with_unique_id(conversation: Conversation, others: dict[str, Conversation]) -> Conversation:

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _HUB_OPTIONS = ("config", "revision")
+_SHOWN = 3  # reasons spelled out, of what is left out
+
+logger = logging.getLogger(__name__)
 
 
 class CorpusError(ValueError):
@@ -159,3 +163,21 @@ def _rows(source: str, split: str) -> Any:
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, DatasetsError) as error:
         fault = "a folder datasets cannot load" if Path(name).is_dir() else "no path here and no reachable hub id"
         raise CorpusError(f"{source} is {fault} (split {split!r}): {error.__cause__ or error}") from error
+
+
+def report_left_out(what: str, reasons: list[str], total: int, strict: bool) -> None:
+    """Log how many of `total` conversations are left out, with the first reasons.
+
+    Args:
+        what: of the message, with {} for their number.
+
+    Raises:
+        CorpusError: some are, and `strict`; or more than one is, and more than a tenth.
+    """
+    if not reasons:
+        return
+    more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
+    message = "\n  ".join([what.format(f"{len(reasons)} of {total}"), *reasons[:_SHOWN], *more])
+    if strict or len(reasons) == total or len(reasons) > max(1, total / 10):
+        raise CorpusError(message)
+    logger.warning("left out, %s", message)

@@ -1,4 +1,4 @@
-"""Write a corpus batch by batch, so that a killed run goes on where it stopped."""
+"""Write a corpus batch by batch, so that a killed run resumes where it stopped."""
 
 import gzip
 import json

@@ -21,7 +21,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.spec import EmbedHead
 
-BLOCK = 128  # logits that are compared together, where the likeliest few of a large vocabulary are sought
+BLOCK = 128  # logits that are compared together, where the few most likely of a large vocabulary are sought
 
 
 class Frontier(NamedTuple):
@@ -110,7 +110,7 @@ class Drafter:
         self.slots.advance_device(counts)
 
     def draft_tree(self, budget: Budget, noise: Tensor | None = None) -> Tree:
-        """Draft a tree under the root: at each step the likeliest children of the best nodes, `tree_width` of both.
+        """Draft a tree under the root: at each step the most likely children of the best nodes, `tree_width` of both.
 
         It holds all nodes that were scored; which of them to verify is decided elsewhere.
 
@@ -135,7 +135,7 @@ class Drafter:
         for k in range(1, self.depth + 1):
             # 1. The specialist of this position predicts the next feature of every frontier node.
             predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
-            # 2. Each node's likeliest children, scored by their paths.
+            # 2. Each node's most likely children, scored by their paths.
             added = None if noise is None else noise[:, k - 1, None]  # (B, 1, V)
             log_probs, rows = top_log_probs(logits, width, added)  # (B, M, k)
             tokens = self.draft.token_ids(rows).flatten(1)  # (B, M*k)
@@ -231,7 +231,7 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 
 def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest of V, in order, with their log-probabilities: (..., V) -> (..., count) twice.
+    """The `count` most likely of V, in order, with their log-probabilities: (..., V) -> (..., count) twice.
 
     With noise that broadcasts to (..., V) and is added to the logits, it is their chances to be drawn with this noise.
     In a large vocabulary they stand in the `count` blocks with the highest maxima, so only these are searched.

@@ -147,7 +147,7 @@ class Model:
                 they are stop tokens too.
             max_new_tokens: at most so many; 20 by default.
             max_length: the same with T counted in; where both are given, `max_new_tokens` holds.
-            do_sample: draw tokens; else, as by default, take the likeliest.
+            do_sample: draw tokens; else, as by default, take the most likely.
             temperature: of drawing, 1.0 by default. The model's own generation_config is not asked.
             top_k: of drawing, 50 by default; 0 for all tokens.
             top_p: of drawing, 1.0 by default.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.readers import report_left_out
+from poss_lightning.corpus.records import report_left_out
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.sampling import Sampling

@@ -26,7 +26,7 @@ from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, PLAIN, UNFINISHED, Record, check_names, to_line
-from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, load_suites
 from poss_lightning.files import atomic, check_folder, read_json, without_secrets
 from poss_lightning.ranges import (
@@ -83,7 +83,7 @@ def benchmark(
     Every method is warmed up. Then the methods take turns prompt by prompt, in an order that rotates. All methods get
     the same context: a later turn of a conversation follows the target's own answers to the earlier turns. A
     conversation ends where the target's context is full. If a run is killed, give the same command again, on the same
-    machine and device with as many threads: it goes on with the first question that is not finished.
+    machine and device with as many threads: it resumes with the first question that is not finished.
 
     Args:
         out: folder to write.
@@ -102,8 +102,8 @@ def benchmark(
         lookup: tokens that followed the same words earlier in the text, which join every draft's tree; 0 for none.
         temperature: of sampling; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers are the
             same.
-        top_k: sample among the k likeliest tokens; 0 for all.
-        top_p: sample among the likeliest tokens that hold this probability.
+        top_k: sample among the k most likely tokens; 0 for all.
+        top_p: sample among the most likely tokens that hold this probability.
         seed: of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (our loop with 10 looked-up
@@ -141,9 +141,8 @@ def benchmark(
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
     methods = _baselines(model, graphs, baselines)
-    engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "graphs": graphs}
-    engine["lookup"] = lookup
-    methods |= {name: Speculative(model, draft, **engine) for name, draft in loaded.items()}
+    engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "lookup": lookup}
+    methods |= {name: Speculative(model, draft, graphs=graphs, **engine) for name, draft in loaded.items()}
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
         "command": sys.argv,
@@ -158,9 +157,8 @@ def benchmark(
 
 
 def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
-    lookup = Speculative(model, None, graphs=graphs, lookup=10)
-    known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model), "lookup": lookup}
-    return {name: known[name] for name in names}
+    known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model)}
+    return {name: known.get(name) or Speculative(model, None, graphs=graphs, lookup=10) for name in names}
 
 
 def check(config: dict) -> Sampling:
@@ -282,7 +280,7 @@ class Run:
             seconds={part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
             tokens=decoded.tokens,
             text=self.target.chat.text(decoded.tokens),
-            pieces=_pieces(self.target, decoded.tokens),
+            pieces=pieces_of(self.target.chat.text, decoded.tokens),
             question=question.turns[turn],
             category=question.category or None,
         )
@@ -350,10 +348,3 @@ def _check_prompt(target: Target, question: Question) -> None:
         new_token_limits(target, [prompt], limit=1)
     except ValueError as error:
         raise ValueError(f"question {question.id} of {question.suite}, turn 0: {error}") from error
-
-
-def _pieces(target: Target, tokens: list[int]) -> list[str]:
-    """What each token adds to the text: a letter split over tokens belongs to its last; a stop token adds nothing."""
-    pieces = Pieces(target.chat.text)
-    texts = [pieces.add([token]) for token in tokens]
-    return [*texts[:-1], texts[-1] + pieces.rest()] if texts else []

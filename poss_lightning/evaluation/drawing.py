@@ -41,7 +41,7 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
         lines: most lines, unless the accepted path needs more; the least probable nodes are left out.
     """
     tokens, parents, scores, path, bonus = guesses
-    shown = likeliest_nodes(guesses, lines - (bonus is not None))
+    shown = most_likely_nodes(guesses, lines - (bonus is not None))
     below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # of each node: labels, and nodes if it is one
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
         words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
@@ -54,8 +54,8 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
     return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
 
 
-def likeliest_nodes(guesses: Guesses, lines: int) -> set[int]:
-    """The accepted path, and as many of the likeliest nodes as fit in `lines`; with every node its parent."""
+def most_likely_nodes(guesses: Guesses, lines: int) -> set[int]:
+    """The accepted path, and as many of the most likely nodes as fit in `lines`; with every node its parent."""
     if len(guesses.tokens) > lines:
         lines -= 1  # for the number of nodes that are left out
     shown = set(guesses.path)

@@ -65,9 +65,9 @@ def generate(
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
-        temperature: of sampling; 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens; 0 for all.
-        top_p: sample among the likeliest tokens that hold this probability.
+        temperature: of sampling; 0 takes the most likely token.
+        top_k: sample among the k most likely tokens; 0 for all.
+        top_p: sample among the most likely tokens that hold this probability.
         seed: of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.

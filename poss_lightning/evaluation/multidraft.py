@@ -2,10 +2,10 @@
 
 Of the target's distribution p and the draft's q over V tokens, for one place (arXiv 2502.18779):
 
-    unseeing       the n likeliest of q, whatever is drawn: Σ p over them
+    unseeing       the n most likely of q, whatever is drawn: Σ p over them
     replaced       n drawn from q, each accepted or rejected in turn (recursive rejection, arXiv 2305.09781)
     distinct       the same without replacement (arXiv 2402.14160)
-    greedy         the n - 1 likeliest and one drawn from the rest: Σ_top p + Σ_rest min(p, q / z), z the rest's mass
+    greedy         the n - 1 most likely and one drawn from the rest: Σ_top p + Σ_rest min(p, q / z), z the rest's mass
     coupled        ours: the n largest of log q + g, where the target takes the largest of log p + g
     optimum        the most that any judge can accept of n independent draws from q
 

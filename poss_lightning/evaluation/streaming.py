@@ -37,3 +37,10 @@ class Pieces:
     def rest(self) -> str:
         """The text that is still held back, at the end."""
         return self.text(self.tokens)[len(self.emitted) :]
+
+
+def pieces_of(text: Callable[[list[int]], str], tokens: list[int]) -> list[str]:
+    """What each token adds to the text: a letter split over tokens belongs to its last; a stop token adds nothing."""
+    pieces = Pieces(text)
+    texts = [pieces.add([token]) for token in tokens]
+    return [*texts[:-1], texts[-1] + pieces.rest()] if texts else []

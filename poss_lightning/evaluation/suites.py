@@ -7,8 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.corpus.readers import report_left_out
-from poss_lightning.corpus.records import Malformed, file_records, options_of, parse
+from poss_lightning.corpus.records import Malformed, file_records, options_of, parse, report_left_out
 from poss_lightning.evaluation import forms
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers

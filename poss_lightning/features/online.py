@@ -100,7 +100,7 @@ class OnlineFeatures(Texts):
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
-        """The batch with features, the draft's input, and the target's likeliest tokens wherever a pass counts."""
+        """The batch with features, the draft's input, and the target's most likely tokens wherever a pass counts."""
         device = batch.tokens.device
         self._move_target(device)
         parts = batch.parts()

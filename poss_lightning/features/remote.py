@@ -1,6 +1,6 @@
 """A store from elsewhere: any address that fsspec reads, copied once into the user's cache and mapped from there.
 
-A copy that was killed goes on with the first file that is not there; several processes share one copy.
+A copy that was killed resumes with the first file that is not there; several processes share one copy.
 """
 
 import hashlib

@@ -79,7 +79,7 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
 
 
 def _greedy(embed_head: EmbedHead, features: Tensor, batch: list[TokenizedText]) -> Tensor:
-    """(tokens,): the target's likeliest next token after every slot that an assistant's token follows; else -1."""
+    """(tokens,): the target's most likely next token after every slot that an assistant's token follows; else -1."""
     greedy = torch.full(features.shape[:1], -1, device=features.device)
     for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
         for start, stop in text.spans:

@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
     id: str
     tokens: Tensor  # (T,) int64
-    greedy: Tensor  # (T,) int64, the target's likeliest token after each; -1 outside assistant spans
+    greedy: Tensor  # (T,) int64, the target's most likely token after each; -1 outside assistant spans
     spans: list[tuple[int, int]]  # half-open token ranges the assistant wrote
     features: Tensor  # (T, D), in the target's dtype
     layers: Tensor = torch.empty(0, 0, 0)  # (T, n, D), outputs of inner layers; n is 0 where there are none

@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # (B, T) int64
     features: Tensor  # (B, T, D), the target's
     draft_input: Tensor  # (B, T, R), what the draft reads: the features, or inner layers; with noise in training
-    greedy: Tensor  # (B, T) the target's likeliest next token, -1 where unknown
+    greedy: Tensor  # (B, T) the target's most likely next token, -1 where unknown
     counts: Tensor  # (B, T) pass k counts at slot t where k <= counts[t]
     positions: Tensor  # (B, T) a token's place in its conversation
     lengths: list[list[int]]  # tokens of the conversations of each row

@@ -33,7 +33,7 @@ class PassLosses(NamedTuple):
     terms: dict[str, Tensor]  # (K,) sums by name: `token` and `topk`, and all that have a weight
     weighted: Tensor  # (K,) Σ weight · term
     slots: Tensor  # (K,) how many slots count
-    top_rows: Tensor  # (K, B, T) the draft's likeliest row of the head; -1 where no pass counts, or without find_top
+    top_rows: Tensor  # (K, B, T) the draft's most likely row of the head; -1 where no pass counts, or without find_top
 
 
 def term_names() -> tuple[str, ...]:

@@ -47,17 +47,17 @@ class SpecialistTraining(lightning.LightningModule):
         intermediate_size: width of a specialist's MLP; None for the target's.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
-            which learns at slots where the vocabulary holds the target's likeliest token.
+            which learns at slots where the vocabulary holds the target's most likely token.
         window: slots that a query of the draft sees, itself and those on its left; None for all (a sliding window).
         fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
         norm_output: the next pass reads the normed output, as the head does.
-        vocabulary_size: propose only that many tokens, the commonest in the store's answers. None is for all tokens. A
+        vocabulary_size: propose only that many tokens, the most common in the store's answers. None is for all. A
             draft of kind eagle3 keeps the vocabulary of the draft it starts from, where the size is the same or None.
         start_from: draft folder, hub id or shipped draft whose layers to start from; None starts from random weights.
         normalise: whether a draft that starts from random weights scales its input, dimension by dimension, to a mean
             square of 1. A draft that starts from another takes over its scale.
         loss: weights of its terms: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the
-            target's ten likeliest tokens), `acceptance` (the negative logarithm of the chance of acceptance). None is
+            target's ten most likely tokens), `acceptance` (the negative logarithm of the chance of acceptance). None is
             {feature: 1, token: 0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts no feature.
         slot_weights: "dpace", a slot counts by what its chain of positions still gains there; None, all count alike. In
             training alone.

@@ -45,7 +45,7 @@ LAYOUT = {
         "training": _lines(r"train_loss/depth_\d+$"),
         "validation, features (smooth L1)": _lines(r"val_feature_loss/depth_\d+$"),
         "validation, tokens (cross-entropy)": _lines(r"val_token_loss/depth_\d+$"),
-        "validation, likeliest ten": _lines(r"val_topk_loss/depth_\d+$"),
+        "validation, ten most likely": _lines(r"val_topk_loss/depth_\d+$"),
     },
     "Feature drift of each depth": {
         "cosine (1 is none)": _lines(r"val_drift_cosine/depth_\d+$"),

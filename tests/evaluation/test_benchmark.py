@@ -12,6 +12,7 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
@@ -353,14 +354,14 @@ def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
 @pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])
 def test_a_letter_split_over_tokens_belongs_to_its_last(target, text):
     tokens = target.tokenizer(text).input_ids
-    pieces = module._pieces(target, tokens)
+    pieces = pieces_of(target.chat.text, tokens)
     assert "".join(pieces) == text and len(pieces) == len(tokens)
-    cut = module._pieces(target, tokens[:-1])
+    cut = pieces_of(target.chat.text, tokens[:-1])
     assert "".join(cut) == target.chat.text(tokens[:-1])
 
 
 def test_bytes_that_are_no_text_and_a_stop_token(target):
     byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
     tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
-    pieces = module._pieces(target, tokens)
+    pieces = pieces_of(target.chat.text, tokens)
     assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""
