@@ -58,6 +58,13 @@ def test_step_and_conversations_are_named_and_what_is_kept_is_from_before(store,
     assert not list(tmp_path.glob("*exception*"))
 
 
+def test_no_step_follows_the_one_that_is_named(store, tmp_path):
+    """Where nothing is kept in between: the weights are lost, so each later step would be named in its place."""
+    module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
+    with pytest.raises(ValueError, match=r"the norm of the gradient is nan, in .*\b7\b"):
+        fit(Sick(store, batch_tokens=256, validation=0.2), module, tmp_path)
+
+
 def test_a_limit_that_cuts_a_step_is_refused(store, tmp_path):
     with pytest.raises(
         ValueError, match="limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
