@@ -48,6 +48,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work
 
+WITH_LOOKUP = "+lookup"
 HERE = (PLAIN, "generate", "lookup")  # baselines that decode in this process
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,8 @@ def benchmark(
         nodes: of a tree, root included.
         tree_width: children tried a node; 1 drafts chains.
         tree: fixed, or auto: chosen for the most tokens a second, within depth and nodes.
-        lookup: tokens that followed the same words earlier in the text, which join every draft's tree; 0 for none.
+        lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words
+            earlier in the text join its trees; 0 for no such methods.
         temperature: of sampling; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers are the
             same.
         top_k: sample among the k most likely tokens; 0 for all.
@@ -141,8 +143,13 @@ def benchmark(
     for question in questions:  # a prompt that is too long is refused before anything is written
         _check_prompt(model, question)
     methods = _baselines(model, graphs, baselines)
-    engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree, "lookup": lookup}
-    methods |= {name: Speculative(model, draft, graphs=graphs, **engine) for name, draft in loaded.items()}
+    engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
+    if lookup:  # each draft alone, and with lookups
+        drafts |= {name + WITH_LOOKUP: folder for name, folder in drafts.items()}
+        loaded |= {name + WITH_LOOKUP: draft for name, draft in loaded.items()}
+    for name, draft in loaded.items():
+        count = lookup if name.endswith(WITH_LOOKUP) else 0
+        methods[name] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
         "command": sys.argv,
