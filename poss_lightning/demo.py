@@ -64,10 +64,10 @@ LADDER = (
     Sizes(200, 40, 2, 64),
     Sizes(150, 30, 2, 64),
     Sizes(120, 20, 2, 64),
-    Sizes(100, 15, 2, 48),
+    Sizes(100, 16, 2, 48),
     Sizes(80, 10, 2, 40),
     Sizes(60, 8, 1, 48),
-    Sizes(60, 5, 1, 32),
+    Sizes(60, 6, 1, 32),
 )
 
 
@@ -287,7 +287,7 @@ def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: s
             **numbered,
             "precision": choose_precision(place.type, dtype),
             "max_steps": steps,
-            "val_check_interval": steps,
+            "val_check_interval": steps // 2 if steps % 2 == 0 else steps,  # in the middle, and at the end
             "check_val_every_n_epoch": None,
         },
     }

@@ -151,16 +151,14 @@ class _Writer:
         """Each prompt's new tokens, as many as the target's context has room for, and how they were drawn."""
         rooms = [self.target.spec.context - len(prompt) for prompt in prompts]
         rows = [row for row, room in enumerate(rooms) if room > 0]
-        texts: list[list[int]] = [[] for _ in prompts]
         if not rows:
-            return [(text, None) for text in texts]
-        limits = [min(limit, rooms[row]) for row in rows]
-        asked = [prompts[row] for row in rows]
-        for tokens in self.loop.steps(asked, limits, self.target.chat.stops, sampling, generator):
-            for place, token in tokens.items():
-                texts[rows[place]].append(token)
+            return [([], None) for _ in prompts]
+        asked, limits = [prompts[row] for row in rows], [min(limit, rooms[row]) for row in rows]
+        texts = dict(
+            zip(rows, self.loop.generate(asked, limits, self.target.chat.stops, sampling, generator), strict=True)
+        )
         draws = dict(zip(rows, self.loop.sampler.draws, strict=False))
-        return [(text, draws.get(row)) for row, text in enumerate(texts)]
+        return [(texts.get(row, []), draws.get(row)) for row in range(len(prompts))]
 
     def _prompt(self, messages: list[dict], opening: str, role: str) -> list[int]:
         """Tokens of the template up to the place where `role` continues the opening."""

@@ -67,8 +67,7 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
     if len(drifts) != 1:
         raise ValueError(
             f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one, the training of a draft of "
-            "kind eagle2 with --trainer.logger TensorBoardLogger --trainer.logger.save_dir runs, which logs it when it "
-            "validates"
+            "kind eagle2 (poss fit --name NAME), which logs it when it validates"
         )
     drift = [series[-1][1] for series in drifts[0].values()]
     if depth is not None and not 1 <= depth <= len(drift):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from poss_lightning.clock import Clock, Part
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
@@ -135,16 +136,19 @@ class PlainLoop:
     def generate(
         self,
         prompts: list[list[int]],
-        limit: int,
+        limit: int | list[int],
         stops: frozenset[int],
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> list[list[int]]:
-        """Each prompt's new tokens, up to and with a stop token, `limit` at most."""
+        """Each prompt's new tokens, up to and with a stop token; `limit`, of all or of each, at most."""
         texts: list[list[int]] = [[] for _ in prompts]
-        for tokens in self.steps(prompts, [limit] * len(prompts), stops, sampling, generator):
-            for prompt, token in tokens.items():
-                texts[prompt].append(token)
+        limits = [limit] * len(prompts) if isinstance(limit, int) else limit
+        with tqdm(desc="tokens", unit="token", leave=False, delay=2) as bar:
+            for tokens in self.steps(prompts, limits, stops, sampling, generator):
+                bar.update(len(tokens))
+                for prompt, token in tokens.items():
+                    texts[prompt].append(token)
         return texts
 
     def steps(

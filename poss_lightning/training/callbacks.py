@@ -87,6 +87,16 @@ class DraftFolders(lightning.Callback):
         self.best = state_dict["best"]
 
 
+class ValidateFirst(lightning.Callback):
+    """Validates once before the first step, so that every curve begins with the draft that training starts from."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        if trainer.global_step == 0:
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+
+
 class StepLines(lightning.Callback):
     """A plain line every `log_every_n_steps` where no terminal shows a bar: for a log file or a pipe.
 
@@ -159,7 +169,7 @@ class LastCheckpoint(ModelCheckpoint):
             self._save_step(trainer, *args)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and not _is_last(trainer):
+        if trainer.state.fn == "fit" and trainer.global_step > 0 and not _is_last(trainer):
             self._save_step(trainer, pl_module, None, None, 0)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:

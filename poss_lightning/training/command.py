@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import yaml
+from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -120,6 +121,7 @@ class Training(LightningCLI):
         vars(self).update(shared)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--name", type=str | None, default=None, help=SAID["name"])
         parser.add_argument("--seed_everything", type=Seed | bool, default=0, help=SAID["seed_everything"])
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -148,6 +150,7 @@ class Training(LightningCLI):
             option = str(error.full_key).removeprefix(f"{command}.")
             reason = str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
             raise explain(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
+        _name_folder(self.options)
         _expand_home(self.options)
 
     def _parse_ckpt_path(self) -> None:
@@ -262,6 +265,20 @@ def _no_environment() -> Iterator[None]:
         register("oc.env", oc.env, replace=True)
 
 
+def _name_folder(options: Any) -> None:
+    """Let `--name NAME` be the folder runs/NAME of TensorBoard's logger, or the name that another logger gives."""
+    if (name := options.name) is None:
+        return
+    trainer, options.name = options.trainer, None  # config.yaml has it as the logger's
+    if trainer.logger in (None, True):
+        place = Namespace(save_dir=trainer.default_root_dir or "runs", version="")
+        trainer.logger = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=place)
+    for each in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:
+        if not hasattr(each, "init_args"):
+            raise ValueError(f"name is {name!r}, but trainer.logger is {each}: a folder needs a logger")
+        each.init_args.name = name
+
+
 def _expand_home(options: Any) -> None:
     """Put the home folder for `~`: Lightning does so for TensorBoard alone, where it would put in `$NAME` too."""
     loggers = options.trainer.logger if isinstance(options.trainer.logger, list) else [options.trainer.logger]
@@ -277,7 +294,7 @@ def _check_unused(folder: Path) -> None:
     """Raise FileExistsError where a training has left something."""
     last = folder / "checkpoints" / "last.ckpt"
     if has_outputs(folder) and (last.is_file() or "SLURM_RESTART_COUNT" not in os.environ):  # a job may begin once more
-        other = "choose another name or save_dir of its logger"
+        other = "choose another --name"
         how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
         raise FileExistsError(f"{folder} holds a training already: {how}")
 
@@ -334,7 +351,6 @@ def _quieten() -> None:
         "`torch.distributed",  # DeepSpeed calls what torch has since renamed
         "It is recommended to use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps count on
-        "Precision .* is not supported by the model summary",  # of megabytes
         "`ModelCheckpoint.* could not find the monitored key",  # DraftFolders says why
         "Checkpoint directory .* exists and is not empty",  # of a training that goes on
     ):

@@ -1,5 +1,7 @@
 """What TensorBoard shows beside scalars: charts by depth, histograms, figures, hyper-parameters, the projector."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import lightning
@@ -37,17 +39,19 @@ class Dashboard(lightning.Callback):
     def __init__(self, slots: Count = 40):
         self.slots = slots
         self.deep_slots: DeepSlots | None = None
+        self.start: dict[str, float] = {}  # what was logged before the first step
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 # Else it writes hyper-parameters with a placeholder metric first, and TensorBoard takes the first.
                 logger._default_hp_metric = False
+                logger.log_metrics = partial(_log_all_but_epoch, logger.log_metrics)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (writer := writer_of(trainer)) is None:
             return
-        writer.add_custom_scalars(panels.LAYOUT)
+        writer.add_custom_scalars(panels.layout(pl_module.eval_depth))
         values = hyperparameters.collect(trainer, pl_module)
         for summary in hyperparameters.start_summaries(values, pl_module.eval_depth):
             writer._get_file_writer().add_summary(summary)
@@ -72,7 +76,10 @@ class Dashboard(lightning.Callback):
         if (writer := writer_of(trainer)) is None:
             return
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        figure = panels.draw_acceptance(logged, pl_module.eval_depth, trainer.global_step)
+        if trainer.global_step == 0:
+            self.start = logged
+            return
+        figure = panels.draw_acceptance(logged, pl_module.eval_depth, trainer.global_step, self.start)
         writer.add_figure("val_pos_acc/by_position", figure, trainer.global_step)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
@@ -83,6 +90,11 @@ class Dashboard(lightning.Callback):
             spell = panels.load_speller(pl_module.draft.config.target.name)
             features, labels = panels.make_points(*self.deep_slots, spell)
             writer.add_embedding(features, labels, None, trainer.global_step, "features", list(panels.LABELS))
+
+
+def _log_all_but_epoch(log: Callable[..., None], metrics: dict[str, float], step: int | None = None) -> None:
+    """Lightning logs the epoch beside everything, and TensorBoard draws a chart of it."""
+    log({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
 
 def writer_of(trainer: lightning.Trainer) -> SummaryWriter | None:

@@ -9,7 +9,8 @@ PRECISION = "auto: bf16-mixed where the device multiplies bfloat16 fast, else 32
 HELP, ASSIGNED = ("--help", "-h"), ("--help=", "-h=")
 # The options that the short help has, besides those of model and data.
 SAID = {
-    "seed_everything": "of new random weights (--data.seed is of order and noise); true draws one (default: "
+    "name": "folder of this training, in runs/ or trainer.default_root_dir (default: lightning_logs/version_N)",
+    "seed_everything": "seed for the initial weights (--data.seed: data order and noise); true draws one (default: "
     "%(default)s)",
     "trainer.accelerator": "auto, cpu, gpu or mps (default: %(default)s)",
     "trainer.devices": "how many of a machine's devices train, or auto for all (default: %(default)s)",
@@ -25,9 +26,8 @@ SAID = {
     "trainer.val_check_interval": "batches between two validations, or a fraction of an epoch (default: %(default)s)",
     "trainer.check_val_every_n_epoch": "null lets the interval count batches across epochs (default: %(default)s)",
     "trainer.log_every_n_steps": "steps between two points in TensorBoard (default: %(default)s)",
-    "trainer.logger": "what names the training's folder: TensorBoardLogger, with --trainer.logger.save_dir, .name and "
-    ".version (default: lightning_logs/version_N)",
-    "ckpt_path": "a training's checkpoints/last.ckpt, to go on from or to measure (default: %(default)s)",
+    "trainer.logger": "a logger of Lightning by its class, such as CSVLogger or WandbLogger (default: TensorBoard's)",
+    "ckpt_path": "a training's checkpoints/last.ckpt, to resume or to measure (default: %(default)s)",
 }
 
 

@@ -6,7 +6,6 @@ The summaries are made here and not by a writer's `add_hparams`, which starts an
 # Protobuf makes its classes at run time.
 # pyright: reportAttributeAccessIssue=false
 
-import os
 import time
 
 import lightning
@@ -26,7 +25,7 @@ ARGUMENTS = (
     "gamma",
     "mean_over",
 )
-FIRST = ("allocation", "depth", "optimizer", "learning_rate", "seed")  # runs mostly differ in these
+FIRST = ("allocation", "start_from", "loss", "optimizer", "learning_rate")  # runs mostly differ in these
 
 Hyperparameters = dict[str, str | float]
 
@@ -36,7 +35,6 @@ def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperpa
     config, data = training.draft.config, trainer.datamodule
     values = {
         "allocation": str(list(config.allocation)),
-        "depth": config.depth,
         "detach": str(config.detach),
         "kv": config.kv,
         "kind": config.kind,
@@ -48,7 +46,6 @@ def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperpa
         "loss": ", ".join(f"{name} {weight:g}" for name, weight in training.loss_weights.items()),
         "slot_weights": training.hparams["slot_weights"] or "all alike",
         "normalise": str(training.hparams["normalise"]),
-        "seed": int(os.environ.get("PL_GLOBAL_SEED", -1)),  # Lightning sets it
     }
     if isinstance(data, FeatureData):
         tokens = data.batch_tokens * trainer.world_size * trainer.accumulate_grad_batches

@@ -336,6 +336,7 @@ class SpecialistTraining(lightning.LightningModule):
         return self.hparams["gamma"] ** torch.arange(depth, device=self.device)  # (K,)
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
-        """Log values (K,) as `name/depth_k`, which TensorBoard groups under `name`; nan is left out."""
-        by_depth = enumerate(torch.atleast_1d(values), 1)
-        self.log_dict({f"{name}/depth_{k}": value for k, value in by_depth if not value.isnan()})
+        """Log values (K,) as `name/depth_k`, and their `name/mean`: TensorBoard groups by `name`; nan is left out."""
+        named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}
+        named["mean"] = values.nanmean()
+        self.log_dict({f"{name}/{place}": value for place, value in named.items() if not value.isnan()})

@@ -19,40 +19,47 @@ LABELS = ("label", "token", "kind", "following", "slot", "__seq_next__")  # of a
 DECIMALS = 4  # of its coordinates
 
 
-def _lines(tag: str) -> list:
-    return ["Multiline", [tag]]
-
-
-# Category, chart, and the tags in it: a regular expression, matched from a tag's beginning. TensorBoard draws all lines
-# of a run in one colour. So a chart holds one measurement, and runs are compared by laying them over each other.
-LAYOUT = {
-    "τ: tokens a round": {
-        "in trees (replayed)": _lines(r"val/tau_tree$"),
-        "in chains (replayed)": _lines(r"val/tau_chain$"),
-    },
-    "Acceptance of each position": {
-        "in trees (replayed)": _lines(r"val_pos_acc_tree/depth_\d+$"),
-        "in chains (replayed)": _lines(r"val_pos_acc_chain/depth_\d+$"),
-        "unrolled (teacher-forced), validation": _lines(r"val_pos_acc_unroll/depth_\d+$"),
-        "unrolled (teacher-forced), training": _lines(r"train_pos_acc_unroll/depth_\d+$"),
+CHARTS = {  # category, chart, and its tag; those that end in / have one for each depth, and one for the mean
+    "τ: tokens per round": {
+        "in trees (replayed)": "val/tau_tree",
+        "in chains (replayed)": "val/tau_chain",
     },
     "Loss, all depths together": {
-        "validation": _lines(r"val/loss$"),
-        "training": _lines(r"train/loss$"),
+        "validation": "val/loss",
+        "training": "train/loss",
     },
-    "Loss of each depth": {
-        "validation": _lines(r"val_loss/depth_\d+$"),
-        "training": _lines(r"train_loss/depth_\d+$"),
-        "validation, features (smooth L1)": _lines(r"val_feature_loss/depth_\d+$"),
-        "validation, tokens (cross-entropy)": _lines(r"val_token_loss/depth_\d+$"),
-        "validation, ten most likely": _lines(r"val_topk_loss/depth_\d+$"),
+    "Loss by depth: first, last, mean": {
+        "validation": "val_loss/",
+        "training": "train_loss/",
+        "validation, features (smooth L1)": "val_feature_loss/",
+        "validation, tokens (cross-entropy)": "val_token_loss/",
+        "validation, ten most likely": "val_topk_loss/",
     },
-    "Feature drift of each depth": {
-        "cosine (1 is none)": _lines(r"val_drift_cosine/depth_\d+$"),
-        "relative L2 (0 is none)": _lines(r"val_drift_l2/depth_\d+$"),
-        "norm ratio (1 is none)": _lines(r"val_drift_norm_ratio/depth_\d+$"),
+    "Acceptance by position: first, last, mean": {
+        "in trees (replayed)": "val_pos_acc_tree/",
+        "in chains (replayed)": "val_pos_acc_chain/",
+        "unrolled (teacher-forced), validation": "val_pos_acc_unroll/",
+        "unrolled (teacher-forced), training": "train_pos_acc_unroll/",
+    },
+    "Feature drift by depth: first, last, mean": {
+        "cosine (1 is none)": "val_drift_cosine/",
+        "relative L2 (0 is none)": "val_drift_l2/",
+        "norm ratio (1 is none)": "val_drift_norm_ratio/",
     },
 }
+
+
+def layout(depth: int) -> dict[str, dict[str, list]]:
+    """Charts of TensorBoard's custom scalars: a regular expression each, matched from a tag's beginning.
+
+    TensorBoard draws all lines of a run in one colour. So a chart holds one measurement, at few depths, and runs are
+    compared by laying them over each other.
+    """
+    few = rf"(depth_1|depth_{depth}|mean)$"
+    return {
+        category: {chart: ["Multiline", [tag + (few if tag.endswith("/") else "$")]] for chart, tag in charts.items()}
+        for category, charts in CHARTS.items()
+    }
 
 
 def count_histograms(counts: Tensor) -> dict[int, dict]:
@@ -79,14 +86,14 @@ def count_histograms(counts: Tensor) -> dict[int, dict]:
     }
 
 
-def draw_acceptance(logged: dict[str, float], depth: int, step: int) -> Figure:
-    """Plot pos-acc by position, one curve for each kind, from logged scalars by name."""
+def draw_acceptance(logged: dict[str, float], depth: int, step: int, start: dict[str, float]) -> Figure:
+    """Plot pos-acc by position, one curve for each kind, from logged scalars by name; in trees also the start's."""
     drawn = {}
-    for kind in KINDS:
-        by_depth = {k: logged.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
-        tau = logged.get(f"val/tau_{kind}")
+    for name, kind, values in [(kind, kind, logged) for kind in KINDS] + [("tree at the start", "tree", start)]:
+        by_depth = {k: values.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
+        tau = values.get(f"val/tau_{kind}")
         if shown := {k: plots.Value(value) for k, value in by_depth.items() if value is not None}:
-            drawn[kind + (f", τ {tau:.2f}" if tau else "")] = shown
+            drawn[name + (f", τ {tau:.2f}" if tau else "")] = shown
     figure = plots.curves(
         {f"Acceptance after {step} steps": drawn}, "draft position", "accepted, if reached", share=True
     )

@@ -20,8 +20,7 @@ from tests.support.command import Poss, left, run_in, says
 
 SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.enable_progress_bar", "false")
 ONE = (*SHORT, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
-LOGGER = {"save_dir": ".", "name": "run", "version": ""}
-AGAIN = ("--trainer.logger", json.dumps({"class_path": "TensorBoardLogger", "init_args": LOGGER}))
+AGAIN = ("--name", "run", "--trainer.default_root_dir", ".")
 LAST = "run/checkpoints/last.ckpt"
 GO_ON = ("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
@@ -47,7 +46,7 @@ def test_a_folder_takes_one_training_and_what_cannot_go_on_leaves_it(poss, small
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
     second = poss("fit", *small, *ONE, *AGAIN)
-    says(second, "fit", f"run holds a training already: go on with --ckpt_path {LAST}, or choose another name")
+    says(second, "fit", f"run holds a training already: go on with --ckpt_path {LAST}, or choose another --name")
     for command, given, words in [
         ("fit", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
         ("validate", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
@@ -93,7 +92,7 @@ def test_a_job_that_slurm_begins_once_more_goes_on_or_begins_anew(poss, small, t
     (tmp_path / "hpc_ckpt_1.ckpt").unlink()
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
-    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another name")
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another --name")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
     assert poss("fit", *small, *ONE, *AGAIN).code is None
 

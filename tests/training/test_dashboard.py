@@ -24,7 +24,7 @@ from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
 from poss_lightning.training import hyperparameters, panels
-from poss_lightning.training.callbacks import DraftFolders
+from poss_lightning.training.callbacks import DraftFolders, ValidateFirst
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 
@@ -32,7 +32,7 @@ DEPTH, EVERY = 4, 10**6
 FORGED = "<img src=x onerror=alert(1)> **bold** [link](x) \x1b[2J"  # a name, or what somebody wrote
 
 
-def fit(store, folder, logger, steps, **options):
+def fit(store, folder, logger, steps, callbacks=(), **options):
     lightning.seed_everything(0)
     training = SpecialistTraining(store, [2, 2], learning_rate=3e-3, **options)
     data = FeatureData(store, batch_tokens=512, validation=0.2)
@@ -49,6 +49,7 @@ def fit(store, folder, logger, steps, **options):
         callbacks=[
             Replay(EVERY, nodes=12, tree_width=4),
             Dashboard(slots=6),
+            *callbacks,
         ],  # and a sanity check, which leaves nothing
         default_root_dir=folder,
     )
@@ -59,7 +60,8 @@ def fit(store, folder, logger, steps, **options):
 @pytest.fixture(scope="module")
 def run(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / FORGED
-    training, trainer, _ = fit(store, folder, TensorBoardLogger(folder, name="", version=""), steps=20)
+    logger = TensorBoardLogger(folder, name="", version="")
+    training, trainer, _ = fit(store, folder, logger, steps=20, callbacks=[ValidateFirst()])
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
     return SimpleNamespace(folder=folder, training=training, trainer=trainer, events=events)
 
@@ -77,9 +79,9 @@ def test_a_chart_shows_one_measurement_and_none_is_empty(run):
             (pattern,) = chart.multiline.tag
             shown = [tag for tag in tags if re.match(pattern, tag)]
             assert shown, f"{pattern} is no scalar"
-            family = {re.sub(r"/depth_\d+$", "/depth_k", tag) for tag in shown}
-            assert len(family) == 1, f"{chart.title}: {family}"
-            assert ("each" in category.title) == family.pop().endswith("/depth_k")
+            places = [tag.split("/") for tag in shown]
+            by_depth = {"depth_1", "mean"} <= {place for _, place in places} <= {"depth_1", f"depth_{DEPTH}", "mean"}
+            assert len({name for name, _ in places}) == 1 and by_depth == ("mean" in category.title), shown
 
 
 def test_histograms_are_the_drift_slot_by_slot(run):
@@ -94,7 +96,9 @@ def test_histograms_are_the_drift_slot_by_slot(run):
 
 def test_a_run_is_one_row_with_tau_and_no_placeholder(run):
     noted, tags = run.events.summary_metadata, run.events.Tags()["scalars"]
-    assert "hp_metric" not in tags and [file.name for file in run.folder.iterdir() if file.is_dir()] == ["00020"]
+    assert not {"hp_metric", "epoch"} & set(tags) and [file.name for file in run.folder.iterdir() if file.is_dir()] == [
+        "00020"
+    ]
     experiment = metadata.parse_experiment_plugin_data(noted[metadata.EXPERIMENT_TAG].plugin_data.content)
     begun = metadata.parse_session_start_info_plugin_data(noted[metadata.SESSION_START_INFO_TAG].plugin_data.content)
     assert metadata.SESSION_END_INFO_TAG in noted
@@ -159,9 +163,18 @@ def test_a_figure_shows_every_kind_that_was_logged(run):
     assert [image.step for image in run.events.Images("val_pos_acc/by_position")] == [10, 20]
     logged = {f"val_pos_acc_{kind}/depth_1": 0.5 + n / 10 for n, kind in enumerate(panels.KINDS)}
     logged["val/tau_tree"] = 1.5
-    axes = panels.draw_acceptance(logged, 3, 7).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50"]
-    assert not panels.draw_acceptance({}, 3, 7).axes[0].lines
+    start = {"val/tau_tree": 1.2, "val_pos_acc_tree/depth_1": 0.4, "val_pos_acc_chain/depth_1": 0.3}
+    axes = panels.draw_acceptance(logged, 3, 7, start).axes[0]
+    assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50", "tree at the start, τ 1.20"]
+    assert not panels.draw_acceptance({}, 3, 7, {}).axes[0].lines
+
+
+def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, store, tmp_path):
+    assert [scalar.step for scalar in run.events.Scalars("val/tau_tree")] == [0, 9, 19]  # batches before it
+    one, other = (
+        fit(store, tmp_path, False, 2, callbacks)[0].draft.state_dict() for callbacks in ([], [ValidateFirst()])
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_another_logger_gets_the_scalars_alone(store, tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_the_demo_trains_what_print_config_says(name, tmp_path, capsys, trained)
         demo._fit(tmp_path, name, store="s", size=9, steps=4, start="embedded-hass", dtype="float32", device="cpu")
     (options,) = trained
     given = {"data": {"store": "s"}, "model": {"vocabulary_size": 9, "start_from": "embedded-hass"}}
-    steps = {"max_steps": 4, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    steps = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
     given |= {"trainer": {"accelerator": "cpu", "precision": "32-true", **steps}}
     files = ("--config", "demo.yaml", "--config", f"draft/{name}.yaml")
     expected = printed(capsys, *files, "--config", yaml.safe_dump(given, default_flow_style=True))
