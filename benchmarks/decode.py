@@ -180,21 +180,26 @@ def batch(target: Target, draft: Specialists, questions: list[Question], size: i
     return figures(answers(methods | {PLAIN: Autoregressive(target)}, [prompts] * 3, limit), (AUTO, FIXED), (PLAIN,))
 
 
-def exact(questions: list[Question], limit: int, seeds: int = 1, rows: int = 8) -> dict[str, object]:
-    """Tokens drawn by plain decoding, and texts that the engine draws otherwise: 60 nodes, batches of questions."""
+def exact(questions: list[Question], limit: int, tokens: int = 100_000, rows: int = 30) -> dict[str, object]:
+    """Tokens that are drawn, and texts that the engine draws otherwise: by chains, in every fourth batch by trees."""
     target, sampling = Target.load("embedded", "float32", "cpu"), Sampling(1.0)
-    plain, engine = Autoregressive(target), Speculative(target, Specialists.from_pretrained("embedded-hass"))
-    prompts, found = first_turns(target, questions), {"tokens": 0, "texts": 0, "texts_that_differ": 0}
-    batches = [prompts[begin : begin + rows] for begin in range(0, len(prompts), rows)]
-    for number, some in enumerate(tqdm(batches * seeds, desc="exact", unit="batch")):
-        pair = (
-            one.decode(some, limit, None, sampling, torch.Generator().manual_seed(number)) for one in (plain, engine)
-        )
-        for own, other in zip(*pair, strict=True):
-            found["tokens"], found["texts"] = found["tokens"] + len(own.tokens), found["texts"] + 1
-            found["texts_that_differ"] += own.tokens != other.tokens
-        print(found, flush=True)
-    return found
+    draft, plain = Specialists.from_pretrained("embedded-hass"), Autoregressive(target)
+    chain, tree = (Speculative(target, draft, *TREES[name]) for name in list(TREES)[:2])
+    prompts, found, batches = first_turns(target, questions), {"texts": 0, "texts_that_differ": 0}, 0
+    with tqdm(total=tokens, desc="exact", unit="token") as bar:
+        while bar.n < tokens:
+            some, engine = (prompts * 2)[batches * rows % len(prompts) :][:rows], tree if batches % 4 == 3 else chain
+            seeds = [torch.Generator().manual_seed(batches) for _ in range(2)]
+            pair = (
+                one.decode(some, limit, None, sampling, seed) for one, seed in zip((plain, engine), seeds, strict=True)
+            )
+            for own, other in zip(*pair, strict=True):
+                found["texts"] += 1
+                found["texts_that_differ"] += own.tokens != other.tokens
+                bar.update(len(own.tokens))
+            batches += 1
+            bar.set_postfix(found)
+    return found | {"tokens": bar.n}
 
 
 # --- the command ---

@@ -65,7 +65,7 @@ def read_config(file: str) -> dict[str, Any]:
     """The options in a YAML file; none where there is no file, which the parser reports.
 
     Raises:
-        ValueError: it is no YAML, or no mapping.
+        ValueError: it is not valid YAML, or no mapping.
     """
     if not Path(file).is_file():
         return {}
@@ -74,7 +74,7 @@ def read_config(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{file} is no YAML{place}: {getattr(error, 'problem', error)}") from error
+        raise ValueError(f"{file} is not valid YAML{place}: {getattr(error, 'problem', error)}") from error
     if not isinstance(options, dict):
         what = "is empty" if options is None else f"is a {type(options).__name__}"
         raise ValueError(f"{file} {what}; it must have options, `name: value`")

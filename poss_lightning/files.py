@@ -185,7 +185,7 @@ def check_file(path: str | Path, *endings: str) -> None:
 
 
 def check_folder(path: str | Path, *ours: str) -> None:
-    """Whether a folder may be written at `path`: a new one, an empty one, or one to go on with.
+    """Whether a folder may be written at `path`: a new one, an empty one, or one to resume.
 
     Args:
         path: of the folder.
@@ -202,7 +202,7 @@ def check_folder(path: str | Path, *ours: str) -> None:
     remove_leftovers(Path(path))
     # In this order: another process may finish it meanwhile.
     if any(Path(path).iterdir()) and not any(_is_ours(Path(path) / name) for name in ours):
-        raise FileExistsError(f"{path} is not empty, and nothing to go on with: choose another folder")
+        raise FileExistsError(f"{path} is not empty and holds nothing to resume: choose another folder")
 
 
 def _is_ours(path: Path) -> bool:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 Key = TypeVar("Key", bound=Hashable)
 
 DTYPES = ("bfloat16", "float16", "float32")
+GPU_TORCH = "2.11"  # the oldest that computes on a GPU what this package asks for
 ROWS, WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; 0.1 to 0.2 s
 logger = logging.getLogger(__name__)
 
@@ -30,17 +32,20 @@ def choose_device(name: str = "auto") -> str:
     """The device of that name; of `auto` CUDA's, else Apple's (mps), else the CPU.
 
     Raises:
-        ValueError: no tensor can be made there.
+        ValueError: no tensor can be made there, or this torch is too old for it.
     """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = best if name == "auto" else name
+    if device.startswith("cuda") and TorchVersion(torch.__version__) < GPU_TORCH:
+        raise ValueError(f"device is {device!r}, which takes torch {GPU_TORCH} or newer; this is {torch.__version__}")
     try:
-        torch.empty(0, device=name)
+        if name != "auto":
+            torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device is {name!r}, which this machine or this torch does not have; try auto or cpu"
         ) from error
-    return name
+    return device
 
 
 def check_dtype(name: str) -> None:

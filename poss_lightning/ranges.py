@@ -76,7 +76,6 @@ Nodes = Annotated[int, Range(1, 1024, "to verify more costs more than it brings"
 TreeWidth = Annotated[int, Range(1, 64, "unlikelier children are not accepted")]
 Size = Annotated[int, Range(1, 2**24)]  # of a layer or a vocabulary
 TopK = Annotated[int, Range(1, 2**24, zero="all tokens")]
-Draws = Annotated[int, Range(1, 10**6)]  # of a bootstrap
 Processes = Annotated[int, Range(1, 2**20)]
 Workers = Annotated[int, Range(0, 1024)]
 
@@ -84,7 +83,6 @@ Workers = Annotated[int, Range(0, 1024)]
 
 Temperature = Annotated[float, Range(1e-6, 1e6, "logits over it must be finite", zero="greedy")]
 TopP = Annotated[float, Range(1e-9, 1)]
-Share = Annotated[float, Range(1e-9, 1)]  # of a whole, never none of it
 ShareOrNone = Annotated[float, Range(0, 1)]
 Fraction = Annotated[float, Range(1e-9, 1 - 1e-9)]  # never all of it
 Decay = Annotated[float, Range(0, 1 - 1e-9)]  # of a running mean

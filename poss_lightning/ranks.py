@@ -2,14 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from poss_lightning.machine import choose_device
-
-T = TypeVar("T")
 
 
 class Rank(NamedTuple):
@@ -53,10 +50,3 @@ def device_of(rank: Rank, device: str) -> str:
 def own_gpu(local: int) -> str:
     """The GPU of a machine's process of this number; SLURM may show a task its own only."""
     return f"cuda:{local % max(1, torch.cuda.device_count())}"
-
-
-def gather_objects(mine: T) -> list[T]:
-    """What every rank has, in order; all of them must call it."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    return everywhere

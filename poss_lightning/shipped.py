@@ -39,7 +39,7 @@ def read_config(name: str) -> str:
     known = conf_names()
     if (short := name.removeprefix("conf/")) not in known:
         near = "".join(f"did you mean {each}? " for each in get_close_matches(short, known, 1))
-        raise FileNotFoundError(f"name is {name!r}, which is no config of the package; {near}poss list shows them")
+        raise FileNotFoundError(f"name is {name!r}, which is not a config of the package; {near}poss list shows them")
     return conf(short).read_text()
 
 

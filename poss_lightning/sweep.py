@@ -62,7 +62,7 @@ class Sweep:
     def load(cls, file: Path) -> "Sweep":
         """Raises:
         FileNotFoundError: no such file.
-        ValueError: it is no sweep; the message names file and field.
+        ValueError: it is not a sweep; the message names file and field.
         """
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
@@ -70,9 +70,9 @@ class Sweep:
             experiment = TypeAdapter(cls).validate_python(read_config(str(file)))
             experiment.check()
         except ValidationError as error:
-            raise ValueError(f"{file} is no sweep: {describe(error)}") from error
+            raise ValueError(f"{file} is not a sweep: {describe(error)}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is no sweep: {error}") from error
+            raise ValueError(f"{file} is not a sweep: {error}") from error
         return experiment
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Long work in parts: a killed process leaves it so that the same command goes on, and several may share it.
+"""Long work in parts: a killed process leaves it so that the same command resumes, and several may share it.
 
 FOLDER/              beside what is being made; gone when it is finished
   work.lock          held while the settings, or the result, are written; the mark that the folder is ours to clear
@@ -57,8 +57,8 @@ class Work:
             if path.exists():
                 if changed := differences(self.settings, settings):
                     raise ValueError(
-                        f"{self.folder} was begun with other settings ({'; '.join(changed)}): go on with those, choose "
-                        "another name, or remove it"
+                        f"{self.folder} was begun with other settings ({'; '.join(changed)}): resume with those, "
+                        "choose another name, or remove it"
                     )
                 return
             with atomic(path) as temporary:

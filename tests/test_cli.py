@@ -62,7 +62,10 @@ BAD = [  # one of a kind; each room's own tests have the others
     ((*BENCHMARK, "{inputs}/contradicting"), "does not fit its config.json"),
     ((*GENERATE, "--draft", "{inputs}/draft-of-another"), "trained for another target: fingerprint"),
     ((*GENERATE, "--depth", "3"), "depth is 3, but without --draft there is no tree"),
-    ((*FIT, "[2]", "--ckpt_path", "{inputs}/corpus.jsonl"), "corpus.jsonl is no whole checkpoint of plain tensors"),
+    (
+        (*FIT, "[2]", "--ckpt_path", "{inputs}/corpus.jsonl"),
+        "corpus.jsonl is not a complete checkpoint of plain tensors",
+    ),
     (("validate", *FIT[1:], "[2]"), "no --ckpt_path: this is the draft before training, of random weights"),
     # an option: its name, its value, the file that it stands in, the nearest one
     ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
@@ -74,7 +77,7 @@ BAD = [  # one of a kind; each room's own tests have the others
     ),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it stands in {inputs}/group.yaml; did you mean model."),
     (("replay", "out", "--store", "{inputs}/store"), "store stand in their places, without --store: see the usage"),
-    ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is no YAML, line 2: found character '\\t'"),
+    ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML, line 2: found character '\\t'"),
     # a number, before anything is loaded, and one that the target decides
     ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),
     ((*FIT, "[2]", "--model.loss", "{token: 1e300}"), "model.loss is 1e+300; it must lie between 0 and 1000000000"),

@@ -61,6 +61,13 @@ def test_a_gpu_says_what_it_can(monkeypatch, capability, dtype, precision):
     assert choose_device() == "cuda" and choose_precision("auto") == choose_precision("gpu") == precision
 
 
+def test_a_torch_too_old_for_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    with pytest.raises(ValueError, match=r"device is 'cuda', which takes torch 2.11 or newer; this is 2.10.1\+cu128"):
+        choose_device()
+
+
 def test_apples_gpu_comes_before_the_cpu_and_trains_in_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -48,8 +48,8 @@ PLACES = [  # for a folder, for a file, and what is said
     (" ", " ", NO_NAME),
     ("file", "folder{ending}", "file: name a folder|a folder: name a file|there already"),
     ("file/below", "file/below{ending}", "Not a directory"),
-    ("others", "others", "not empty, and nothing to go on with|there already|must end in"),
-    ("{inputs}/target", "{inputs}/target", "not empty, and nothing to go on with|there already|must end in"),
+    ("others", "others", "not empty and holds nothing to resume|there already|must end in"),
+    ("{inputs}/target", "{inputs}/target", "not empty and holds nothing to resume|there already|must end in"),
     ("a" * 300, "a" * 300 + "{ending}", "File name too long"),
     ("/proc/a", "/proc/a{ending}", "cannot be written: /proc is not yours to write"),  # root has the permission
 ]

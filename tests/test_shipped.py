@@ -55,5 +55,5 @@ def test_a_config_is_printed_edited_and_read(away):
 )
 def test_another_name_is_refused(away, name, near):
     result = run_in(away, "list", name)
-    words = f"name is {name!r}, which is no config of the package; {near}poss list shows them"
+    words = f"name is {name!r}, which is not a config of the package; {near}poss list shows them"
     assert result.code == f"poss list: {words}" and not [*away.iterdir()]

@@ -247,7 +247,7 @@ def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_
 
 
 def test_settings_are_those_that_the_training_has(experiment, tmp_path):
-    """Terms of a loss that a choice replaces are no settings of it."""
+    """Terms of a loss that a choice replaces are not settings of it."""
     common = {"model": {"allocation": [1], "loss": {"token": 1, "topk": 1}}, "trainer.max_steps": 3}
     folder = experiment(fit=common, choices={"one": {"model": {"loss": {"feature": 2}}}, "two": None})
     fits = [cell_of(folder, choice).settings()["fit"] for choice in ("one", "two")]
@@ -361,13 +361,13 @@ def test_text_that_is_trained_and_measured_on_is_digested(experiment, tmp_path):
 # --- what can only fail is refused first ---
 
 HOPELESS = [
-    ({"replay": {"store": "missing"}}, "one, seed 0: missing is no finished feature store"),
+    ({"replay": {"store": "missing"}}, "one, seed 0: missing is not a finished feature store"),
     ({"replay": {"store": "STORE", "nodess": 10}}, "'nodess'"),
     ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
     ({"replay": {"store": "OTHER"}}, "other is of another target than the draft: "),
-    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is no .jsonl file"),
+    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is not a .jsonl file"),
     ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold plain"),
-    ({"fit": {"config": ["BROKEN"]}}, "one, seed 0: .*broken.yaml is no YAML, line 1"),
+    ({"fit": {"config": ["BROKEN"]}}, "one, seed 0: .*broken.yaml is not valid YAML, line 1"),
     ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*alocation'"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2, 2, 2], "depth": 4}}}}, "depth is 4, which never reaches"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),

@@ -85,7 +85,7 @@ def read_openings(file: str | None) -> list[str]:
     if not Path(file).is_file():
         raise FileNotFoundError(f"openings {file}: no such file; it must hold a text a line")
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")  # a mark of the encoding is no text
+        text = Path(file).read_text(encoding="utf-8-sig")  # a mark of the encoding is not text
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"openings {file}, line {line}: not UTF-8 text ({error})") from error

@@ -167,7 +167,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
     """What a record gives the chat template beside its messages.
 
     Raises:
-        Malformed: its tools are no list of functions, or its chat_template_kwargs no object.
+        Malformed: its tools are not a list of functions, or its chat_template_kwargs not an object.
     """
     given = _unpacked(record.get("chat_template_kwargs") or {})
     if not isinstance(given, dict):
@@ -229,7 +229,7 @@ def _history(record: dict[str, Any]) -> list[Message]:
 
 
 def as_chat(value: Any) -> list[Any] | None:
-    """The turns of a chat, also where they stand in a JSON text; None for what is no chat."""
+    """The turns of a chat, also where they stand in a JSON text; None for what is not a chat."""
     turns = _unpacked(value)
     is_chat = isinstance(turns, list) and all(
         isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns
@@ -260,7 +260,7 @@ def read_message(turn: object, where: str) -> Message:
         out of the loss.
 
     Raises:
-        Malformed: it is no turn of a chat, or more than text.
+        Malformed: it is not a turn of a chat, or more than text.
     """
     if not isinstance(turn, dict):
         raise Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
@@ -318,7 +318,7 @@ def _text(content: Any, where: str, name: str = "content") -> str:
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise Malformed(f"{where}: {name!r} holds half a surrogate pair, which is no text") from error
+        raise Malformed(f"{where}: {name!r} holds half a surrogate pair, which is not text") from error
     return content
 
 

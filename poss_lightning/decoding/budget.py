@@ -28,7 +28,9 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own probability
 MEMORY = 0.98  # weight of what was seen, a round later: texts change
 WORTHWHILE = 0.98  # of plain decoding's tokens a second: below it, nothing is drafted
-SETTLE = 16  # rounds to look at before one depth and size are settled on
+SETTLE, AGAIN = 16, 4  # rounds to look at before one depth and size are settled on: at first, and later
+KEPT = 64  # rounds until it looks again; four times as many where nothing is drafted, as looking costs more there
+BETTER = 1.03  # times as many tokens a second must another depth and size bring: a new one takes new graphs
 
 
 class Budget(Protocol):
@@ -254,7 +256,9 @@ class PerRound:
 
 
 class Settled:
-    """Settles on one depth and size after some full rounds: no round synchronises with the device.
+    """Settles on one depth and size after some full rounds, and anew now and then: texts change.
+
+    No round synchronises with the device but those in which it looks.
 
     Args:
         depth: the deepest tree.
@@ -269,6 +273,8 @@ class Settled:
         self.statistics = RoundStatistics(depth, costs, calibration)
         self.active = [0]  # rows that count
         self.plan: tuple[int, int] | None = None
+        self.earlier: tuple[int, int] | None = None  # plan, while it looks again
+        self.rounds = 0  # since it settled
         self.trials: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it settles
         self.nodes = 1  # of this round
 
@@ -287,11 +293,14 @@ class Settled:
 
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
         if self.plan:
+            self.rounds += 1
+            if self.rounds == (KEPT if self.plan[0] else 4 * KEPT):
+                self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, []
             return
         self.statistics.add(tree, ancestors, verdict, self.active, self.depth, self.nodes)
         drafted = slice(0, self.nodes)
         self.trials.append((tree.scores[self.active, drafted], ancestors.sum(-1)[self.active, drafted] - 1))
-        if len(self.trials) == SETTLE:
+        if len(self.trials) == (AGAIN if self.earlier else SETTLE):
             self.plan = self._best()
 
     def why_plain(self) -> str | None:
@@ -310,4 +319,5 @@ class Settled:
                 gains[1 : len(best)] += best[:-1].cumsum(0) / len(self.trials)
             for n, cost in self.costs.verify.items():
                 rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.costs.draft_step + cost)
-        return max(rates, key=rates.__getitem__)
+        best = max(rates, key=rates.__getitem__)
+        return self.earlier if self.earlier and rates[self.earlier] * BETTER > rates[best] else best

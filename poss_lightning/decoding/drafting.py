@@ -18,6 +18,7 @@ from poss_lightning.decoding.int8_head import faster_product, int8_product
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.target.attention import grouped_attention
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.spec import EmbedHead
 
@@ -119,9 +120,10 @@ class Drafter:
                 means: to be what the target draws with it.
         """
         batch, width, device = len(self.root), self.tree_width, self.root.device
+        rope = self.draft.rope_at(self.slots.lengths[:, None] + torch.arange(-1, self.depth - 1, device=device))
         frontier = Frontier(
             self.root_z,
-            self.draft.rope_at(self.slots.lengths[:, None] - 1),
+            rope.at(0),
             torch.zeros(batch, 1, width * self.depth, dtype=torch.bool, device=device),
         )
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
@@ -152,7 +154,7 @@ class Drafter:
             nodes = best + count
             count += tokens.shape[1]
             features = predicted.gather(1, parents[..., None].expand(-1, -1, predicted.shape[-1]))
-            frontier = self._next_frontier(k, frontier.ancestors, parents, tokens.gather(1, best), features)
+            frontier = self._next_frontier(k, frontier.ancestors, parents, tokens.gather(1, best), features, rope.at(k))
         return Tree(*(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
@@ -172,14 +174,15 @@ class Drafter:
         self.store.select(rows)
         self.root, self.root_z = self.root[rows], self.root_z[rows]
 
-    def _next_frontier(self, k: int, ancestors: Tensor, parents: Tensor, tokens: Tensor, features: Tensor) -> Frontier:
+    def _next_frontier(
+        self, k: int, ancestors: Tensor, parents: Tensor, tokens: Tensor, features: Tensor, rope: Rope
+    ) -> Frontier:
         """That of position k + 1: `tokens` (B, M), under `parents` of the old one, on the right of `features`."""
         batch, width = tokens.shape
         inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
         itself = torch.arange((k - 1) * width, k * width, device=tokens.device)[None, :, None].expand(batch, -1, -1)
         ancestors = inherited.scatter(2, itself, torch.ones_like(inherited[..., :1]))
         z = self.draft.join(self.embed_head.embed(tokens), self.draft.next_features(features))
-        rope = self.draft.rope_at((self.slots.lengths[:, None] + k - 1).expand(-1, width))
         self.slots.open(width, offset=(k - 1) * width)
         self._write_keys_values(z, rope, first_reader=k + 1)
         return Frontier(z, rope, ancestors)
@@ -209,25 +212,6 @@ def check_tree(depth: int, tree_width: int) -> None:
 def count_candidates(depth: int, tree_width: int) -> int:
     """Nodes that are scored, root included, where every node has so many children."""
     return 1 + tree_width + tree_width**2 * (depth - 1)
-
-
-def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of H heads, groups of which share keys and values: (B, H, M, d).
-
-    A group's queries go side by side, as if they were so many more of one head: no kernel of CUDA takes both a mask and
-    groups, but the slowest one.
-
-    Args:
-        queries: (B, H, M, d)
-        keys, values: (B, kv heads, extent, d)
-        mask: (B, 1, M, extent), True where visible.
-    """
-    group = queries.shape[1] // keys.shape[1]
-    folded = queries.unflatten(1, (-1, group)).flatten(2, 3)  # (B, kv heads, H/kv * M, d)
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        folded, keys, values, attn_mask=mask.repeat(1, 1, group, 1)
-    )
-    return attended.unflatten(2, (group, -1)).flatten(1, 2)
 
 
 def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:

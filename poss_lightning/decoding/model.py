@@ -161,7 +161,7 @@ class Model:
             seed: of what is drawn, in place of a generator.
 
         Raises:
-            TypeError: input_ids is no tensor.
+            TypeError: input_ids is not a tensor.
             ValueError: input_ids that are none, a number outside its range, or a mask with holes.
         """
         if not isinstance(input_ids, Tensor):

@@ -56,7 +56,7 @@ def attend(
     grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, kv, H/kv, T, d)
     scores, neighbours = [norm.view(grouped.shape[:-1])], []
     for i, (key, value) in enumerate(diagonals):
-        # What enters on the left is hidden: it is no slot of this conversation.
+        # What enters on the left is hidden: it is not a slot of this conversation.
         score = (grouped * _shift_right(key, i)).sum(-1, dtype=torch.float32) * queries.shape[-1] ** -0.5
         scores.append(score.masked_fill((packing.positions < i)[:, None, None], -torch.inf))  # (B, kv, H/kv, T)
         neighbours.append(_shift_right(value, i))

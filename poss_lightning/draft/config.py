@@ -174,7 +174,7 @@ class DraftConfig:
 
 
 def check_draft(source: str | Path) -> None:
-    """Refuse what is here but is no draft's folder, where it tells what it is; a hub id is not looked at.
+    """Refuse what is here but is not a draft's folder, where it tells what it is; a hub id is not looked at.
 
     Raises:
         ValueError: the message says what it is, and what gives a draft.

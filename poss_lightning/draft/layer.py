@@ -26,6 +26,10 @@ class Rope(NamedTuple):
     cos: Tensor
     sin: Tensor
 
+    def at(self, place: int) -> "Rope":
+        """Of one of the T positions, for any number of slots there."""
+        return Rope(self.cos[:, :, place : place + 1], self.sin[:, :, place : place + 1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:

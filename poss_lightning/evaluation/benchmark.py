@@ -145,7 +145,7 @@ def benchmark(
     methods = _baselines(model, graphs, baselines)
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
     if lookup:  # each draft alone, and with lookups
-        drafts |= {name + WITH_LOOKUP: folder for name, folder in drafts.items()}
+        drafts = drafts | {name + WITH_LOOKUP: folder for name, folder in drafts.items()}
         loaded |= {name + WITH_LOOKUP: draft for name, draft in loaded.items()}
     for name, draft in loaded.items():
         count = lookup if name.endswith(WITH_LOOKUP) else 0
@@ -220,7 +220,7 @@ class Run:
         """
         records, (config, methods) = self.folder / NAMES[0], (self.facts["config"], self.facts["methods"])
         if (packed := self.folder / NAMES[1]).exists():
-            raise ValueError(f"{packed} holds records: unpack it (gunzip) to go on, or choose another folder")
+            raise ValueError(f"{packed} holds records: unpack it (gunzip) to resume, or choose another folder")
         if records.exists():
             return self._count_finished(records)
         with self.work.exclusive(wait=False):
@@ -317,7 +317,7 @@ class Run:
             if earlier.get(fact, facts[fact]) != facts[fact]:
                 raise ValueError(
                     f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {facts[fact]!r}; seconds of "
-                    "the two do not compare: go on there, or choose another folder"
+                    "the two do not compare: resume there, or choose another folder"
                 )
         self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
 

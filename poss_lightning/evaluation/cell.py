@@ -123,7 +123,7 @@ class Cell:
         return sorted(name for name in earlier | asked if earlier.get(name) != asked.get(name))
 
     def claim(self) -> None:
-        """Note what it is made of, and by which process: each that goes on with it adds itself.
+        """Note what it is made of, and by which process: each that resumes it adds itself.
 
         Raises:
             ValueError: another began with other inputs.

@@ -161,7 +161,7 @@ def _read_lines(experiment: Path) -> list[PackedCell]:
             if not isinstance(run := facts.get("run", {}), dict):
                 raise TypeError(f"its run is a {type(run).__name__}")
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{file}, line {number} is no cell ({error!r})") from None
+            raise ValueError(f"{file}, line {number} is not a cell ({error!r})") from None
         cells.append(PackedCell(experiment / FOLDERS / choice / f"seed-{seed}", choice, seed, facts))
     return cells
 

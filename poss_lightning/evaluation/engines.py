@@ -22,7 +22,7 @@ MOST = 1024  # tokens that a round may accept
 
 
 def engine_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The place and the fields of a record for each answer of an engine's file; [] where the file is no engine's.
+    """The place and the fields of a record for each answer of an engine's file; [] where the file is not an engine's.
 
     Lines without rounds, as of failed requests, are passed over. A histogram does not tell the order of an answer's
     rounds, so they are shuffled; token ids that are not told are 0.

@@ -107,5 +107,5 @@ def _user_turns(messages: list[Message], field: str) -> tuple[list[Message], lis
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a string that is not blank; half a surrogate pair, which JSON allows, is no text."""
+    """Whether it is a string that is not blank; half a surrogate pair, which JSON allows, is not text."""
     return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="ignore").decode()

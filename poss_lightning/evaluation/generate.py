@@ -19,7 +19,18 @@ from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.ranges import Nodes, Position, Seed, Temperature, Tokens, TopK, TopP, TreeWidth, check_numbers
+from poss_lightning.ranges import (
+    Lookups,
+    Nodes,
+    Position,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    TreeWidth,
+    check_numbers,
+)
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
@@ -40,6 +51,7 @@ def generate(
     depth: Position | None = None,
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
+    lookup: Lookups = 0,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -65,6 +77,8 @@ def generate(
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
+        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; without a draft
+            they are all that is proposed.
         temperature: of sampling; 0 takes the most likely token.
         top_k: sample among the k most likely tokens; 0 for all.
         top_p: sample among the most likely tokens that hold this probability.
@@ -73,8 +87,8 @@ def generate(
         device: auto (cuda, else mps, else cpu), or one of these.
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        compare: decode the answer once more without the draft, for the speed-up; by default if there is a draft, but
-            not in a chat.
+        compare: decode the answer once more by plain decoding, for the speed-up; by default where it is not plain
+            already, but not in a chat.
         chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token, in colour unless NO_COLOR is
@@ -82,7 +96,7 @@ def generate(
         json: print one JSON object, and nothing else.
     """
     config = {name: value for name, value in dict(locals()).items() if name not in ("compare", "chat", "show", "json")}
-    _check_options(draft=draft, compare=compare, chat=chat, show=show, json=json)
+    _check_options(draft=draft, lookup=lookup, compare=compare, chat=chat, show=show, json=json)
     if not draft:
         _check_no_tree(tree=tree, depth=depth, nodes=nodes, tree_width=tree_width)
     sampling = Sampling(temperature, top_k, top_p)
@@ -99,15 +113,17 @@ def generate(
         _check_prompt(prompt)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
-    if loaded:
-        decoder = Speculative(model, loaded, depth=depth, nodes=nodes, tree_width=tree_width, tree=tree)
+    if loaded or lookup:
+        decoder = Speculative(model, loaded, depth, nodes, tree_width, tree, lookup=lookup)
     if compare is None:
-        compare = loaded is not None and not chat
+        compare = isinstance(decoder, Speculative) and not chat
 
     messages: list[dict[str, str]] = []
     for turn, message in enumerate(_messages(prompt, chat)):
         messages.append({"role": "user", "content": message})
         question = Prompt(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
+        if compare:  # what the first forward takes longer is neither's
+            question._replace(limit=1).answer(Autoregressive(model))
         if json:
             answer = question.answer(decoder)
             plain = question.answer_plainly(model, answer) if compare else None
@@ -139,16 +155,18 @@ class Prompt(NamedTuple):
         return self._replace(limit=len(answer.tokens)).answer(Autoregressive(target))
 
 
-def _check_options(*, draft: str | None, compare: bool | None, chat: bool, show: str | None, json: bool) -> None:
+def _check_options(
+    *, draft: str | None, lookup: int, compare: bool | None, chat: bool, show: str | None, json: bool
+) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
         raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")
     if show and json:
-        raise ValueError(f"show is {show} and json true: drawings are no JSON, so choose one")
+        raise ValueError(f"show is {show} and json true: drawings are not JSON, so choose one")
     if show and not draft:
         raise ValueError(f"show is {show}, but without --draft there is none")
-    if compare and not draft:
-        raise ValueError("compare is true, but without --draft decoding is plain already")
+    if compare and not draft and not lookup:
+        raise ValueError("compare is true, but without --draft or --lookup decoding is plain already")
 
 
 def _check_no_tree(**options: Any) -> None:
@@ -168,7 +186,7 @@ def _check_prompt(prompt: str) -> None:
 
 @contextmanager
 def _text_expected(what: str) -> Iterator[None]:
-    """Raise ValueError where bytes are no UTF-8: by the locale they cannot be read, or are read as half surrogates."""
+    """Raise ValueError where bytes are not UTF-8: by the locale they cannot be read, or are read as half surrogates."""
     try:
         yield
     except UnicodeError as error:

@@ -17,7 +17,7 @@ class HubSuite:
         config: of the data set; None for its default.
         split: None for `test`, else `validation`, else the only one.
         questions: that are asked where the user sets no limit.
-        make_record: a row -> a record in a form that `forms.py` knows, or None where the row is no question.
+        make_record: a row -> a record in a form that `forms.py` knows, or None where the row is not a question.
     """
 
     repo: str

@@ -80,7 +80,7 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
     """Refuse a folder whose run.json has other methods, or another value of one of these settings.
 
     Raises:
-        ValueError: the message names what differs; or the file, where it is no run.json.
+        ValueError: the message names what differs; or the file, where it is not a run.json.
     """
     file = folder / "run.json"
     if not file.exists():

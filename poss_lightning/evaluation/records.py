@@ -28,7 +28,7 @@ from poss_lightning.target.fingerprints import same_weights
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
 OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
-BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are no records, beside some or below
+BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are not records, beside some or below
 # What makes the rounds of a method, in run.json, and what it is where that does not name it.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed", "lookup": 0}
 OPTIONAL = {"pieces", "question", "category"}  # fields of a record
@@ -160,7 +160,7 @@ def read_sources(paths: Paths) -> list[Source]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no path, or an empty one; a file without records, or a line that is no record; the message names
+        ValueError: no path, or an empty one; a file without records, or a line that is not a record; the message names
             file, line, field and value.
     """
     listed = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -187,7 +187,7 @@ def by_cell(sources: Iterable[Source]) -> dict[tuple[str, int], list[Record]]:
     cells: dict[tuple[str, int], list[Record]] = {}
     for source, seed in zip(sources, seeds, strict=True):
         if seed is None:
-            raise ValueError(f"{source.folder} is no folder CHOICE/seed-N, as others are; compare it by itself")
+            raise ValueError(f"{source.folder} is not a folder CHOICE/seed-N, as others are; compare it by itself")
         cell = (source.folder.absolute().parent.name, int(seed[1]))
         if cell in cells:
             raise ValueError(
@@ -311,7 +311,7 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file of JSON lines, packed or not, each with its place: file and line.
 
     Raises:
-        ValueError: a line that is no JSON object, or a torn file.
+        ValueError: a line that is not a JSON object, or a torn file.
     """
     for number, line in enumerate(_read_bytes(file).split(b"\n"), start=1):
         if line.strip():
@@ -324,7 +324,7 @@ def _read_bytes(file: Path) -> bytes:
     try:
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{file} is no whole gzip file ({error})") from None
+        raise ValueError(f"{file} is not a complete gzip file ({error})") from None
 
 
 def _record(place: str, values: dict[str, Any]) -> Record:

@@ -143,7 +143,7 @@ def _files(source: str) -> list[Path]:
         return [OWN / f"{source}.jsonl"]
     shipped, known = ", ".join(own_suites()), ", ".join(HUB + name for name in KNOWN)
     raise FileNotFoundError(
-        f"suite {source!r} is no .jsonl file, no folder of them, and none of the project's own: {shipped}; "
+        f"suite {source!r} is not a .jsonl file, no folder of them, and none of the project's own: {shipped}; "
         f"the hub has {known}, and hub:OWNER/NAME"
     )
 

@@ -46,7 +46,7 @@ def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
 
 
 def _check_samples(table: pa.Table, manifest: Manifest) -> None:
-    """Raise ValueError for a sample whose columns are not of one length, or have what is no token of the target."""
+    """Raise ValueError for a sample whose columns are not of one length, or have what is not a token of the target."""
     lengths, vocabulary = table["length"].to_numpy(), manifest.target.vocab_size
     vector = vector_bytes(manifest.target.hidden_size, getattr(torch, manifest.dtype), manifest.stored)
     sizes = {"tokens": lengths, "greedy": lengths, "features": lengths * np.int64(vector)}

@@ -94,7 +94,7 @@ class FeatureData(lightning.LightningDataModule):
     test_dataloader = val_dataloader
 
     def training_schedule(self) -> Schedule:
-        """The one of the running fit; a run that goes on sets it to where it stopped."""
+        """The one of the running fit; a run that resumes sets it to where it stopped."""
         if self.schedule is None:
             self.schedule = self._schedule(self.train, training=True)
         return self.schedule

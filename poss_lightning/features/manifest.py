@@ -74,8 +74,8 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not path.is_file():
-            how = "go on with the same `poss extract`" if any(folder.glob("shard-*")) else "`poss extract` writes one"
-            raise StoreError(f"{folder} is no finished feature store: it has no {MANIFEST} ({how})")
+            how = "resume with the same `poss extract`" if any(folder.glob("shard-*")) else "`poss extract` writes one"
+            raise StoreError(f"{folder} is not a finished feature store: it has no {MANIFEST} ({how})")
         return cls.parse(path.read_bytes(), str(path))
 
     @classmethod

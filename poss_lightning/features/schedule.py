@@ -48,7 +48,7 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
             unless nothing else is there.
 
     Raises:
-        ValueError: there is only one conversation, or `validation` is no fraction.
+        ValueError: there is only one conversation, or `validation` is not a fraction.
     """
     if not 0 < validation < 1:
         raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
@@ -174,7 +174,7 @@ class Schedule(Sampler[PlannedBatch]):
         return -(-self.total // self.step_batches) * self.accumulate
 
     def remaining(self) -> int:
-        """Batches of this process from where the epoch begins or goes on."""
+        """Batches of this process from where the epoch begins or resumes."""
         return -(-(self.total - self._first()) // self.step_batches) * self.accumulate
 
     def __iter__(self) -> Iterator[PlannedBatch]:

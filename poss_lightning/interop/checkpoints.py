@@ -37,9 +37,9 @@ def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(stored["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of shards: {type(error).__name__} {error}") from error
+        raise ValueError(f"{index} is not an index of shards: {type(error).__name__} {error}") from error
     if outside := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{index} names {outside[0]!r}, which is no file beside it")
+        raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
     return [index.parent / name for name in names]
 
 
@@ -53,7 +53,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
-        raise ValueError(f"{path} is no table of names and tensors")
+        raise ValueError(f"{path} is not a table of names and tensors")
     return stored
 
 

@@ -76,7 +76,7 @@ def summarise(
         depths: K by method; for other methods the most tokens ever accepted in a round.
 
     Raises:
-        ValueError: `reference` is no method, a depth is exceeded, or the trainings do not cover the same prompts.
+        ValueError: `reference` is not a method, a depth is exceeded, or the trainings do not cover the same prompts.
     """
     if reference is not None and reference not in trainings:
         raise ValueError(f"reference is {reference!r}; these records have the methods {', '.join(trainings)}")

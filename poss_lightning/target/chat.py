@@ -319,10 +319,10 @@ def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConf
 
 
 def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template, stops: frozenset[int]) -> frozenset[int]:
-    """The token that the template writes behind every answer, whether the chat goes on or not, if there is one."""
+    """The token that the template writes behind every answer, whether the chat continues or not, if there is one."""
     known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     added = any_of(known)
     ends = [found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.behind_answers()]
     if ends and not ends[0] and ends[1] and known[ends[1]] not in stops:
-        logger.warning("%s stands behind an answer where the chat goes on, and is no stop token", ends[1])
+        logger.warning("%s stands behind an answer where the chat continues, and is not a stop token", ends[1])
     return frozenset(known[end] for end in ends) if len({*ends}) == 1 and "" not in ends else frozenset()

@@ -14,7 +14,7 @@ def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     """The modules of a model's embedding and LM head.
 
     Raises:
-        NotImplementedError: its embedding is no table, or its head no matrix.
+        NotImplementedError: its embedding is not a table, or its head not a matrix.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):

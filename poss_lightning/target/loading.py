@@ -1,4 +1,4 @@
-"""What transformers loads from a folder, none of whose own code ever runs; and why a folder is no target."""
+"""What transformers loads from a folder, none of whose own code ever runs; and why a folder is not a target."""
 
 import re
 from pathlib import Path
@@ -24,12 +24,12 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
     """The config of a target.
 
     Raises:
-        ValueError: the folder is no model, or one that transformers does not know; the message says why.
+        ValueError: the folder is not a model, or one that transformers does not know; the message says why.
     """
     if (folder / ADAPTER).is_file():
         raise ValueError(f"target {name!r} is an adapter (PEFT): merge it into its model, and save that")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"target {name!r} has no config.json, so it is no model of transformers")
+        raise FileNotFoundError(f"target {name!r} has no config.json, so it is not a model of transformers")
     try:
         config = load_part(AutoConfig, folder)
     except Exception as error:  # whatever a file of others makes it raise
@@ -64,6 +64,8 @@ def load_model(
         "output_loading_info": True,
         **placed,
     }
+    if device.startswith("cuda") and not placed and not narrow:  # not by way of the host's memory
+        options["device_map"] = {"": device}
     try:
         tokenizer = load_part(AutoTokenizer, folder)
         model, loading = load_part(AutoModelForCausalLM, folder, config=config, **options)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
+from poss_lightning.target.attention import grouped_heads
 from poss_lightning.target.cache import TreeCache, forward_of
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
@@ -183,12 +185,10 @@ class Target(nn.Module):
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         positions = positions.clamp(max=self.spec.context - 1)
         mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype)
-        with self._as_decoded():
-            output = self._base_forward(
-                cache, input_ids=tokens, attention_mask=mask, position_ids=positions, output_hidden_states=bool(layers)
-            )
+        with self._as_decoded(), grouped_heads(self.config), self._kept(layers) as inner:
+            output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=positions)
         features = output.last_hidden_state.to(self.device)
-        return features, torch.cat(self._inner(output, layers), dim=-1) if layers else features
+        return features, torch.cat([inner[i] for i in layers], dim=-1) if layers else features
 
     # --- whole texts, without a cache ---
 
@@ -206,11 +206,11 @@ class Target(nn.Module):
             ValueError: no such layer.
         """
         self.check_layers(layers)
-        with self._as_decoded():
-            output = self._base_forward(None, input_ids=tokens, output_hidden_states=bool(layers))
+        with self._as_decoded(), self._kept(layers) as inner:
+            output = self._base_forward(None, input_ids=tokens)
         features = output.last_hidden_state.to(self.device)
         none = features[:, :, None][:, :, :0]
-        return features, torch.stack(self._inner(output, layers), dim=2) if layers else none
+        return features, torch.stack([inner[i] for i in layers], dim=2) if layers else none
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Raise ValueError where `text_layers` cannot give one of them."""
@@ -218,9 +218,24 @@ class Target(nn.Module):
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
 
-    def _inner(self, output: Any, layers: tuple[int, ...]) -> list[Tensor]:
-        """Outputs of decoder layers, which are on their own devices."""
-        return [output.hidden_states[i].to(self.device) for i in layers]
+    @contextmanager
+    def _kept(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        """Within the context a forward leaves the outputs of these layers here; of others nothing stays in memory."""
+        kept: dict[int, Tensor] = {}
+
+        def keep(i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+            kept[i] = (output if isinstance(output, Tensor) else output[0]).to(self.device)
+
+        hooks = [self._decoder_layers()[i - 1].register_forward_hook(partial(keep, i)) for i in layers]
+        try:
+            yield kept
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _decoder_layers(self) -> nn.ModuleList:
+        count, lists = self.config.num_hidden_layers, self.model.base_model.modules()
+        return next(each for each in lists if isinstance(each, nn.ModuleList) and len(each) == count)
 
     # --- the model as it decodes ---
 

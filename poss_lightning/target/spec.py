@@ -100,7 +100,7 @@ class EmbedHead(nn.Module):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def has_row(self, tokens: Tensor) -> Tensor:
-        """For which of the target's token ids the head has a row; False for -1, which is no token."""
+        """For which of the target's token ids the head has a row; False for -1, which is not a token."""
         if self.vocabulary is None:
             return tokens >= 0
         rows = torch.searchsorted(self.vocabulary, tokens.contiguous()).clamp(max=len(self.vocabulary) - 1)

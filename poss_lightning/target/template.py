@@ -109,7 +109,7 @@ class Template:
                 raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
 
     def behind_answers(self) -> Iterable[str]:
-        """What follows an answer, as the last one and where the chat goes on; nothing where that cannot be told."""
+        """What follows an answer, as the last one and where the chat continues; nothing where that cannot be told."""
         turns = [(role, MARK if role == "assistant" else role) for role in ("user", "assistant", "user", "assistant")]
         messages = [{"role": role, "content": content} for role, content in turns]
         try:

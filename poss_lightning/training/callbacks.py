@@ -44,7 +44,7 @@ class DraftFolders(lightning.Callback):
         self.best, self.validated = -math.inf, False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        """A training that goes on in another folder finds its best draft anew: that folder has none."""
+        """A training that resumes in another folder finds its best draft anew: that folder has none."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if not trainer.strategy.broadcast((folder / "draft-best").is_dir()):
             self.best = -math.inf

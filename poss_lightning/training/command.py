@@ -235,7 +235,7 @@ class Training(LightningCLI):
         """A line, where a training was stopped."""
         last = Path(self.trainer.log_dir or self.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
         if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
-            how = f"--ckpt_path {last} goes on" if last.exists() else "there is no checkpoint yet to go on with"
+            how = f"--ckpt_path {last} resumes" if last.exists() else "there is no checkpoint yet to resume from"
             how = "the training is finished" if self.trainer.fit_loop.done else how
             logger.info("stopped at step %d: %s", self.trainer.global_step, how)
 
@@ -295,7 +295,7 @@ def _check_unused(folder: Path) -> None:
     last = folder / "checkpoints" / "last.ckpt"
     if has_outputs(folder) and (last.is_file() or "SLURM_RESTART_COUNT" not in os.environ):  # a job may begin once more
         other = "choose another --name"
-        how = f"go on with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
+        how = f"resume with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
         raise FileExistsError(f"{folder} holds a training already: {how}")
 
 
@@ -314,7 +314,7 @@ def only_training(folder: Path) -> Iterator[None]:
 
 
 class _SaveConfig(SaveConfigCallback):
-    """config.yaml is of the training that runs: not of one that could not go on, nor of a later look at it.
+    """config.yaml is of the training that runs: not of one that could not resume, nor of a later look at it.
 
     It does not say where that one went on: another training of these settings begins at its own beginning.
     """
@@ -329,7 +329,7 @@ class _SaveConfig(SaveConfigCallback):
         folder = str(trainer.log_dir)  # which all processes ask for together
         if "://" in folder:
             super().setup(trainer, pl_module, "fit")
-        elif trainer.is_global_zero:  # the one before may be all that is left of a training that goes on
+        elif trainer.is_global_zero:  # the one before may be all that is left of a training that resumes
             with atomic(Path(folder) / self.config_filename) as path:
                 path.write_text(self.parser.dump(self.config, skip_unset=False), encoding="utf-8")
 
@@ -352,7 +352,7 @@ def _quieten() -> None:
         "It is recommended to use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps count on
         "`ModelCheckpoint.* could not find the monitored key",  # DraftFolders says why
-        "Checkpoint directory .* exists and is not empty",  # of a training that goes on
+        "Checkpoint directory .* exists and is not empty",  # of a training that resumes
     ):
         warnings.filterwarnings("ignore", words)
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"

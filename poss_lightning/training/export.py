@@ -154,8 +154,10 @@ def load_checkpoint(path: Path) -> dict:
         with announced(f"reading {path}"):
             stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is no whole checkpoint of plain tensors: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{path} is not a complete checkpoint of plain tensors: {str(error).splitlines()[0]}"
+        ) from error
     for name in ("state_dict", "draft"):
         if not isinstance(stored, dict) or name not in stored:
-            raise ValueError(f"{path} has no {name!r}: it is no checkpoint of `poss fit`")
+            raise ValueError(f"{path} has no {name!r}: it is not a checkpoint of `poss fit`")
     return stored

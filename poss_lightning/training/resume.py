@@ -36,7 +36,7 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
     schedule.load_state_dict(state)
     if state["share"] != schedule.step_batches:
         rank_zero_warn(
-            f"the run goes on with {schedule.step_batches} batches a step (processes x accumulated) where it had "
+            f"the run continues with {schedule.step_batches} batches a step (processes x accumulated) where it had "
             f"{state['share']}: each sample of the epoch is still shown once, but in other steps"
         )
     if 0 < state["done"] < state["total"]:
@@ -64,7 +64,7 @@ def check_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None:
 
 
 def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Let a training go on with the learning rate of its options, where a checkpoint's optimizer has that of before.
+    """Let a training resume with the learning rate of its options, where a checkpoint's optimizer has that of before.
 
     Raises:
         ValueError: another option differs that the optimizer's state holds.
@@ -93,7 +93,7 @@ def epoch_steps(trainer: lightning.Trainer) -> int:
 
 
 def has_outputs(folder: Path) -> bool:
-    """Whether a training left anything to go on with, or to keep: a draft, a checkpoint."""
+    """Whether a training left anything to resume, or to keep: a draft, a checkpoint."""
     return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
 
 

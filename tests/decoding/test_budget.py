@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import EDGES, SETTLE, Calibration, Fixed, PerRound, Settled
+from poss_lightning.decoding.budget import AGAIN, EDGES, KEPT, SETTLE, Calibration, Fixed, PerRound, Settled
 from poss_lightning.decoding.costs import SIZES, Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict
@@ -134,6 +134,20 @@ def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
     assert budget.plan is not None
     fixed = {plan: play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.verify)]}
     assert play(None, budget.plan, machine, 800) > 0.9 * max(fixed.values())
+
+
+@pytest.mark.parametrize("first, then", [((20.0, 20.0), (0.5, 0.1)), ((0.5, 0.1), (20.0, 20.0))], ids=str)
+def test_it_settles_anew_where_drafting_begins_to_pay_or_no_longer_does(first, then):
+    budget = Settled(DEPTH, costs(*first), Calibration(CPU))
+    play(budget, (0, 0), budget.costs, 40)
+    before = budget.plan
+    play(budget, (0, 0), budget.costs, SETTLE + KEPT - 40 + AGAIN if before[0] else 4 * KEPT)
+    assert budget.plan in (before, None)  # the same, as nothing has changed
+    budget.costs = budget.statistics.costs = costs(*then)
+    play(budget, (0, 0), budget.costs, 8 * KEPT)
+    while budget.plan is None:
+        play(budget, (0, 0), budget.costs, 1)
+    assert (before[0] == 0) == (budget.plan[0] > 0)
 
 
 @pytest.mark.parametrize("rows", [[8] + [1] * 15, [1] * 15 + [8], [2] * 16], ids=str)

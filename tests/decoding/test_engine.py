@@ -13,11 +13,12 @@ from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed, Settled
 from poss_lightning.decoding.decoder import Request
-from poss_lightning.decoding.drafting import Drafter, grouped_attention, top_log_probs
+from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.target.attention import grouped_attention
 from poss_lightning.target.generation import prefill
 from poss_lightning.target.model import Target
 from tests.support.decoders import PROMPTS, STOPS, Oracle, drawn, tokens_of

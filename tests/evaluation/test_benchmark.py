@@ -132,6 +132,17 @@ def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
         assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
 
 
+def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
+    run(tmp_path / "out", lookup=3, repeats=1, limit=1, baselines=["plain", "lookup"])
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    found = {name: method.get("lookup") for name, method in facts["methods"].items()}
+    assert found == {"plain": None, "lookup": None, "chain": 0, "poss": 0, "chain+lookup": 3, "poss+lookup": 3}
+    assert list(facts["config"]["drafts"]) == ["chain", "poss"]
+    records = read_records(tmp_path / "out")
+    assert {record.method for record in records} == set(found)
+    assert len({(record.turn, tuple(record.tokens)) for record in records}) == 2
+
+
 def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
     facts = json.loads((whole / "run.json").read_text())
     assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
@@ -172,7 +183,7 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
 def test_a_run_without_a_record_is_not_written_over(run, tmp_path):
     """It may be of anything: records, or work that was begun, say that it is ours."""
     (tmp_path / "run.json").write_text("mine")
-    with pytest.raises(FileExistsError, match="nothing to go on with"):
+    with pytest.raises(FileExistsError, match="holds nothing to resume"):
         run(tmp_path, limit=1, repeats=1)
     assert (tmp_path / "run.json").read_text() == "mine"
 

@@ -102,6 +102,8 @@ def test_without_a_draft_or_a_comparison_it_says_less(common, capsys):
     assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}\n$", capsys.readouterr().out)
     generate("Hi", **without_draft(common))
     assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s\n$", capsys.readouterr().out)
+    generate("Hi", lookup=4, **without_draft(common))
+    assert re.search(rf"tokens/s, τ {NUMBER}, {NUMBER} × plain .*, same tokens\n$", capsys.readouterr().out)
 
 
 def test_it_says_why_auto_gave_up_drafting(common, caplog, monkeypatch):

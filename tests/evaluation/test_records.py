@@ -86,8 +86,8 @@ def test_unlawful_records_are_named_by_file_line_and_field(tmp_path, change, sai
         ("records.jsonl", b'{"suite": "chat"', "line 1: .* is not JSON"),
         ("records.jsonl", b"[]", "line 1: .* is not a JSON object"),
         ("records.jsonl", b'\n{"suite": "chat"}', "line 2: lacks accepted, id, "),
-        ("records.jsonl.gz", b"{}", "is no whole gzip file"),
-        ("records.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-9], "is no whole gzip file"),
+        ("records.jsonl.gz", b"{}", "is not a complete gzip file"),
+        ("records.jsonl.gz", gzip.compress(b"{}" * 99, mtime=0)[:-9], "is not a complete gzip file"),
     ],
 )
 def test_files_that_hold_no_records(tmp_path, name, content, said):
@@ -117,7 +117,7 @@ def test_cells_are_named_by_their_folders(tmp_path, monkeypatch):
     }
     monkeypatch.chdir(tmp_path / "b" / "seed-0")
     assert by_cell(read_sources(".")) == {("b", 0): cells["b", 0]}  # wherever one stands
-    for place, said in (("plain", "is no folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")):
+    for place, said in (("plain", "is not a folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")):
         write(tmp_path / place)
         with pytest.raises(ValueError, match=said):
             by_cell(read_sources([tmp_path / "a", tmp_path / place]))

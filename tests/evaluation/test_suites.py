@@ -126,7 +126,7 @@ def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("nowhere", "suite 'nowhere' is no .jsonl file, .* chat, code, .*hub:mt_bench"),
+        ("nowhere", "suite 'nowhere' is not a .jsonl file, .* chat, code, .*hub:mt_bench"),
         ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
         ("chat?feild=a", "'feild' is not an option; there are field"),
         ("hub:gsm8k?field=a", "'field' is not an option; there are repo, config, split, revision"),

@@ -51,7 +51,7 @@ def test_flex_attention_is_causal_attention_with_its_norm_and_gradients(
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, n, count, width, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads)]
     weights = torch.randn(2, heads, count, width + 1, generator=generator)
-    rows = [[count // 3, count // 2], [count + 1]]  # the first ends in padding; a last token is no slot
+    rows = [[count // 3, count // 2], [count + 1]]  # the first ends in padding; a last token is not a slot
     weights[0, :, sum(rows[0]) :] = 0
 
     def run(block, place: torch.device, dtype: torch.dtype, skip: int) -> list[Tensor]:

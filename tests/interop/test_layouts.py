@@ -282,9 +282,9 @@ def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
         ("speculators", "config.json is of the speculators format: say --input_format speculators"),
         ("damaged", "model.safetensors is damaged: "),
         ("shard", "No such file or directory: "),
-        ("path", "names '../model.safetensors', which is no file beside it"),
+        ("path", "names '../model.safetensors', which is not a file beside it"),
         ("code", "pytorch_model.bin is not read, as it holds more than plain tensors"),
-        ("list", "pytorch_model.bin is no table of names and tensors"),
+        ("list", "pytorch_model.bin is not a table of names and tensors"),
     ],
 )
 def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatch, how, words):

@@ -69,7 +69,7 @@ QWEN3_THINKING = (  # the prompt opens a thought, and a finished answer repeats 
     "{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
 )
-HARMONY = (  # as gpt-oss: channels, and another end where the chat goes on
+HARMONY = (  # as gpt-oss: channels, and another end where the chat continues
     "{%- for m in messages %}{%- if m.role == 'assistant' %}{%- if m.thinking and loop.last %}"
     "{{- '<|im_start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif %}"
     "{{- '<|im_start|>assistant<|channel|>final<|message|>' + m.content }}"

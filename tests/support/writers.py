@@ -36,7 +36,7 @@ TRAINER = {
 }
 THERE = "is there already"  # to whoever asks for what is finished
 OTHER = f"another process writes there|{THERE}|holds a training already"  # to a second writer
-FOREIGN = "has files of others|is not empty, and nothing to go on with|holds a training"
+FOREIGN = "has files of others|is not empty and holds nothing to resume|holds a training"
 LAST = "run/checkpoints/last.ckpt"
 # As conf/trainer/base.yaml has them, but with a checkpoint at step 3, between two validations: Lightning takes a
 # validation for done that a kill ended, if the checkpoint is of the same step.

@@ -296,7 +296,7 @@ def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog
     assert words(Chat(tokenizer, stops), chat_of(["four", "five"])) == ["four<|im_start|>", "five"]
     assert not caplog.text
     assert words(Chat(tokenizer), chat_of(["four", "five"])) == ["four", "five"]
-    assert "<|im_start|> stands behind an answer where the chat goes on, and is no stop token" in caplog.text
+    assert "<|im_start|> stands behind an answer where the chat continues, and is not a stop token" in caplog.text
 
 
 def test_a_system_message_that_stands_before_the_last_user_alone():

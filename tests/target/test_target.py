@@ -7,17 +7,19 @@ import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import poss_lightning
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.features.extract import write_store
-from poss_lightning.target import embedded
+from poss_lightning.target import attention, embedded
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.generation import PlainLoop, generate, prefill
@@ -55,6 +57,24 @@ def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
             alone = features[0, -1], (inner.flatten(2) if layers else features)[0, -1]
             for found, expected in zip(both, alone, strict=True):
                 torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_inner_layers_are_the_hidden_states_of_transformers():
+    target, tokens = tiny_target(num_hidden_layers=4), torch.randint(0, 320, (2, 9))
+    expected = target.model(tokens, output_hidden_states=True).hidden_states
+    features, inner = target.text_layers(tokens, (3, 1))
+    for found, layer in ((features, 4), (inner[:, :, 0], 3), (inner[:, :, 1], 1)):
+        torch.testing.assert_close(found, expected[layer])
+    assert not any(module._forward_hooks for module in target.model.modules())
+
+
+@pytest.mark.parametrize("heads, shared, nodes", [(6, 2, 5), (4, 1, 1), (4, 4, 3), (6, 2, attention.NODES + 1)])
+def test_heads_in_groups_attend_as_repeated_ones(heads, shared, nodes):
+    module = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    query, key, value = (torch.randn(2, n, m, 8) for n, m in ((heads, nodes), (shared, 200), (shared, 200)))
+    mask = torch.rand(2, 1, nodes, 200) > 0.5
+    expected = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)[0]
+    torch.testing.assert_close(attention._attend(module, query, key, value, mask, scaling=0.3)[0], expected)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)], ids=str)

@@ -46,10 +46,10 @@ def test_a_folder_takes_one_training_and_what_cannot_go_on_leaves_it(poss, small
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
     second = poss("fit", *small, *ONE, *AGAIN)
-    says(second, "fit", f"run holds a training already: go on with --ckpt_path {LAST}, or choose another --name")
+    says(second, "fit", f"run holds a training already: resume with --ckpt_path {LAST}, or choose another --name")
     for command, given, words in [
-        ("fit", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
-        ("validate", "torn.ckpt", "torn.ckpt is no whole checkpoint of plain tensors"),
+        ("fit", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
+        ("validate", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
         ("fit", "gone.ckpt", "gone.ckpt: no such file"),
         ("fit", "run/draft-last", "run/draft-last is a draft's folder; give a training's checkpoints/last.ckpt"),
     ]:
@@ -83,7 +83,7 @@ def test_it_resumes_in_its_folder_with_the_options_that_are_given(poss, small, t
 def test_a_job_that_slurm_begins_once_more_goes_on_or_begins_anew(poss, small, tmp_path, monkeypatch):
     assert poss("fit", *small, *ONE, *AGAIN).code is None
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: go on with --ckpt_path {LAST}")
+    says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: resume with --ckpt_path {LAST}")
     shutil.copy(tmp_path / LAST, tmp_path / "hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
     with monkeypatch.context() as job, pytest.warns(UserWarning, match="nothing was left to train at step 1"):
         for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():
@@ -126,7 +126,7 @@ def test_a_training_that_is_stopped_did_not_succeed_and_says_how_to_go_on(small,
         assert process.wait() == code, said
     assert not any(noise in line for line in said for noise in ("weights_only", "HINT", "monitored"))
     reached = torch.load(tmp_path / LAST, weights_only=True)["global_step"]
-    assert any(f"stopped at step {reached}: --ckpt_path {LAST} goes on" in line for line in said[-3:]), said
+    assert any(f"stopped at step {reached}: --ckpt_path {LAST} resumes" in line for line in said[-3:]), said
     assert any("interrupted" in line for line in said) == (number == signal.SIGINT)
 
 

@@ -78,7 +78,7 @@ def test_a_chart_shows_one_measurement_and_none_is_empty(run):
         for chart in category.chart:
             (pattern,) = chart.multiline.tag
             shown = [tag for tag in tags if re.match(pattern, tag)]
-            assert shown, f"{pattern} is no scalar"
+            assert shown, f"{pattern} is not a scalar"
             places = [tag.split("/") for tag in shown]
             by_depth = {"depth_1", "mean"} <= {place for _, place in places} <= {"depth_1", f"depth_{DEPTH}", "mean"}
             assert len({name for name, _ in places}) == 1 and by_depth == ("mean" in category.title), shown

@@ -192,7 +192,7 @@ def test_the_rate_falls_to_nothing_and_no_sooner_with_other_steps(store, tmp_pat
     """Half as many batches a step from then on: epochs have twice as many steps, and `max_steps` stays what it is."""
     with pytest.raises(Killed):
         fit(store, tmp_path, Kill(6), accumulate_grad_batches=2, **ends)
-    with pytest.warns(UserWarning, match="the run goes on with 1 batches a step"):
+    with pytest.warns(UserWarning, match="the run continues with 1 batches a step"):
         _, trainer, _ = fit(store, tmp_path, goes_on="last.ckpt", **ends)
     steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
     assert abs(steps - trainer.estimated_stepping_batches) <= 1
@@ -205,7 +205,7 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         folder = tmp_path / str(after)
         seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
         taken = [name for rank in seen for _, ids in rank[:after] for name in ids]
-        with pytest.warns(UserWarning, match="the run goes on with 1 batches a step .* where it had 2"):
+        with pytest.warns(UserWarning, match="the run continues with 1 batches a step .* where it had 2"):
             _, trainer, rest = fit(store, folder, goes_on="last.ckpt", max_epochs=2)
         first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
         assert sorted(taken + first) == sorted(second) and taken and first

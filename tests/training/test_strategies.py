@@ -312,8 +312,8 @@ def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
     for name, error, words in (
         ("missing", FileNotFoundError, "no such file"),
         ("folder", ValueError, "is a folder, and no draft's; give a .ckpt file"),
-        ("cut", ValueError, "is no whole checkpoint"),
-        ("bomb", ValueError, "is no whole checkpoint"),
+        ("cut", ValueError, "is not a complete checkpoint"),
+        ("bomb", ValueError, "is not a complete checkpoint"),
         ("other", ValueError, "has no 'draft'"),
         ("contradicting", ValueError, "does not fit its draft's config"),
         ("empty", ValueError, "is not a draft's config"),

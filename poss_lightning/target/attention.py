@@ -1,0 +1,62 @@
+"""Attention of a tree's nodes where heads share keys and values: a draft's, and the target's by its interface.
+
+No kernel of CUDA takes both a mask and groups of heads, but the slowest one. So transformers repeats keys and values
+for every head, in every layer and round. Here a group's queries stand side by side, as more nodes of one head.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+GROUPED = "poss_grouped"
+NODES = 128  # more queries than that are a text, whose mask would grow more than keys and values
+
+
+def grouped_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention of H heads, groups of which share keys and values: (B, H, M, d).
+
+    Args:
+        queries: (B, H, M, d)
+        keys, values: (B, kv heads, extent, d)
+        mask: (B, 1, M, extent), True where visible.
+        scale: of the scores; None for d ** -0.5.
+    """
+    group = queries.shape[1] // keys.shape[1]
+    folded = queries.unflatten(1, (-1, group)).flatten(2, 3)  # (B, kv heads, H/kv * M, d)
+    attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
+    return attended.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers' modules call it: (B, H, n, d) on (B, KV, S, d) -> (B, n, H, d)."""
+    shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
+    if attention_mask is None or not shares or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    attended = grouped_attention(query, key, value, attention_mask, options.get("scaling"))
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, _attend)
+
+
+@contextmanager
+def grouped_heads(config: PreTrainedConfig) -> Iterator[None]:
+    """Within it a model of this config attends so, where it would by torch's `scaled_dot_product_attention`."""
+    usual = config._attn_implementation
+    if usual != "sdpa":  # what is eager caps or adds to its scores
+        yield
+        return
+    config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
