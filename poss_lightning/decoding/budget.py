@@ -28,7 +28,7 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own probability
 MEMORY = 0.98  # weight of what was seen, a round later: texts change
 WORTHWHILE = 0.98  # of plain decoding's tokens a second: below it, nothing is drafted
-SETTLE, AGAIN = 16, 4  # rounds to look at before one depth and size are settled on: at first, and later
+SETTLE, AGAIN = 16, 8  # rounds to look at before one depth and size are settled on; as many of them are new later
 KEPT = 64  # rounds until it looks again; four times as many where nothing is drafted, as looking costs more there
 BETTER = 1.03  # times as many tokens a second must another depth and size bring: a new one takes new graphs
 
@@ -295,12 +295,12 @@ class Settled:
         if self.plan:
             self.rounds += 1
             if self.rounds == (KEPT if self.plan[0] else 4 * KEPT):
-                self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, []
+                self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, self.trials[AGAIN:]
             return
         self.statistics.add(tree, ancestors, verdict, self.active, self.depth, self.nodes)
         drafted = slice(0, self.nodes)
         self.trials.append((tree.scores[self.active, drafted], ancestors.sum(-1)[self.active, drafted] - 1))
-        if len(self.trials) == (AGAIN if self.earlier else SETTLE):
+        if len(self.trials) == SETTLE:
             self.plan = self._best()
 
     def why_plain(self) -> str | None:

@@ -43,7 +43,7 @@ def local_copy(address: str | Path) -> Path:
     except StoreError:
         raise
     except FileNotFoundError as error:
-        raise StoreError(f"{name}/{part}: no such file, so there is not a finished feature store") from error
+        raise StoreError(f"{name}/{part}: no such file, so there is no finished feature store") from error
     except Exception as error:  # every protocol has errors of its own
         reason = without_secrets(str(error)) or type(error).__name__
         raise StoreError(f"{name}/{part} cannot be read: {reason}") from error

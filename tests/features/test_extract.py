@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(whole, target, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         write_store(tmp_path, target, make_conversations(), **SIZES)
     assert not (tmp_path / "manifest.json").exists()
-    with pytest.raises(StoreError, match=r"no finished feature store.*(with the same `poss extract`|writes one)\)"):
+    with pytest.raises(StoreError, match=r"not a finished feature store.*(with the same `poss extract`|writes one)\)"):
         FeatureStore(tmp_path)
     monkeypatch.undo()
     write_store(tmp_path, target, make_conversations(), **SIZES)

@@ -108,8 +108,8 @@ def test_every_command_parses_and_names_files_that_are_there(document, desk):
     here, found = desk(text), {}
     for command in commands(everywhere(text)):
         found[str(command)] = wrong(command)
-        if "--trainer.logger.name" in command.words:  # a training leaves its settings to the lines behind it
-            file = here / "runs" / command.words[command.words.index("--trainer.logger.name") + 1] / "config.yaml"
+        if "--name" in command.words:  # a training leaves its settings to the lines behind it
+            file = here / "runs" / command.words[command.words.index("--name") + 1] / "config.yaml"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("{model: {allocation: [1]}, data: {store: any}}")
     assert not (told := {line: why for line, why in found.items() if why}), told

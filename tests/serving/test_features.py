@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(deep, tmp_path):
     write_store(tmp_path / "whole", deep, make_conversations(), **SIZES, reader=reader)
     with pytest.raises(KeyboardInterrupt):
         write_store(tmp_path / "store", deep, make_conversations(), **SIZES, reader=partial(reader, change=dies))
-    with pytest.raises(StoreError, match="no finished feature store"):
+    with pytest.raises(StoreError, match="not a finished feature store"):
         FeatureStore(tmp_path / "store")
     write_store(tmp_path / "store", deep, make_conversations(), **SIZES, reader=reader)
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")

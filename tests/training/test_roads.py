@@ -190,7 +190,7 @@ def test_nothing_is_ever_unpickled(store, tmp_path, monkeypatch):
     Path("evil.ckpt").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     options = {"model": {"allocation": [1]}, "data": {"store": store, "validation": 0.2}}
     for address in ("evil.ckpt", f"file://{tmp_path}/evil.ckpt", f"local://{tmp_path}/evil.ckpt"):
-        with pytest.raises(ValueError, match="no whole checkpoint of plain tensors"):
+        with pytest.raises(ValueError, match="not a complete checkpoint of plain tensors"):
             fit("trainer/cpu.yaml", options, {"ckpt_path": address})
     with pytest.raises(ValueError, match=r"ckpt_path file:///gone.ckpt cannot be read: "):
         fit("trainer/cpu.yaml", options, {"ckpt_path": "file:///gone.ckpt"})
