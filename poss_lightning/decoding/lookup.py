@@ -13,9 +13,15 @@ from torch import Tensor
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.target.cache import Slots
 
+USUAL = 10  # tokens of a continuation
 NGRAM = 3  # last tokens that are sought, most first
 TRUST, MEMORY = 6.0, 0.98  # as of a draft's calibration
 CLAIMED = (0.0, 0.2, 0.4, 0.7)  # of a first token, and of each that follows; by how many tokens were found
+
+
+def lookup_count(asked: int | None, drafts: bool, tree: str) -> int:
+    """How many looked-up tokens join a tree: as asked, or the usual number where trees are made for speed."""
+    return USUAL * (drafts and tree == "auto") if asked is None else asked
 
 
 class Lookup:

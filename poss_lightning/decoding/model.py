@@ -18,6 +18,7 @@ from poss_lightning.corpus.readers import read_message
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.lookup import lookup_count
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
@@ -49,7 +50,7 @@ def load(
     depth: int | None = None,
     nodes: int = 60,
     tree_width: int = 10,
-    lookup: int = 0,
+    lookup: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
     """A target, sped up by a draft.
@@ -66,8 +67,8 @@ def load(
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
-        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; without a draft
-            they are all that is proposed.
+        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; by default 10
+            where `tree` is "auto", and none without a draft. With a number and no draft they are all that is proposed.
         chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
 
     Raises:
@@ -83,7 +84,7 @@ def load(
     else:
         name = target.config.name_or_path or type(target).__name__
         loaded = Target(target, tokenizer, name, chat_template_kwargs)
-    if draft is None and not lookup:
+    if not (lookup := lookup_count(lookup, draft is not None, tree)) and draft is None:
         return Model(Autoregressive(loaded))
     return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree, lookup=lookup))
 

@@ -15,6 +15,7 @@ import torch
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.lookup import lookup_count
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
@@ -51,7 +52,7 @@ def generate(
     depth: Position | None = None,
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
-    lookup: Lookups = 0,
+    lookup: Lookups | None = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -77,8 +78,8 @@ def generate(
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included, at most.
         tree_width: children tried a node; 1 drafts chains.
-        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; without a draft
-            they are all that is proposed.
+        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; by default 10
+            where trees are auto, and none without a draft. With a number and no draft they are all that is proposed.
         temperature: of sampling; 0 takes the most likely token.
         top_k: sample among the k most likely tokens; 0 for all.
         top_p: sample among the most likely tokens that hold this probability.
@@ -101,6 +102,7 @@ def generate(
         _check_no_tree(tree=tree, depth=depth, nodes=nodes, tree_width=tree_width)
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
+    config["lookup"] = lookup = lookup_count(lookup, bool(draft), tree)
     _check_prompt(prompt)
     if draft:
         check_draft(draft)
@@ -156,7 +158,7 @@ class Prompt(NamedTuple):
 
 
 def _check_options(
-    *, draft: str | None, lookup: int, compare: bool | None, chat: bool, show: str | None, json: bool
+    *, draft: str | None, lookup: int | None, compare: bool | None, chat: bool, show: str | None, json: bool
 ) -> None:
     """Raise ValueError where options contradict each other."""
     if chat and json:
