@@ -1,6 +1,6 @@
 """What TensorBoard shows beside scalars: charts by depth, histograms, figures, hyper-parameters, the projector."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -92,7 +92,7 @@ class Dashboard(lightning.Callback):
             writer.add_embedding(features, labels, None, trainer.global_step, "features", list(panels.LABELS))
 
 
-def _log_all_but_epoch(log: Callable[..., None], metrics: dict[str, float], step: int | None = None) -> None:
+def _log_all_but_epoch(log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None) -> None:
     """Lightning logs the epoch beside everything, and TensorBoard draws a chart of it."""
     log({name: value for name, value in metrics.items() if name != "epoch"}, step)
 

@@ -26,6 +26,14 @@ def model(reference) -> Model:
     return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), nodes=20, tree_width=4)
 
 
+@pytest.mark.parametrize(
+    ("given", "count"), [({}, 10), ({"tree": "fixed"}, 0), ({"lookup": 3}, 3), ({"lookup": 0}, 0)], ids=str
+)
+def test_trees_made_for_speed_have_lookups(reference, given, count):
+    model = load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), **given)
+    assert model.decoder.lookup.count == count
+
+
 def padded(side: str) -> dict[str, torch.Tensor]:
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
