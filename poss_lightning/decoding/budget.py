@@ -28,9 +28,10 @@ EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own probability
 MEMORY = 0.98  # weight of what was seen, a round later: texts change
 WORTHWHILE = 0.98  # of plain decoding's tokens a second: below it, nothing is drafted
-SETTLE, AGAIN = 16, 8  # rounds to look at before one depth and size are settled on; as many of them are new later
-KEPT = 64  # rounds until it looks again; four times as many where nothing is drafted, as looking costs more there
-BETTER = 1.03  # times as many tokens a second must another depth and size bring: a new one takes new graphs
+SETTLE = 16  # rounds to look at before one depth and size are settled on
+AGAIN = 8  # of them that are new where it looks again
+KEPT = 64  # rounds until it does; four times as many where nothing is drafted, as looking costs more there
+BETTER = 1.03  # times as fast as the earlier depth and size another must be: it takes new graphs
 
 
 class Budget(Protocol):

@@ -19,7 +19,7 @@ TRUST, MEMORY = 6.0, 0.98  # as of a draft's calibration
 CLAIMED = (0.0, 0.2, 0.4, 0.7)  # of a first token, and of each that follows; by how many tokens were found
 
 
-def lookup_count(asked: int | None, drafts: bool, tree: str) -> int:
+def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
     """How many looked-up tokens join a tree: as asked, or the usual number where trees are made for speed."""
     return USUAL * (drafts and tree == "auto") if asked is None else asked
 

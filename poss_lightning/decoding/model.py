@@ -18,7 +18,7 @@ from poss_lightning.corpus.readers import read_message
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.lookup import lookup_count
+from poss_lightning.decoding.lookup import choose_lookup
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
@@ -84,7 +84,7 @@ def load(
     else:
         name = target.config.name_or_path or type(target).__name__
         loaded = Target(target, tokenizer, name, chat_template_kwargs)
-    if not (lookup := lookup_count(lookup, draft is not None, tree)) and draft is None:
+    if not (lookup := choose_lookup(lookup, draft is not None, tree)) and draft is None:
         return Model(Autoregressive(loaded))
     return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree, lookup=lookup))
 

@@ -19,12 +19,11 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
-from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.int8_head import Int8Head
+from poss_lightning.decoding.lookup import USUAL
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
+from poss_lightning.evaluation.provenance import check_settings, describe_method, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, PLAIN, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, load_suites
@@ -48,7 +47,6 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.work import Work
 
-WITH_LOOKUP = "+lookup"
 HERE = (PLAIN, "generate", "lookup")  # baselines that decode in this process
 logger = logging.getLogger(__name__)
 
@@ -144,18 +142,16 @@ def benchmark(
         _check_prompt(model, question)
     methods = _baselines(model, graphs, baselines)
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
-    if lookup:  # each draft alone, and with lookups
-        drafts = drafts | {name + WITH_LOOKUP: folder for name, folder in drafts.items()}
-        loaded |= {name + WITH_LOOKUP: draft for name, draft in loaded.items()}
-    for name, draft in loaded.items():
-        count = lookup if name.endswith(WITH_LOOKUP) else 0
-        methods[name] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
+    ways = {"": 0} | ({"+lookup": lookup} if lookup else {})  # each draft alone, and with lookups
+    names = {name + way: (name, count) for name in loaded for way, count in ways.items()}
+    for method, (name, count) in names.items():
+        methods[method] = Speculative(model, loaded[name], graphs=graphs, lookup=count, **engine)
     digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
     facts = {
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest},
-        "methods": {name: _facts(method) for name, method in methods.items()},
-        "trainings": {name: describe_training(folder) for name, folder in drafts.items()},
+        "methods": {name: describe_method(method) for name, method in methods.items()},
+        "trainings": {method: describe_training(drafts[name]) for method, (name, _) in names.items()},
         "suites": {suite.name: suite.source for suite in loaded_suites},
     }
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
@@ -165,7 +161,7 @@ def benchmark(
 
 def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
     known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model)}
-    return {name: known.get(name) or Speculative(model, None, graphs=graphs, lookup=10) for name in names}
+    return {name: known.get(name) or Speculative(model, None, graphs=graphs, lookup=USUAL) for name in names}
 
 
 def check(config: dict) -> Sampling:
@@ -331,20 +327,6 @@ class Run:
         with atomic(self.folder / NAMES[0]) as path:
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return len(lines)
-
-
-def _facts(method: Decoder) -> dict:
-    if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, Drafter):
-        return {}
-    return {
-        "depth": method.deepest,
-        "lookup": method.lookup.count,
-        "nodes": method.nodes,
-        "tree": method.tree,
-        "tree_width": drafter.tree_width,
-        "int8_head": isinstance(drafter.product, Int8Head),
-        **describe(drafter.draft),
-    }
 
 
 def _check_prompt(target: Target, question: Question) -> None:

@@ -15,7 +15,7 @@ import torch
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.lookup import lookup_count
+from poss_lightning.decoding.lookup import choose_lookup
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
@@ -102,7 +102,7 @@ def generate(
         _check_no_tree(tree=tree, depth=depth, nodes=nodes, tree_width=tree_width)
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
-    config["lookup"] = lookup = lookup_count(lookup, bool(draft), tree)
+    config["lookup"] = lookup = choose_lookup(lookup, bool(draft), tree)
     _check_prompt(prompt)
     if draft:
         check_draft(draft)

@@ -12,6 +12,10 @@ from pathlib import Path
 import torch
 
 from poss_lightning.configs import read_config
+from poss_lightning.decoding.decoder import Decoder
+from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.specialists import Specialists, local_folder, shipped
 from poss_lightning.evaluation.records import NAMES, as_object
 from poss_lightning.files import public_name, read_json, without_secrets
@@ -61,6 +65,21 @@ def describe(draft: Specialists) -> dict:
         "training_depth": config.depth,
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "weights": digest.hexdigest()[:16],
+    }
+
+
+def describe_method(method: Decoder) -> dict:
+    """How a method drafts, and with what; {} where it has no draft."""
+    if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, Drafter):
+        return {}
+    return {
+        "depth": method.deepest,
+        "lookup": method.lookup.count,
+        "nodes": method.nodes,
+        "tree": method.tree,
+        "tree_width": drafter.tree_width,
+        "int8_head": isinstance(drafter.product, Int8Head),
+        **describe(drafter.draft),
     }
 
 

@@ -275,11 +275,15 @@ class Target(nn.Module):
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Raise NotImplementedError where logits are not head(feature), or features differ behind cache and mask."""
+        """Raise NotImplementedError where logits, inner layers, or features behind cache and mask are not the model's."""
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self._as_decoded():
-            logits = self.model(tokens, use_cache=False).logits.to(self.device)
-        ours = self.embed_head.logits(self.text_features(tokens))
+            output = self.model(tokens, use_cache=False, output_hidden_states=True)
+        features, inner = self.text_layers(tokens, layers := tuple(range(1, self.config.num_hidden_layers)))
+        logits, ours = output.logits.to(self.device), self.embed_head.logits(features)
+        states = torch.stack([state.to(self.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
+        if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
+            raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
         if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise NotImplementedError(
                 "its logits are not head(feature), scaled or softly capped as its config says (a bias or a step of its "

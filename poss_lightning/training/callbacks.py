@@ -90,7 +90,8 @@ class DraftFolders(lightning.Callback):
 class ValidateFirst(lightning.Callback):
     """Validates once before the first step, so that every curve begins with the draft that training starts from."""
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        """Of the first epoch: by then every callback, wherever it stands in the list, has seen the training start."""
         if trainer.global_step == 0:
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()

@@ -4,14 +4,13 @@ Everything that trains takes this road: the terminal, a sweep's cell, the demo, 
 """
 
 import logging
-import os
 import signal
 import sys
 import threading
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import Namespace
 from lightning import Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -38,11 +36,11 @@ from poss_lightning.ranges import Seed
 from poss_lightning.terminal import is_verbose
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
+from poss_lightning.training.folder import check_unused, expand_home, name_folder, only_training
 from poss_lightning.training.help import PRECISION, SAID, choose_help
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import fetch_checkpoint, has_outputs, stay_in_folder
+from poss_lightning.training.resume import fetch_checkpoint, stay_in_folder
 from poss_lightning.training.strategies import prepare
-from poss_lightning.work import Work
 
 BASE = "trainer/base.yaml"  # what every training reads first
 COMMANDS = ("fit", "validate")
@@ -150,8 +148,8 @@ class Training(LightningCLI):
             option = str(error.full_key).removeprefix(f"{command}.")
             reason = str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
             raise explain(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
-        _name_folder(self.options)
-        _expand_home(self.options)
+        name_folder(self.options)
+        expand_home(self.options)
 
     def _parse_ckpt_path(self) -> None:
         """Options count as they are given: Lightning would put those of the checkpoint in their place."""
@@ -209,11 +207,11 @@ class Training(LightningCLI):
         begins = not self.options.ckpt_path and not (checkpoint and SLURMEnvironment.detect())  # Lightning resumes
         folder = Path(self.trainer.log_dir or self.trainer.default_root_dir)
         if begins:
-            _check_unused(folder)
+            check_unused(folder)
         if self.trainer.is_global_zero:
             self._held.enter_context(only_training(folder))
             if begins:  # again: another process may have ended a training meanwhile
-                _check_unused(folder)
+                check_unused(folder)
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -263,54 +261,6 @@ def _no_environment() -> Iterator[None]:
         yield
     finally:
         register("oc.env", oc.env, replace=True)
-
-
-def _name_folder(options: Any) -> None:
-    """Let `--name NAME` be the folder runs/NAME of TensorBoard's logger, or the name that another logger gives."""
-    if (name := options.name) is None:
-        return
-    trainer, options.name = options.trainer, None  # config.yaml has it as the logger's
-    if trainer.logger in (None, True):
-        place = Namespace(save_dir=trainer.default_root_dir or "runs", version="")
-        trainer.logger = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=place)
-    for each in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:
-        if not hasattr(each, "init_args"):
-            raise ValueError(f"name is {name!r}, but trainer.logger is {each}: a folder needs a logger")
-        each.init_args.name = name
-
-
-def _expand_home(options: Any) -> None:
-    """Put the home folder for `~`: Lightning does so for TensorBoard alone, where it would put in `$NAME` too."""
-    loggers = options.trainer.logger if isinstance(options.trainer.logger, list) else [options.trainer.logger]
-    places = [(logger.init_args, "save_dir") for logger in loggers if hasattr(logger, "init_args")]
-    for owner, name in [(options, "ckpt_path"), (options.trainer, "default_root_dir"), *places]:
-        if "$" in (place := str(owner.get(name) or "")):
-            raise ValueError(f"{name} is {place!r}: a config takes nothing from the environment: write the path")
-        if place:
-            owner[name] = os.path.expanduser(place)
-
-
-def _check_unused(folder: Path) -> None:
-    """Raise FileExistsError where a training has left something."""
-    last = folder / "checkpoints" / "last.ckpt"
-    if has_outputs(folder) and (last.is_file() or "SLURM_RESTART_COUNT" not in os.environ):  # a job may begin once more
-        other = "choose another --name"
-        how = f"resume with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
-        raise FileExistsError(f"{folder} holds a training already: {how}")
-
-
-@contextmanager
-def only_training(folder: Path) -> Iterator[None]:
-    """No second process trains in the folder: it raises ValueError before it writes anything."""
-    work, new = Work(folder / "unfinished"), [place for place in (folder, *folder.parents) if not place.exists()]
-    with work.exclusive(wait=False):
-        try:
-            yield
-        finally:
-            work.clear()
-            for place in new:
-                with suppress(OSError):  # it holds something
-                    place.rmdir()
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -30,7 +30,8 @@ import yaml
 from poss_lightning.configs import locate_configs
 from poss_lightning.draft.specialists import CONFIG, WEIGHTS, DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
-from poss_lightning.training.command import Training, only_training
+from poss_lightning.training.command import Training
+from poss_lightning.training.folder import only_training
 from poss_lightning.training.resume import FINISHED, has_outputs
 
 OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.[0-9]*.*.[0-9]*"

@@ -184,6 +184,16 @@ def test_a_name_with_dots_beside_its_group_is_refused(tmp_path):
         compose("draft/poss2.yaml", str(tmp_path / "a.yaml"))
 
 
+@pytest.mark.parametrize("logger", [None, CSV, [CSV, TENSORBOARD]], ids=str)
+def test_a_name_is_that_of_every_logger(logger):
+    named = compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": logger}})["trainer"]["logger"]
+    for each in named if isinstance(named, list) else [named]:
+        assert each["init_args"]["name"] == "a"
+        assert logger or (each["init_args"]["save_dir"], each["init_args"]["version"]) == ("runs", "")
+    with pytest.raises(ValueError, match=r"name is 'a', but trainer.logger is False: a folder needs a logger"):
+        compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": False}})
+
+
 def test_nothing_is_ever_unpickled(store, tmp_path, monkeypatch):
     """Neither from a file nor from an address, whatever a config says."""
     monkeypatch.chdir(tmp_path)
