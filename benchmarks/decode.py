@@ -1,20 +1,25 @@
 """`make bench-decode`: what rounds cost, and how fast real answers are. Prints tables, writes runs/bench/decode.json.
 
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
+heads       verification with repeated keys and values over that in groups, by nodes and tokens before them
 draws       a round that draws beside a greedy one, tree by tree
 suites      tokens a second per suite: plain (our own loop and generate), lookup alone, the draft, and both
 batch       the same for batches of prompts
 exact       tokens drawn at temperature 1 in float32 by the engine and by plain decoding: how many differ; on demand
 
-Drafts of the first two are random: what they say changes how many rounds a text takes, not how long a round does.
+Drafts of costs are random: what they say changes how many rounds a text takes, not how long a round does.
 """
 
 import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from statistics import mean, median
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from tqdm import tqdm
@@ -30,7 +35,8 @@ from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.files import atomic
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.model import Target
+from poss_lightning.target import model
+from poss_lightning.target.model import Target, causal_ancestors
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
 UNCOUNTED = 2  # rounds at the start
@@ -45,7 +51,7 @@ KINDS = {  # experiments/methods and size have the same, trained
 VOCABULARY = 8192  # of the drafts whose costs are compared
 TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
-PARTS = ("costs", "draws", "suites", "batch", "exact")
+PARTS = ("costs", "heads", "draws", "suites", "batch", "exact")
 AUTO, FIXED, BOTH = "auto", "fixed", "auto_and_lookup"
 BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "plain", "lookup"
 
@@ -70,6 +76,24 @@ def costs(target: Target, drafts: dict[str, Specialists], rounds: int, **tree: i
         }
         for name, draft in drafts.items()
     }
+
+
+@torch.inference_mode()
+def heads(target: Target, rounds: int) -> dict[str, object]:
+    """Seconds of the target's forward over a tree as transformers does it over ours, in turn."""
+    found = {}
+    for length, nodes in product((300, 1500), (8, 16, 60)):
+        cache, text = target.new_cache(1, length + nodes), torch.arange(length, device=target.device)[None]
+        target.tree_features(text, causal_ancestors(length, target.device), cache)
+        cache.append([length])
+        ours = partial(target.tree_features, text[:, :nodes], causal_ancestors(nodes, target.device), cache)
+        ratios = []
+        for number in range(UNCOUNTED + rounds):
+            with patch.object(model, "grouped_heads", lambda config: nullcontext()):
+                repeated = once(ours, target.device.type)
+            ratios += [repeated / once(ours, target.device.type)] * (number >= UNCOUNTED)
+        found[f"{nodes} nodes, {length} tokens"] = spread(ratios)
+    return found
 
 
 def draws(target: Target, draft: Specialists, rounds: int) -> dict[str, object]:
@@ -216,6 +240,7 @@ def measured(
 
     return {
         "costs": of_kinds,
+        "heads": lambda: heads(target, rounds),
         "draws": lambda: draws(target, draft, rounds),
         "suites": lambda: suites(target, draft, questions, limit),
         "batch": lambda: {str(n): batch(target, draft, questions, n, limit) for n in BATCHES[target.device.type]},

@@ -275,7 +275,7 @@ class Target(nn.Module):
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Raise NotImplementedError where logits, inner layers, or features behind cache and mask are not the model's."""
+        """Raise NotImplementedError where logits, inner layers or features behind a mask are not the model's."""
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self._as_decoded():
             output = self.model(tokens, use_cache=False, output_hidden_states=True)
