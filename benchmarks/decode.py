@@ -83,7 +83,8 @@ def heads(target: Target, rounds: int) -> dict[str, object]:
     """Seconds of the target's forward over a tree as transformers does it over ours, in turn."""
     found = {}
     for length, nodes in product((300, 1500), (8, 16, 60)):
-        cache, text = target.new_cache(1, length + nodes), torch.arange(length, device=target.device)[None]
+        cache = target.new_cache(1, length + nodes)
+        text = torch.arange(length, device=target.device)[None] % target.spec.vocab_size
         target.tree_features(text, causal_ancestors(length, target.device), cache)
         cache.append([length])
         ours = partial(target.tree_features, text[:, :nodes], causal_ancestors(nodes, target.device), cache)

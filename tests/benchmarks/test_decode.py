@@ -58,7 +58,7 @@ def test_the_command_writes_what_it_prints(target, tmp_path, monkeypatch, capsys
     written, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert set(written["costs"]) == {"[1]"} and set(written["suites"]) == {"chat", "all"} and written["questions"] == 1
     assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
-    assert all(f"\n{part}\n" in printed for part in ("costs", "draws", "suites", "batch"))
+    assert all(f"\n{part}\n" in printed for part in ("costs", "heads", "draws", "suites", "batch"))
 
 
 def test_floors_are_the_bytes_that_must_be_read():
