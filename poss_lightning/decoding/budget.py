@@ -166,7 +166,7 @@ class RoundStatistics:
     def add(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: list[int], steps: int, nodes: int) -> None:
         """A round of `steps` draft steps and `nodes` drafted nodes a row, of which only the active rows count."""
         tokens = 1 + float(verdict.accepted[active].float().mean())
-        seconds = steps * self.costs.draft_step + self.costs.verify_seconds(tree.tokens.shape[1])
+        seconds = self.costs.draft_seconds(steps) + self.costs.verify_seconds(tree.tokens.shape[1])
         self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
         if steps == 0:
             self.plain_rounds += 1
@@ -319,6 +319,6 @@ class Settled:
                 best = chances.sort(dim=1, descending=True).values.sum(0).cpu()
                 gains[1 : len(best)] += best[:-1].cumsum(0) / len(self.trials)
             for n, cost in self.costs.verify.items():
-                rates[depth, n] = (rows + float(gains[n - 1])) / (depth * self.costs.draft_step + cost)
+                rates[depth, n] = (rows + float(gains[n - 1])) / (self.costs.draft_seconds(depth) + cost)
         best = max(rates, key=rates.__getitem__)
         return self.earlier if self.earlier and rates[self.earlier] * BETTER > rates[best] else best

@@ -1,5 +1,6 @@
 """What a round costs on this machine: the time of a draft step, and of verifying trees of several sizes."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,9 +19,10 @@ class Costs(NamedTuple):
 
     draft_step: float
     verify: dict[int, float]  # n nodes a row, for every n that a tree may have; 1 is a step of plain decoding
+    steps: float = math.inf  # of a whole tree, where they are fewer than its positions
 
     @classmethod
-    def interpolate(cls, draft_step: float, timed: dict[int, float]) -> "Costs":
+    def interpolate(cls, draft_step: float, timed: dict[int, float], steps: float = math.inf) -> "Costs":
         """From the times of some sizes; a size between two of them lies on the line between.
 
         Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
@@ -28,7 +30,11 @@ class Costs(NamedTuple):
         knots = sorted(timed)
         level = [min(timed[m] for m in knots if m >= n) for n in knots]
         sizes = sorted({*knots, *(n for n in SIZES if n < knots[-1])})
-        return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes})
+        return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes}, steps)
+
+    def draft_seconds(self, depth: int) -> float:
+        """Of drafting so deep."""
+        return min(depth, self.steps) * self.draft_step
 
     def verify_seconds(self, nodes: int) -> float:
         """Of any number of nodes: as of the next larger one that a tree may have, or of the largest."""
@@ -36,7 +42,7 @@ class Costs(NamedTuple):
 
     def break_even(self, steps: int, nodes: int) -> float:
         """Tokens a round at which drafting `steps` and verifying `nodes` is as fast as plain decoding."""
-        return (steps * self.draft_step + self.verify_seconds(nodes)) / self.verify[1]
+        return (self.draft_seconds(steps) + self.verify_seconds(nodes)) / self.verify[1]
 
 
 def measure(
@@ -57,4 +63,4 @@ def measure(
 
     works = {0: draft} | {n: verify(n) for n in (*(n for n in MEASURED if n < nodes), nodes)}
     seconds = best_seconds(works, device=device, enough=ENOUGH)
-    return Costs.interpolate(seconds.pop(0) / steps, seconds)
+    return Costs.interpolate(seconds.pop(0) / steps, seconds, steps)

@@ -34,7 +34,7 @@ class Frontier(NamedTuple):
 
 
 class Drafter:
-    """Drafts trees for B texts.
+    """Drafts trees for B texts, position by position.
 
     Args:
         draft: the specialists, in eval mode.
@@ -63,11 +63,12 @@ class Drafter:
         self.draft, self.embed_head = draft, embed_head if config.own_head else embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width, self.layers = depth, min(tree_width, len(head)), config.layers
+        self.steps = depth  # of a whole tree, one after another
         self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else linear
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
         self.candidates = count_candidates(depth, self.tree_width)
-        # Keys and values of all specialists in one product: (S, 2 * kv heads * d, Z)
+        # Keys and values of all layers in one product: (S, 2 * kv heads * d, Z)
         self.kv_weights = torch.stack([layer.kv_weight() for layer in draft.layers])
 
     def start(self, batch: int, capacity: int) -> None:
@@ -129,8 +130,7 @@ class Drafter:
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
         self.slots.open(0)
-        if noise is not None and self.draft.vocabulary is not None:
-            noise = noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))
+        noise = self._of_vocabulary(noise)
         levels, count = [Tree(self.root, nodes, scores)], 1
         if not budget.go_deeper(0, scores):
             return levels[0]
@@ -141,7 +141,6 @@ class Drafter:
             added = None if noise is None else noise[:, k - 1, None]  # (B, 1, V)
             log_probs, rows = top_log_probs(logits, width, added)  # (B, M, k)
             tokens = self.draft.token_ids(rows).flatten(1)  # (B, M*k)
-            log_probs = log_probs.clamp(max=0).nan_to_num(nan=-torch.inf)  # a child never scores above its parent
             paths = (scores[..., None] + log_probs).flatten(1)
             levels.append(Tree(tokens, nodes.repeat_interleave(width, dim=1), paths))
             if k == self.depth:
@@ -174,6 +173,12 @@ class Drafter:
         self.store.select(rows)
         self.root, self.root_z = self.root[rows], self.root_z[rows]
 
+    def _of_vocabulary(self, noise: Tensor | None) -> Tensor | None:
+        """(B, K, all tokens) -> (B, K, V), the tokens that the draft may propose."""
+        if noise is None or self.draft.vocabulary is None:
+            return noise
+        return noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))
+
     def _next_frontier(
         self, k: int, ancestors: Tensor, parents: Tensor, tokens: Tensor, features: Tensor, rope: Rope
     ) -> Frontier:
@@ -195,12 +200,16 @@ class Drafter:
         config = self.draft.config
         makers = [config.kv_specialist(k, first_reader) for k in range(first_reader, self.depth + 1)]
         run = slice(min(makers), max(makers) + 1)
-        shape = (-1, 2, config.target.kv_heads, config.target.head_dim)
-        weight = self.kv_weights[run].flatten(0, 1)
-        projected = linear(self.draft.layers[0].shared_input(z), weight)
-        keys, values = projected.unflatten(-1, shape).permute(3, 2, 0, 4, 1, 5)
-        caches = slice(0, 1) if config.kv == "shared" else run  # keys, values: (caches, B, kv heads, n, d)
+        keys, values = self._project(self.draft.layers[0].shared_input(z), run)
+        caches = slice(0, 1) if config.kv == "shared" else run
         self.store.write(caches, self.slots.index, apply_rope(keys, rope), values)
+
+    def _project(self, x: Tensor, layers: slice) -> tuple[Tensor, Tensor]:
+        """(B, n, Z) -> keys, not yet turned, and values of some layers: (layers, B, kv heads, n, d) each."""
+        shape = (-1, 2, self.draft.config.target.kv_heads, self.draft.config.target.head_dim)
+        projected = linear(x, self.kv_weights[layers].flatten(0, 1)).unflatten(-1, shape)
+        keys, values = projected.permute(3, 2, 0, 4, 1, 5)
+        return keys, values
 
 
 def check_tree(depth: int, tree_width: int) -> None:
@@ -233,4 +242,5 @@ def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tu
         rows = chosen.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
     highest = best[..., :1]  # log_softmax of all V, or a logsumexp that seeks the highest itself, would cost more
     norm = logits.sub_(highest).exp_().sum(-1, keepdim=True).log_()  # in place: new memory would cost more than that
-    return best - highest - norm, rows
+    log_probs = best - highest - norm
+    return log_probs.clamp(max=0).nan_to_num(nan=-torch.inf), rows  # a child never scores above its parent

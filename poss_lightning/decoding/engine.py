@@ -12,10 +12,10 @@ from torch import Tensor
 from poss_lightning.clock import Clock, Part
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
+from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound, Settled
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
-from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.lookup import Lookup, RootAlone, join
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
@@ -83,7 +83,7 @@ class Speculative(Decoder):
                 raise ValueError(f"the draft was trained for another target: {difference}")
             draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
             depth = sum(draft.config.allocation) if depth is None else depth
-            self.drafter = Drafter(draft, target.embed_head, depth, tree_width, int8_head)
+            self.drafter = make_drafter(draft, target.embed_head, depth, tree_width, int8_head)
         self.target, self.tree = target, tree
         self.fixed, self.lookup = Fixed(depth, nodes), Lookup(lookup)
         self.nodes = min(nodes, self.drafter.candidates)
@@ -254,6 +254,6 @@ class Speculative(Decoder):
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
         with announced("timing draft steps and verification"):
-            measured = costs.measure(draft, self.drafter.depth, verify, self.nodes, self.target.device)
+            measured = costs.measure(draft, self.drafter.steps, verify, self.nodes, self.target.device)
         self.graphs.clear()
         return measured

@@ -119,7 +119,7 @@ class Worth:
 class RootAlone:
     """Drafts nothing, for an engine that has lookups alone; what it says is what `Drafter` says."""
 
-    depth, tree_width, candidates, tree_slots, layers = 0, 1, 1, 0, ()
+    depth, steps, tree_width, candidates, tree_slots, layers = 0, 0, 1, 1, 0, ()
 
     def __init__(self, device: torch.device):
         self.slots = Slots(0, 0, device)

@@ -5,6 +5,7 @@ its norm are, with which the diagonals join the softmax afterwards, and backward
 queries at a time. So memory grows linearly in T. On CUDA the block is FlexAttention's.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def attend(
         no pass that counts reads them, and they stay finite.
     """
     keys, values = context
-    block = flex_block if queries.is_cuda else causal_block
+    block = block_on(queries.device)
     attended, norm = block(queries, keys, values, len(diagonals), packing, window)  # (B, H, T, d), (B, H, T)
     if not diagonals:
         return attended
@@ -70,6 +71,11 @@ def attend(
 def _shift_right(x: Tensor, steps: int) -> Tensor:
     """(B, kv, T, d) moved to the right, for the heads that share it: (B, kv, 1, T, d)"""
     return (x.roll(steps, 2) if steps else x)[:, :, None]
+
+
+def block_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What computes the causal block on this device."""
+    return flex_block if device.type == "cuda" else causal_block
 
 
 def causal_block(

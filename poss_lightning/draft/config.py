@@ -11,8 +11,12 @@ from poss_lightning.files import read_json
 from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
+Kind = Literal["eagle2", "eagle3", "block"]
 LEAST_LAYERS = 4  # of a target whose inner layers are read
-SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of kind eagle3
+# fields that only some kinds have
+SWITCHES = dict.fromkeys(("fc_norm", "norm_before_fc"), ("eagle3", "block"))
+SWITCHES |= dict.fromkeys(("norm_output", "norm_before_residual"), ("eagle3",))
+SWITCHES |= dict.fromkeys(("block_layers", "inner_layers", "mask_token", "qk_norm"), ("block",))
 GONE = {"layers_per_specialist": 1, "order": None}  # fields that files may still have, with all that they may say
 
 
@@ -29,7 +33,7 @@ class DraftConfig:
         vocabulary_size: tokens the draft may propose; None for all.
         kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
             specialist that served a slot first (SPEED): one cache instead of one a specialist.
-        kind: "eagle2" or "eagle3"; see the traits below.
+        kind: "eagle2", "eagle3" or "block"; see the traits below.
         fc_norm: each inner layer that it reads is normed before they are fused (EAGLE-3.1).
         norm_output: the next position reads the normed output, as the head does (EAGLE-3.1).
         norm_before_residual: the residual continues from the normed h, as vLLM's speculators trains it (kind eagle3).
@@ -37,6 +41,10 @@ class DraftConfig:
         window: slots that a query sees, itself and those on its left; None for all (a sliding window).
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
         rope_scaling: of the rotary angles, Llama 3.1's; None for none. A mapping of its fields will do.
+        block_layers: decoder layers of a block draft, one upon another.
+        inner_layers: the target's layers that a block draft reads; None for those of EAGLE-3.
+        mask_token: whose embedding stands where a block draft is to predict; None for the last of the vocabulary.
+        qk_norm: queries and keys of a block draft are normed, head by head, as Qwen3's are.
 
     Raises:
         ValueError: a field that cannot be; the message names it.
@@ -49,7 +57,7 @@ class DraftConfig:
     intermediate_size: Size | None = None
     vocabulary_size: Size | None = None
     kv: Literal["separate", "shared"] = "separate"
-    kind: Literal["eagle2", "eagle3"] = "eagle2"
+    kind: Kind = "eagle2"
     fc_norm: bool = False
     norm_output: bool = False
     window: Tokens | None = None
@@ -57,11 +65,17 @@ class DraftConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     rope_scaling: RopeScaling | None = None
+    block_layers: Size = 1
+    inner_layers: tuple[int, ...] | None = None
+    mask_token: int | None = None
+    qk_norm: bool = False
 
     def __post_init__(self):
         if isinstance(self.rope_scaling, dict):  # of a file
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         object.__setattr__(self, "allocation", tuple(self.allocation))
+        if self.inner_layers is not None:
+            object.__setattr__(self, "inner_layers", tuple(self.inner_layers))
         positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
         if not self.allocation or not positive or sum(self.allocation) > POSITIONS.most:
             raise ValueError(
@@ -69,13 +83,15 @@ class DraftConfig:
                 f"{POSITIONS.most} positions at most"
             )
         refuse_types(self)
-        for name in SWITCHES:
-            if getattr(self, name) and not self.reads_inner_layers:
-                raise ValueError(f"{name} is true, which only a draft of kind eagle3 can be; this one is {self.kind}")
+        for name, kinds in SWITCHES.items():
+            if (value := getattr(self, name)) != getattr(type(self), name) and self.kind not in kinds:
+                only = " or ".join(kinds)
+                raise ValueError(f"{name} is {value}, which only a draft of kind {only} has; this one is {self.kind}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
                 "fc_norm and norm_before_fc are both true; the inner layers are normed one by one or together"
             )
+        self._check_block()
         self.check_depth(self.depth)
         if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
             count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
@@ -84,8 +100,24 @@ class DraftConfig:
                 f"{self.target.name} has {count}"
             )
 
+    def _check_block(self) -> None:
+        if not self.one_pass:
+            return
+        if len(self.allocation) > 1 or self.kv == "shared":
+            raise ValueError(
+                f"allocation is {list(self.allocation)} and kv {self.kv}; a draft of kind block has the same layers "
+                "for all positions: give one number, and kv separate"
+            )
+        if not 0 <= self.mask_row < self.target.vocab_size:
+            raise ValueError(f"mask_token is {self.mask_token}; {self.target.name} has {self.target.vocab_size} tokens")
+
     def check_depth(self, depth: int) -> None:
-        """Raise ValueError where so many positions are more than a query sees: each must see all that led to it."""
+        """Raise ValueError where so many positions are more than a query sees: each must see all that led to it.
+
+        A block has no more places than it was trained with.
+        """
+        if self.one_pass and depth > self.depth:
+            raise ValueError(f"depth is {depth}, and the block has {self.depth} positions; it must not be deeper")
         if self.window is not None and depth > self.window:
             raise ValueError(f"depth is {depth}, and the draft's window {self.window}; it must not be deeper")
 
@@ -94,12 +126,27 @@ class DraftConfig:
     @property
     def reads_inner_layers(self) -> bool:
         """Whether its input is outputs of inner layers, fused; else the target's feature itself."""
-        return self.kind == "eagle3"
+        return self.kind != "eagle2"
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether it drafts all positions at once, from masks, so that none reads what another predicted."""
+        return self.kind == "block"
+
+    @property
+    def mask_row(self) -> int:
+        """The token whose embedding is a mask."""
+        return self.target.vocab_size - 1 if self.mask_token is None else self.mask_token
 
     @property
     def own_head(self) -> bool:
         """Whether it has, and learns, an LM head; else it takes the target's."""
         return self.kind == "eagle3"
+
+    @property
+    def normed_head(self) -> bool:
+        """Whether its output is normed before the head; else it is like the target's feature."""
+        return self.kind != "eagle2"
 
     @property
     def predicts_feature(self) -> bool:
@@ -110,9 +157,11 @@ class DraftConfig:
     def layers(self) -> tuple[int, ...]:
         """The target's layers that it reads, as `Target.text_layers` counts them; () for none.
 
-        They are those of EAGLE-3's published code: low, middle and high. Of a target with four or five layers they
-        are not in order, or not three.
+        Unless it names its own, they are those of EAGLE-3's published code: low, middle and high. Of a target with four
+        or five layers they are not in order, or not three.
         """
+        if self.inner_layers is not None:
+            return self.inner_layers
         count = self.target.layers
         return (2, count // 2, count - 3) if self.reads_inner_layers and count else ()
 

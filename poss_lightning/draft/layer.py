@@ -1,4 +1,4 @@
-"""A specialist's decoder layer, of the target's shape, in the EAGLE-2 or the EAGLE-3 layout.
+"""A draft's decoder layer, of the target's shape, in the EAGLE-2, the EAGLE-3 or the DFlash layout.
 
 The layer is cut in two around attention, because training (unroll) and decoding (drafting) bring different keys:
 
@@ -180,6 +180,29 @@ class NormedSpecialist(Specialist):
 
     def _norm_weights(self) -> Tensor:
         return torch.cat([self.input_norm.weight, self.hidden_norm.weight])  # (Z,)
+
+
+class BlockLayer(Specialist):
+    """A layer of a block draft, in the layout of DFlash: z is the block's hidden state, and Z is D.
+
+    Its keys and values are of the block and, beside it, of the context, which is no hidden state of the layer before.
+    """
+
+    def __init__(self, *, width: int, norm_eps: float, qk_norm: bool = False, **sizes: int):
+        super().__init__(width=width, norm_eps=norm_eps, **sizes)
+        self.input_norm = Norm(width, eps=norm_eps)
+        self.q_norm, self.k_norm = (Norm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity() for _ in range(2))
+
+    def queries(self, z: Tensor, rope: Rope) -> Tensor:
+        return apply_rope(self.q_norm(_heads(self.q_proj(self.input_norm(z)), self.head_dim)), rope)
+
+    def keys_values(self, z: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        return self.context_keys_values(self.input_norm(z), rope)
+
+    def context_keys_values(self, context: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Of the context (B, T, D): keys and values, (B, kv heads, T, d) each."""
+        keys, values = _heads(self.k_proj(context), self.head_dim), _heads(self.v_proj(context), self.head_dim)
+        return apply_rope(self.k_norm(keys), rope), values
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

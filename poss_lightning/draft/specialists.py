@@ -1,6 +1,7 @@
 """The draft: one `fc`, and a decoder layer for every run of positions. Its config says which serves which.
 
-Its two kinds differ in what a slot's z is, and in whose head turns a prediction into logits (docs/METHOD.md, 2 and 9):
+Two kinds feed on what they predicted. They differ in what a slot's z is, and in whose head turns a prediction into
+logits (docs/METHOD.md, 2 and 9); the third, `block`, drafts all positions at once (`draft/block.py`):
 
                     eagle2                                eagle3
     draft input     the feature f                         outputs g of three inner layers, side by side
@@ -28,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.block import draft_blocks
 from poss_lightning.draft.card import model_card, public_target
 from poss_lightning.draft.config import DraftConfig, check_draft
-from poss_lightning.draft.layer import Norm, NormedSpecialist, Rope, Specialist, rope_at
+from poss_lightning.draft.layer import BlockLayer, Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic, fetch
 from poss_lightning.target.spec import EmbedHead, Product
@@ -43,7 +45,7 @@ SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of 
 
 
 class Layers(nn.ModuleList):
-    """A layer of each specialist, in order; it tells a type checker what they are."""
+    """A layer of each specialist, or of a block draft, in order; it tells a type checker what they are."""
 
     if TYPE_CHECKING:
 
@@ -71,16 +73,17 @@ class Specialists(nn.Module):
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
     fc_norm: nn.ModuleList  # a norm for each layer that is read, or one for all, where the config says so
-    norm: Norm  # this and the next only where the config says `own_head`
-    lm_head: nn.Linear
+    norm: Norm  # before the head, where the config says `normed_head`
+    lm_head: nn.Linear  # where it says `own_head`
+    context_norm: Norm  # this and the next where it says `one_pass`
+    mask: Tensor  # (D,) the embedding of the mask token
 
     def __init__(self, config: DraftConfig, vocabulary: Tensor | None = None):
         super().__init__()
         spec = config.target
         _check_vocabulary(vocabulary, config)
         self.config = config
-        layer, parts = (NormedSpecialist, len(config.layers)) if config.reads_inner_layers else (Specialist, 2)
-        width = spec.hidden_size
+        parts, width = len(config.layers) or 2, spec.hidden_size
         self.fc = nn.Linear(parts * width, width, bias=not config.reads_inner_layers)
         sizes: dict[str, Any] = {
             "width": width,
@@ -90,15 +93,23 @@ class Specialists(nn.Module):
             "head_dim": spec.head_dim,
             "norm_eps": spec.norm_eps,
         }
-        switch = {"norm_before_residual": True} if config.norm_before_residual else {}
-        self.layers = Layers(layer(**sizes, **switch) for _ in config.allocation)
+        if config.one_pass:
+            self.layers = Layers(BlockLayer(**sizes, qk_norm=config.qk_norm) for _ in range(config.block_layers))
+            self.context_norm = Norm(width, eps=spec.norm_eps)
+            self.register_buffer("mask", torch.zeros(width))
+        elif config.reads_inner_layers:
+            sizes["norm_before_residual"] = config.norm_before_residual
+            self.layers = Layers(NormedSpecialist(**sizes) for _ in config.allocation)
+        else:
+            self.layers = Layers(Specialist(**sizes) for _ in config.allocation)
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
         if norms := config.input_norms:
             part = self.fc.in_features // norms
             self.fc_norm = nn.ModuleList(Norm(part, eps=spec.norm_eps) for _ in range(norms))
-        if config.own_head:
+        if config.normed_head:
             self.norm = Norm(width, eps=spec.norm_eps)
+        if config.own_head:
             self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -110,7 +121,13 @@ class Specialists(nn.Module):
         self, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
     ) -> list[Tensor]:
         """The unroll, so that a strategy that shards or wraps the draft sees one call a step; see `unroll`."""
-        return unroll(self, embedded, draft_input, depth, packing)
+        passes = draft_blocks if self.config.one_pass else unroll
+        return passes(self, embedded, draft_input, depth, packing)
+
+    @property
+    def stack(self) -> list[BlockLayer]:
+        """The layers of a block draft, of which each reads what the one before made."""
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     # --- one step ---
 
@@ -121,7 +138,8 @@ class Specialists(nn.Module):
         if self.config.input_norms:
             parts = draft_input.chunk(len(self.fc_norm), dim=-1)
             draft_input = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(draft_input * self.scale.to(draft_input.dtype))
+        fused = self.fc(draft_input * self.scale.to(draft_input.dtype))
+        return self.context_norm(fused) if self.config.one_pass else fused
 
     def next_features(self, predicted: Tensor) -> Tensor:
         """What `join` takes at the next position of what was predicted here: (B, T, D) -> (B, T, D)."""
@@ -139,7 +157,7 @@ class Specialists(nn.Module):
 
     def head_input(self, predicted: Tensor) -> Tensor:
         """What the head reads of predicted features: (..., D) -> (..., D)."""
-        return self.norm(predicted) if self.config.own_head else predicted
+        return self.norm(predicted) if self.config.normed_head else predicted
 
     def token_ids(self, rows: Tensor) -> Tensor:
         """Rows of the head -> the target's token ids."""
@@ -178,9 +196,11 @@ class Specialists(nn.Module):
             norm.get_parameter("weight").data.fill_(part.square().mean().sqrt())
 
     def init_head(self, embed_head: EmbedHead) -> None:
-        """Let an own head begin as the target's, restricted to the draft's vocabulary."""
+        """Let an own head begin as the target's, cut to the draft's vocabulary; and take the mask's embedding."""
         if self.config.own_head:
             self.lm_head.weight.data.copy_(embed_head.head * embed_head.scale)
+        if self.config.one_pass:
+            self.mask.copy_(embed_head.embedding[self.config.mask_row])
 
     def start_from(self, other: "Specialists") -> None:
         """Take over another draft: `fc`, its scale and rotary base, and of an own head the rows that both have.
@@ -208,13 +228,19 @@ class Specialists(nn.Module):
             self.scale.copy_(other.scale)
             self.trained_on = other.trained_on
             self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
-            for index, layer in enumerate(self.layers):
-                first = self.config.specialists.index(index) + 1  # its first position
-                layer.start_from(other.layers[other.config.specialist_at(first)])
-            if self.config.own_head:
+            if self.config.one_pass:
+                self.context_norm.load_state_dict(other.context_norm.state_dict())
+                sources = list(other.layers)
+            else:  # the one that serves its first position
+                firsts = [self.config.specialists.index(index) + 1 for index in range(len(self.layers))]
+                sources = [other.layers[other.config.specialist_at(first)] for first in firsts]
+            for layer, source in zip(self.layers, sources, strict=True):
+                layer.start_from(source)
+            if self.config.normed_head:
                 self.norm.load_state_dict(other.norm.state_dict())
+            if self.config.own_head:
                 self._start_head(other)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
 
     def _start_head(self, other: "Specialists") -> None:

@@ -38,6 +38,9 @@ OPTIONAL = {
     "norm_output": False,
     "norm_before_residual": False,
     "norm_before_fc": False,
+    "block_layers": 1,
+    "inner_layers": None,
+    "qk_norm": False,
 }
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.trees import ancestor_mask, rerank
@@ -172,7 +173,7 @@ def replay_rounds(
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
     answers = [answer for sample_answers in by_sample for answer in sample_answers]
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start)  # by length
-    drafter, rounds = Drafter(draft, embed_head, depth, tree_width), {}
+    drafter, rounds = make_drafter(draft, embed_head, depth, tree_width), {}
     alike: dict[Sampling, list[int]] = {}
     for i in order:
         alike.setdefault(answers[i].sampling, []).append(i)

@@ -45,14 +45,19 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
     """
     width, inner, attended, shared = widths(config)
     depth, layers, read = config.depth, len(config.layers), joined_width(config)
+    # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
+    head = (1 + (3 if config.own_head else 2) * depth) * width * vocabulary
+    if config.one_pass:  # queries, output, MLP, keys and values of all places; keys and values of the context
+        places = depth + 1
+        block = places * (width * (2 * attended + 3 * inner + 2 * shared) + 2 * attended * (context + places))
+        stack = config.block_layers * (block + 2 * width * shared)
+        return 2 * tokens * (2 * layers * width * width + 3 * stack) + 2 * slots * head
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     fc = 2 * layers * width * width if config.reads_inner_layers else (2 * depth + inputs) * 2 * width * width
     # queries; output and gated MLP
     specialists = 3 * depth * (read * attended + width * (attended + 3 * inner))
     keys_values = 3 * len(config.kv_pairs(depth)) * read * 2 * shared
     attention = 3 * depth * 2 * attended * context  # scores and values
-    # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
-    head = (1 + (3 if config.own_head else 2) * depth) * width * vocabulary
     return 2 * tokens * (fc + specialists + keys_values + attention) + 2 * slots * head
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.config import Kind
 from poss_lightning.draft.specialists import TRAINED_ON, DraftConfig, Specialists, decode_digests, encode_digests
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
@@ -47,7 +48,9 @@ class SpecialistTraining(lightning.LightningModule):
         intermediate_size: width of a specialist's MLP; None for the target's.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
         kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
-            which learns at slots where the vocabulary holds the target's most likely token.
+            which learns at slots where the vocabulary holds the target's most likely token; or "block", for such a
+            store too, which drafts all positions in one pass.
+        block_layers: decoder layers of a draft of kind block.
         window: slots that a query of the draft sees, itself and those on its left; None for all (a sliding window).
         fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
         norm_output: the next pass reads the normed output, as the head does.
@@ -58,7 +61,7 @@ class SpecialistTraining(lightning.LightningModule):
             square of 1. A draft that starts from another takes over its scale.
         loss: weights of its terms: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the
             target's ten most likely tokens), `acceptance` (the negative logarithm of the chance of acceptance). None is
-            {feature: 1, token: 0.1, topk: 1}, and {token: 1} for kind eagle3, which predicts no feature.
+            {feature: 1, token: 0.1, topk: 1}, and {token: 1} for other kinds, which predict no feature.
         slot_weights: "dpace", a slot counts by what its chain of positions still gains there; None, all count alike. In
             training alone.
         gamma: weight of a pass relative to the one before.
@@ -87,7 +90,8 @@ class SpecialistTraining(lightning.LightningModule):
         detach: bool = True,
         intermediate_size: Size | None = None,
         kv: Literal["separate", "shared"] = "separate",
-        kind: Literal["eagle2", "eagle3"] = "eagle2",
+        kind: Kind = "eagle2",
+        block_layers: Size = 1,
         window: Tokens | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
@@ -122,6 +126,7 @@ class SpecialistTraining(lightning.LightningModule):
             vocabulary_size=None if vocabulary is None else len(vocabulary),
             kv=kv,
             kind=kind,
+            block_layers=block_layers,
             window=window,
             fc_norm=fc_norm,
             norm_output=norm_output,

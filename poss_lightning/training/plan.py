@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.draft.config import DraftConfig, Kind
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
 from poss_lightning.target.loading import load_config
@@ -43,7 +43,8 @@ def plan(
     intermediate_size: Size | None = None,
     vocabulary_size: Size | None = None,
     kv: Literal["separate", "shared"] = "separate",
-    kind: Literal["eagle2", "eagle3"] = "eagle2",
+    kind: Kind = "eagle2",
+    block_layers: Size = 1,
     optimizer: Literal["adamw", "muon"] = "adamw",
     stored: Literal["exact", "float8"] = "exact",
     conversation: Tokens = 2048,
@@ -65,7 +66,9 @@ def plan(
         intermediate_size: width of a specialist's MLP; None for the target's.
         vocabulary_size: propose only that many tokens; None for all.
         kv: whether specialists have keys and values of their own.
-        kind: layout of the draft; "eagle3" reads three inner layers, which the store keeps, and has its own head.
+        kind: layout of the draft; "eagle3" reads three inner layers, which the store keeps, and has its own head;
+            "block" reads them too, and drafts all positions in one pass.
+        block_layers: decoder layers of a draft of kind block.
         optimizer: adamw or muon.
         stored: features in the target's bfloat16 (exact) or in 8 bits (float8).
         conversation: tokens of a conversation, which decide what attention costs.
@@ -82,7 +85,8 @@ def plan(
     allocation = allocation or [2, 2, 2]
     depth = depth or sum(allocation)
     config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth, detach=detach, kv=kv, kind=kind)
-    config = replace(config, intermediate_size=intermediate_size, vocabulary_size=vocabulary_size)
+    sizes = {"intermediate_size": intermediate_size, "vocabulary_size": vocabulary_size}
+    config = replace(config, **sizes, block_layers=block_layers)
     check_reach(config)
     if (vocabulary_size or 1) > spec.vocab_size:
         most = f"it must lie between 1 and {spec.vocab_size} ({target})"

@@ -381,3 +381,41 @@ class PublishedEagle3(PublishedDraft):
                 offset = int(self.tensors["d2t"][row]) if "d2t" in self.tensors else 0
                 said[-1][row + offset] = logit
         return said
+
+
+def block(draft, embedded: Tensor, read: Tensor, start: int) -> list[Tensor]:
+    """Places 0 ... K of the block that begins at slot `start` of a text, one query at a time: (D,) each.
+
+    Args:
+        embedded: (T, D), token on the right of each slot; read: (T, R).
+    """
+    config, norms = draft.config, draft.fc_norm if draft.config.input_norms else []
+    parts = read.chunk(len(norms), dim=-1) if norms else ()
+    read = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1) if norms else read
+    context = [rms_norm(draft.fc.weight @ (x * draft.scale), draft.context_norm) for x in read]
+
+    def turned(layer, name, x, position):
+        heads = (layer.get_submodule(f"{name}_proj").weight @ x).view(-1, layer.head_dim)
+        if name == "v":
+            return heads
+        if config.qk_norm:
+            heads = torch.stack([rms_norm(head, layer.get_submodule(f"{name}_norm")) for head in heads])
+        angles = draft.rope_at(torch.tensor([[position]]))
+        first, second = heads.chunk(2, dim=-1)
+        return heads * angles.cos[0, 0] + torch.cat([-second, first], -1) * angles.sin[0, 0]
+
+    hidden = [embedded[start], *[draft.mask] * config.depth]
+    for layer in draft.layers:
+        normed = [rms_norm(x, layer.input_norm) for x in hidden]
+        oldest = max(0, start + 1 - (config.window or start + 1))
+        seen = [(context[t], t) for t in range(oldest, start + 1)]
+        seen += [(x, start + 1 + place) for place, x in enumerate(normed)]
+        keys, values = ([turned(layer, name, *slot) for slot in seen] for name in "kv")
+        queries = [turned(layer, "q", x, start + 1 + place) for place, x in enumerate(normed)]
+        hidden = [
+            x + layer.o_proj.weight @ attention(q, keys, values).flatten() for x, q in zip(hidden, queries, strict=True)
+        ]
+        normed = [rms_norm(x, layer.norm) for x in hidden]
+        inner = [torch.nn.functional.silu(layer.gate_proj.weight @ x) * (layer.up_proj.weight @ x) for x in normed]
+        hidden = [x + layer.down_proj.weight @ y for x, y in zip(hidden, inner, strict=True)]
+    return hidden

@@ -38,7 +38,7 @@ def inputs(target, count=12, batch=1, seed=1, draft=None):
     """Tokens, their embeddings, and what a draft reads of the target."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator).to(target.device)
-    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.own_head else 1)
+    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.layers else 1)
     features = torch.randn(batch, count, width, generator=generator).to(target.device)
     return tokens, target.embed_head.embed(tokens), features
 

@@ -1,0 +1,195 @@
+"""Block drafts: what a place sees, training ≡ drafting, the best tree of independent positions; no token changes."""
+
+import itertools
+
+import pytest
+import torch
+
+from poss_lightning.decoding import engine
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.blocks import make_drafter
+from poss_lightning.decoding.budget import Fixed, Settled
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.draft import block
+from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.block import attend_blocks
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.sampling import Sampling
+from tests.support import naive
+from tests.support.decoders import drawn
+from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.unrolling import inputs, packed_padded_alone
+
+BLOCKS = [
+    pytest.param({"depth": 6}, id="one layer"),
+    pytest.param({"depth": 6, "block_layers": 3}, id="three layers"),
+    pytest.param({"depth": 6, "block_layers": 2, "qk_norm": True, "window": 8}, id="normed heads and a window"),
+    pytest.param(
+        {"depth": 6, "block_layers": 2, "inner_layers": (1, 5), "mask_token": 3, "fc_norm": True}, id="DFlash"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=7)
+
+
+def block_draft(target, depth=6, **config) -> Specialists:
+    draft = tiny_draft(target, [depth], kind="block", **config)
+    draft.init_head(target.embed_head)
+    return draft
+
+
+def test_what_a_place_sees_is_the_drawing():
+    """Values are one-hot (a context's slot, or a block's place) and queries zero, so the output is the mask itself."""
+    slots, places = 4, 3
+    seen = torch.eye(slots + slots * places)
+    context, own = seen[None, None, :slots], seen[None, None, slots:]
+    queries = torch.zeros(1, 1, slots * places, seen.shape[1])
+    out = attend_blocks(queries, (context, context), (own, own), Packing.one_per_row(1, slots, queries.device))[0, 0]
+    rows = []
+    for at in (1, 2):
+        of_block = out[places * at : places * (at + 1)] > 0
+        assert (of_block == of_block[0]).all()  # each of its places sees the same
+        marks = ["x" if mark else "." for mark in of_block[0].tolist()]
+        parts = [marks[:slots], *(marks[slots + places * other :][:places] for other in (1, 2))]
+        rows.append(
+            f"    block at {at}, each   {' '.join(parts[0])}      {' '.join(parts[1])}        {' '.join(parts[2])}"
+        )
+    assert "\n".join(rows) in block.__doc__
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_every_block_is_what_its_definition_gives(target, config):
+    draft = block_draft(target, **config)
+    _, embedded, read = inputs(target, 9, draft=draft)
+    outputs = draft(embedded, read, 6)
+    for start in range(9):
+        for k, expected in enumerate(naive.block(draft, embedded[0], read[0], start)[1:], 1):
+            if start + k - 1 < 9:
+                torch.testing.assert_close(outputs[k - 1][0, start + k - 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_what_is_drafted_is_what_was_trained(target, config):
+    """Two rows of different length, whose slots arrived in parts."""
+    draft, counts = block_draft(target, **config), [12, 9]
+    tokens, embedded, read = inputs(target, 12, batch=2, draft=draft)
+    drafter = make_drafter(draft, target.embed_head, 5, 4)
+    drafter.start(2, 64)
+    for start, stop, of_rows in ((0, 7, [7, 7]), (7, 12, [5, 2])):
+        drafter.append_context(tokens[:, start:stop], read[:, start:stop], torch.tensor(of_rows))
+        drafter.slots.advance_host(of_rows)
+        logits = drafter.block_logits()
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 6)) for x in (embedded, read)]
+    outputs = draft(*padded, 6)
+    for row, count in enumerate(counts):
+        trained = torch.stack([outputs[k][row, count - 1 + k] for k in range(5)])
+        torch.testing.assert_close(logits[row], draft.logits(trained, target.embed_head), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_packed_is_padded_is_alone(target, config):
+    together, rows, alone = packed_padded_alone(target, block_draft(target, **config))
+    for outputs, gradients in (together, rows):
+        torch.testing.assert_close(outputs, alone.outputs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients, alone.gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_every_parameter_gets_a_gradient(target, config):
+    draft = block_draft(target, **config)
+    _, embedded, read = inputs(target, draft=draft)
+    sum(draft.logits(output, target.embed_head).square().sum() for output in draft(embedded, read, 6)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 3)], ids=["all tokens", "some"])
+@pytest.mark.parametrize("with_noise", [False, True])
+def test_the_tree_holds_the_most_probable_prefixes(target, with_noise, vocabulary):
+    """Of all of them, told one by one: 4 tokens at each of 3 positions."""
+    draft, nodes = block_draft(target, 3, block_layers=2, vocabulary=vocabulary), 17
+    tokens, _, read = inputs(target, 8, batch=2, draft=draft)
+    drafter = make_drafter(draft, target.embed_head, 3, 4)
+    drafter.start(2, 64)
+    drafter.append_context(tokens, read, torch.tensor([8, 6]))
+    drafter.slots.advance_host([8, 6])
+    noise = torch.randn(2, 4, 320, generator=torch.Generator().manual_seed(3)) if with_noise else None
+    tree = rerank(drafter.draft_tree(Fixed(3, nodes), noise), nodes)
+    logits = drafter.block_logits().detach()  # (2, 3, V)
+    if with_noise:
+        logits = logits + (noise[:, :3] if vocabulary is None else noise[:, :3, vocabulary])
+    chances, rows = logits.log_softmax(-1).topk(4, dim=-1)
+    seen = ancestor_mask(tree.parents, 3)
+    for row in range(2):
+        prefixes = {
+            tuple(int(draft.token_ids(rows[row, i, c])) for i, c in enumerate(choice)): sum(
+                float(chances[row, i, c]) for i, c in enumerate(choice)
+            )
+            for length in (1, 2, 3)
+            for choice in itertools.product(range(4), repeat=length)
+        }
+        best = dict(sorted(prefixes.items(), key=lambda item: -item[1])[: nodes - 1])
+        paths = {
+            tuple(tree.tokens[row, seen[row, n]][1:].tolist()): float(tree.scores[row, n]) for n in range(1, nodes)
+        }
+        assert paths.keys() == best.keys()
+        assert all(paths[path] == pytest.approx(best[path], abs=1e-4) for path in paths)
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0), Sampling(0.7, top_k=20, repetition_penalty=1.2)], ids=str)
+@pytest.mark.parametrize("tree", [(6, 60, 10), (6, 7, 1), (3, 20, 5)], ids=str)
+def test_it_changes_no_token(target, tree, law):
+    """In a batch and alone, with lookups, and with trees sized round by round or once."""
+    expected = drawn(Autoregressive(target), law, 0, limit=24)
+    draft = block_draft(target, block_layers=2)
+    assert drawn(Speculative(target, draft, *tree), law, 0, limit=24) == expected
+    assert drawn(Speculative(target, draft, *tree, tree="auto", lookup=4), law, 0, limit=24) == expected
+
+
+def test_a_size_that_is_settled_changes_no_token(target, monkeypatch):
+    monkeypatch.setattr(engine, "PerRound", Settled)
+    speculative = Speculative(target, block_draft(target), 6, 20, 5, tree="auto")
+    assert drawn(speculative, Sampling(), 0, limit=60) == drawn(Autoregressive(target), Sampling(), 0, limit=60)
+    assert all(costs.steps == 1 for costs in speculative.measured.values())  # whatever the depth
+
+
+def test_a_folder_gives_back_what_it_was_given(target, tmp_path):
+    draft = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5, qk_norm=True)
+    draft.save_pretrained(tmp_path)
+    again = Specialists.from_pretrained(tmp_path)
+    assert again.config == draft.config
+    torch.testing.assert_close(again.state_dict(), draft.state_dict())
+    begun = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5, qk_norm=True, seed=7)
+    begun.start_from(again)
+    torch.testing.assert_close(begun.state_dict(), draft.state_dict())
+    with pytest.raises(ValueError, match="other sizes"):
+        block_draft(target, block_layers=3, inner_layers=(1, 3), qk_norm=True).start_from(again)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"allocation": (3, 3)}, "give one number"),
+        ({"kv": "shared"}, "give one number"),
+        ({"depth": 8, "allocation": (6,)}, None),
+        ({"mask_token": 320}, "has 320 tokens"),
+        ({"norm_output": True}, "only a draft of kind eagle3 has"),
+        ({"kind": "eagle3", "block_layers": 2}, "only a draft of kind block has"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_is_refused(target, config, message):
+    given = {"allocation": (6,), "depth": 6, "kind": "block"} | config
+    if message is None:
+        return tiny_draft(target, list(given.pop("allocation")), **given).config.check_depth(8)
+    with pytest.raises(ValueError, match=message):
+        tiny_draft(target, list(given.pop("allocation")), **given)
+    return None
+
+
+def test_a_block_has_no_more_places_than_it_was_trained_with(target):
+    with pytest.raises(ValueError, match="the block has 6 positions"):
+        make_drafter(block_draft(target), target.embed_head, 7)
