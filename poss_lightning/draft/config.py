@@ -13,10 +13,8 @@ from poss_lightning.target.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
 LEAST_LAYERS = 4  # of a target whose inner layers are read
-# fields that only some kinds have
-SWITCHES = dict.fromkeys(("fc_norm", "norm_before_fc"), ("eagle3", "block"))
-SWITCHES |= dict.fromkeys(("norm_output", "norm_before_residual"), ("eagle3",))
-SWITCHES |= dict.fromkeys(("block_layers", "inner_layers", "mask_token", "qk_norm"), ("block",))
+SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
+ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "inner_layers", "mask_token")}  # fields that one kind has
 GONE = {"layers_per_specialist": 1, "order": None}  # fields that files may still have, with all that they may say
 
 
@@ -44,7 +42,6 @@ class DraftConfig:
         block_layers: decoder layers of a block draft, one upon another.
         inner_layers: the target's layers that a block draft reads; None for those of EAGLE-3.
         mask_token: whose embedding stands where a block draft is to predict; None for the last of the vocabulary.
-        qk_norm: queries and keys of a block draft are normed, head by head, as Qwen3's are.
 
     Raises:
         ValueError: a field that cannot be; the message names it.
@@ -68,7 +65,6 @@ class DraftConfig:
     block_layers: Size = 1
     inner_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
-    qk_norm: bool = False
 
     def __post_init__(self):
         if isinstance(self.rope_scaling, dict):  # of a file
@@ -83,10 +79,9 @@ class DraftConfig:
                 f"{POSITIONS.most} positions at most"
             )
         refuse_types(self)
-        for name, kinds in SWITCHES.items():
-            if (value := getattr(self, name)) != getattr(type(self), name) and self.kind not in kinds:
-                only = " or ".join(kinds)
-                raise ValueError(f"{name} is {value}, which only a draft of kind {only} has; this one is {self.kind}")
+        for kind, name in ((kind, name) for kind, names in ONLY.items() if kind != self.kind for name in names):
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(f"{name} is {value}, which only a draft of kind {kind} has; this one is {self.kind}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError(
                 "fc_norm and norm_before_fc are both true; the inner layers are normed one by one or together"
@@ -169,6 +164,11 @@ class DraftConfig:
     def input_norms(self) -> int:
         """How many norms the draft's input passes, each over its part."""
         return len(self.layers) if self.fc_norm else int(self.norm_before_fc)
+
+    @property
+    def layer_count(self) -> int:
+        """How many decoder layers it has: one a specialist, or those of a block draft."""
+        return self.block_layers if self.one_pass else len(self.allocation)
 
     # --- who serves what ---
 

@@ -186,12 +186,13 @@ class BlockLayer(Specialist):
     """A layer of a block draft, in the layout of DFlash: z is the block's hidden state, and Z is D.
 
     Its keys and values are of the block and, beside it, of the context, which is no hidden state of the layer before.
+    Queries and keys are normed head by head, as Qwen3's.
     """
 
-    def __init__(self, *, width: int, norm_eps: float, qk_norm: bool = False, **sizes: int):
+    def __init__(self, *, width: int, norm_eps: float, **sizes: int):
         super().__init__(width=width, norm_eps=norm_eps, **sizes)
         self.input_norm = Norm(width, eps=norm_eps)
-        self.q_norm, self.k_norm = (Norm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (Norm(self.head_dim, eps=norm_eps) for _ in range(2))
 
     def queries(self, z: Tensor, rope: Rope) -> Tensor:
         return apply_rope(self.q_norm(_heads(self.q_proj(self.input_norm(z)), self.head_dim)), rope)

@@ -94,7 +94,7 @@ class Specialists(nn.Module):
             "norm_eps": spec.norm_eps,
         }
         if config.one_pass:
-            self.layers = Layers(BlockLayer(**sizes, qk_norm=config.qk_norm) for _ in range(config.block_layers))
+            self.layers = Layers(BlockLayer(**sizes) for _ in range(config.layer_count))
             self.context_norm = Norm(width, eps=spec.norm_eps)
             self.register_buffer("mask", torch.zeros(width))
         elif config.reads_inner_layers:

@@ -40,7 +40,6 @@ OPTIONAL = {
     "norm_before_fc": False,
     "block_layers": 1,
     "inner_layers": None,
-    "qk_norm": False,
 }
 
 

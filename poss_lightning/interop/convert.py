@@ -23,8 +23,8 @@ from poss_lightning.target.model import Target
 def convert(
     source: str,
     out: str,
-    input_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "speculators"] = "ours",
-    output_format: Literal["ours", "eagle", "poss", "eagle3", "speculators", "vllm", "sglang"] = "ours",
+    input_format: Literal["ours", "eagle", "hass", "poss", "eagle3", "speed", "speculators", "dflash"] = "ours",
+    output_format: Literal["ours", "eagle", "poss", "eagle3", "speculators", "dflash", "vllm", "sglang"] = "ours",
     allocation: list[Position] | None = None,
     target: str = "embedded",
 ) -> None:
@@ -68,6 +68,8 @@ def convert(
             config = _flatten(stored, layout)
             if allocation is None and layout.nested:
                 allocation = speculators.find_allocation(stored)
+            if layout.kind == "block":
+                allocation = [settings.find_positions(config)]
             allocation = _find_allocation(input_format, allocation, tensors)
         loaded = Target.load(target, dtype=None, device="cpu")
         with _prefix_errors(mismatch):
@@ -99,11 +101,14 @@ def parse_published(
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
     switches = settings.find_switches(published)
-    check_names(tensors, layout, len(allocation), 3 if switches["fc_norm"] else int(switches["norm_before_fc"]))
+    layers = layout.count_layers(tensors) if layout.kind == "block" else len(allocation)
+    check_names(tensors, layout, layers, 3 if switches["fc_norm"] else int(switches["norm_before_fc"]))
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
-    config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids))
+    config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids), layers=layers)
     check_frozen(tensors, target.embed_head, layout)
     draft = to_ours(tensors, config, layout, ids)
+    if config.one_pass:
+        draft.state["mask"] = target.embed_head.embedding[config.mask_row].to(draft.state["fc.weight"].dtype)
     check_state(draft.state)
     return draft
 
@@ -122,6 +127,8 @@ def _flatten(stored: dict[str, Any], layout: Layout) -> dict[str, Any]:
 def _find_allocation(input_format: str, allocation: list[int] | None, tensors: Collection[str]) -> list[int]:
     """The allocation of a file with these tensors; a single layer serves all positions, whatever their number."""
     layout, layers = LAYOUTS[input_format], LAYOUTS[input_format].count_layers(tensors)
+    if layout.kind == "block" and allocation is not None:
+        return allocation
     if NUMBERED in tensors and input_format not in ("speed", "speculators"):
         raise ValueError("its layers are EAGLE-3's and numbered: say --input_format speed")
     if layers > 1 and not layout.several:
@@ -175,8 +182,9 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
 def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
     """How the software of an output format loads a draft."""
     run, layers, third = config.allocation[0], len(config.allocation), "3" if config.kind == "eagle3" else ""
+    method = "dflash" if config.one_pass else f"eagle{third}"
     plugin = output_format == "vllm" and find_layout("vllm", config).states_draft
-    options = {"method": f"eagle{third}", "model": str(out), "num_speculative_tokens": sum(config.allocation)}
+    options = {"method": method, "model": str(out), "num_speculative_tokens": sum(config.allocation)}
     token_map = f" --speculative-token-map {out / 'token_map.pt'}" if config.vocabulary_size and not third else ""
     return {
         "ours": f"allocation {list(config.allocation)}, for {config.target.name}",
@@ -184,8 +192,9 @@ def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
         "eagle3": f"EAGLE, vLLM and SGLang read it, EAGLE as ea_model_path={out} with use_eagle3=True",
         "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}",
         "speculators": f"vLLM reads it, and its target with it, with vllm serve {out}",
+        "dflash": f"vLLM and SGLang read it, vLLM with --speculative-config '{json.dumps(options)}'",
         "vllm": f"vLLM reads it{', where poss_lightning is installed too,' if plugin else ''} with "
         f"--speculative-config '{json.dumps(options)}'",
-        "sglang": f"SGLang reads it with --speculative-algorithm EAGLE{third} --speculative-draft-model-path {out}"
+        "sglang": f"SGLang reads it with --speculative-algorithm {method.upper()} --speculative-draft-model-path {out}"
         + token_map,
     }[output_format]

@@ -5,7 +5,8 @@ attention (SafeAILab/EAGLE, eagle/model/cnets1.py; shrango/PosS, HASS/model/cnet
 joins [norm(embed(x_{t+1})); norm(h_t)] for attention in this order, and fuses outputs of inner layers from low to high
 (SafeAILab/EAGLE, eagle/model/cnets.py). SPEED is EAGLE-3 with a layer for each run of positions, all reading one cache
 (shrango/PosS, specforge/specforge/modeling/draft/llama3_poss_eagle.py). The format of the library speculators
-(`speculators.py`) is EAGLE-3 with one numbered layer. All of them rotate queries and keys by halves.
+(`speculators.py`) is EAGLE-3 with one numbered layer. DFlash is kind block (z-lab/dflash, dflash/model.py). All of them
+rotate queries and keys by halves.
 """
 
 import re
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from poss_lightning.draft.config import SWITCHES, DraftConfig
+from poss_lightning.draft.config import SWITCHES, DraftConfig, Kind
 
 LAYER = {  # ours -> theirs, within a layer
     "q_proj": "self_attn.q_proj",
@@ -25,12 +26,15 @@ LAYER = {  # ours -> theirs, within a layer
     "up_proj": "mlp.up_proj",
     "down_proj": "mlp.down_proj",
 }
+HEAD_NORMS = {"input_norm": "input_layernorm", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 NORMS = {"input_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
 
 NAMES = {  # by kind of draft: tensors with the same name as ours, and the names within a layer
     "eagle2": (("fc.weight", "fc.bias"), LAYER),
     "eagle3": (("fc.weight", "norm.weight", "lm_head.weight"), LAYER | NORMS),
+    "block": (("fc.weight", "norm.weight"), LAYER | HEAD_NORMS),
 }
+CONTEXT_NORM = ("context_norm.weight", "hidden_norm.weight")  # ours, theirs: of a block draft
 FC_NORM, INPUT_NORM = "fc_norm.{}.weight", "input_norm.weight"  # ours, theirs: the same one a layer, or one for all
 OPTIONAL = ("fc.bias",)  # zeros where it is missing
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
@@ -58,7 +62,7 @@ class Layout:
         nested: whether its config.json is of the library speculators.
     """
 
-    kind: Literal["eagle2", "eagle3"] = "eagle2"
+    kind: Kind = "eagle2"
     layer: str = "layers.{}"
     several: bool = False
     kv: Literal["separate", "shared"] = "separate"
@@ -77,7 +81,7 @@ class Layout:
         """Ours -> theirs, with {} for a layer's number."""
         same, within = NAMES[self.kind]
         layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
-        return {name: name for name in same} | layer
+        return {name: name for name in same} | layer | dict([CONTEXT_NORM] if self.kind == "block" else [])
 
     @property
     def positions(self) -> int:
@@ -123,6 +127,9 @@ LAYOUTS = {  # by what a file is called; the engines' are of EAGLE-2's single la
         knows=VLLM | {"window"},
         nested=True,
     ),
+    "dflash": Layout(
+        kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, even=False, knows=ANGLES
+    ),
     "vllm": Layout(embedding=False, bias="attention", even=False, knows=ANGLES),
     "sglang": Layout(
         architecture="LlamaForCausalLMEagle",
@@ -161,6 +168,8 @@ def find_layout(output_format: str, config: DraftConfig) -> Layout:
     smaller = config.kind == "eagle2" and config.vocabulary_size is not None
     if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
         return SERVED[config.kind]
+    if config.kind == "block" and output_format in ENGINES:  # both load it as it is published
+        return LAYOUTS["dflash"]
     if config.kind == "eagle3" and output_format in ENGINES:
         return replace(EAGLE3, knows=ENGINES[output_format])
     return LAYOUTS[output_format]
@@ -170,7 +179,7 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
     """Raise ValueError where a layout cannot express what a draft of ours computes."""
     spec, layers = config.target, len(config.allocation)
     if config.kind != layout.kind:
-        takes = "eagle3, speculators" if config.kind == "eagle3" else "eagle, poss"
+        takes = {"eagle2": "eagle, poss", "eagle3": "eagle3, speculators", "block": "dflash"}[config.kind]
         raise ValueError(
             f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} or vllm can express it"
         )

@@ -11,13 +11,20 @@ from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
+DFLASH = "dflash_config"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 OURS = "poss_lightning"  # our config, where a layout has a place for it
 
 
 def parse(
-    published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, *, vocabulary_size: int
+    published: dict[str, Any],
+    layout: Layout,
+    allocation: list[int],
+    spec: TargetSpec,
+    *,
+    vocabulary_size: int,
+    layers: int = 1,
 ) -> DraftConfig:
     """The config of a published draft.
 
@@ -26,6 +33,7 @@ def parse(
     Args:
         published: content of config.json.
         vocabulary_size: tokens that the draft proposes, from its tensors.
+        layers: that a block draft has, from its tensors.
 
     Raises:
         ValueError: a value contradicts the target, the tensors, or what a draft of ours computes; the message names it.
@@ -63,6 +71,7 @@ def parse(
         rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
         rope_scaling=_find_scaling(rope),
         **find_switches(published),
+        **(_find_block(published, spec, layers) if layout.kind == "block" else {}),
     )
     check_layers(config)
     _check_layer_ids(published, config)
@@ -85,6 +94,35 @@ def find_switches(published: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"config.json: {name} is {value!r}; it must be true or false")
         found[name] = bool(value)
     return found
+
+
+def find_positions(published: dict[str, Any]) -> int:
+    """How many tokens a block draft proposes: its first place holds the newest token."""
+    size = mapping(published, DFLASH).get("block_size", published.get("block_size"))
+    if type(size) is not int or size < 2:
+        raise ValueError(f"config.json: block_size is {size!r}; it must be the places of a block, 2 or more")
+    return size - 1
+
+
+def _find_block(published: dict[str, Any], spec: TargetSpec, layers: int) -> dict[str, Any]:
+    """The fields that only a block draft has. DFlash counts the target's layers from 0, by their outputs."""
+    stated = mapping(published, DFLASH)
+    others = {name: value for name, value in stated.items() if value and name not in _OF_BLOCKS}
+    others |= {name: True for name in ("is_causal",) if published.get(name)}
+    if _find_window(published) or others:
+        name = next(iter(others), "layer_types")
+        raise ValueError(f"config.json: {name} is {others.get(name, SLIDING)!r}, which a draft of ours does not have")
+    ids, mask = stated.get("target_layer_ids"), stated.get("mask_token_id")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids):
+        raise ValueError(
+            f"config.json: target_layer_ids is {ids!r}; it must be numbers of inner layers of {spec.name}, from 0"
+        )
+    if type(mask) is not int:
+        raise ValueError(f"config.json: mask_token_id is {mask!r}; it must be a token of {spec.name}")
+    return {"block_layers": layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
+
+
+_OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -158,7 +196,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         # PosS takes the number of layers as an argument, and builds each with this many.
-        "num_hidden_layers": len(config.allocation) if config.kind == "eagle3" or layout.states_draft else 1,
+        "num_hidden_layers": config.layer_count if config.kind != "eagle2" or layout.states_draft else 1,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if config.rope_scaling else None,
@@ -169,7 +207,18 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **({"layer_types": [SLIDING], "sliding_window": config.window} if config.window else {}),
         **own_head,
         **bias,
+        **(_publish_block(config) if config.one_pass else {}),
         **({OURS: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
+    }
+
+
+def _publish_block(config: DraftConfig) -> dict[str, Any]:
+    ids = [layer - 1 for layer in config.layers]
+    return {
+        "model_type": "qwen3",
+        "block_size": config.depth + 1,
+        "num_target_layers": config.target.layers,
+        DFLASH: {"target_layer_ids": ids, "mask_token_id": config.mask_row},
     }
 
 

@@ -39,7 +39,7 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
     Two files of one model may have been converted through different dtypes. The target's tensors are not copied from
     the file, so they need not be exact: rows may differ by the rounding of the coarser dtype.
     """
-    frozen = {EMBEDDING: embed_head.embedding} | ({HEAD: embed_head.head} if layout.kind == "eagle2" else {})
+    frozen = {EMBEDDING: embed_head.embedding} | ({} if layout.kind == "eagle3" else {HEAD: embed_head.head})
     for name, ours in frozen.items():
         if (theirs := tensors.get(name)) is None:
             continue
@@ -101,7 +101,7 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
     Raises:
         ValueError: a tensor has a wrong shape, or no floats; the message names it.
     """
-    names = layout.number_names(len(config.allocation), config.input_norms)
+    names = layout.number_names(config.layer_count, config.input_norms)
     kept = ids if config.vocabulary_size else None
     with torch.device("meta"):
         empty = Specialists(config, kept)
@@ -129,7 +129,7 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
     state = state | {"fc.weight": _hold(weight.double() * state["scale"].double(), weight.dtype)}
     biased = "fc.bias" in state and (layout.bias == "always" or bool(state["fc.bias"].any()))
     in_attention = biased and layout.bias == "attention"
-    names = layout.number_names(len(config.allocation), config.input_norms)
+    names = layout.number_names(config.layer_count, config.input_norms)
     tensors = {
         theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not in_attention)
     }

@@ -24,9 +24,9 @@ from tests.support.unrolling import inputs, packed_padded_alone
 BLOCKS = [
     pytest.param({"depth": 6}, id="one layer"),
     pytest.param({"depth": 6, "block_layers": 3}, id="three layers"),
-    pytest.param({"depth": 6, "block_layers": 2, "qk_norm": True, "window": 8}, id="normed heads and a window"),
+    pytest.param({"depth": 6, "block_layers": 2, "window": 8}, id="a window"),
     pytest.param(
-        {"depth": 6, "block_layers": 2, "inner_layers": (1, 5), "mask_token": 3, "fc_norm": True}, id="DFlash"
+        {"depth": 6, "block_layers": 2, "inner_layers": (1, 5), "mask_token": 3}, id="layers and a mask of its own"
     ),
 ]
 
@@ -157,16 +157,16 @@ def test_a_size_that_is_settled_changes_no_token(target, monkeypatch):
 
 
 def test_a_folder_gives_back_what_it_was_given(target, tmp_path):
-    draft = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5, qk_norm=True)
+    draft = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5)
     draft.save_pretrained(tmp_path)
     again = Specialists.from_pretrained(tmp_path)
     assert again.config == draft.config
     torch.testing.assert_close(again.state_dict(), draft.state_dict())
-    begun = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5, qk_norm=True, seed=7)
+    begun = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5, seed=7)
     begun.start_from(again)
     torch.testing.assert_close(begun.state_dict(), draft.state_dict())
     with pytest.raises(ValueError, match="other sizes"):
-        block_draft(target, block_layers=3, inner_layers=(1, 3), qk_norm=True).start_from(again)
+        block_draft(target, block_layers=3, inner_layers=(1, 3)).start_from(again)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_folder_gives_back_what_it_was_given(target, tmp_path):
         ({"kv": "shared"}, "give one number"),
         ({"depth": 8, "allocation": (6,)}, None),
         ({"mask_token": 320}, "has 320 tokens"),
-        ({"norm_output": True}, "only a draft of kind eagle3 has"),
+        ({"fc_norm": True}, "only a draft of kind eagle3 has"),
         ({"kind": "eagle3", "block_layers": 2}, "only a draft of kind block has"),
     ],
     ids=str,

@@ -46,7 +46,7 @@ def test_a_depth_beyond_the_window_is_refused_by_all_who_go_so_deep(target):
 
 
 def test_a_kind_that_cannot_be_is_refused(target, deep):
-    with pytest.raises(ValueError, match="kind is 'eagle4'; Input should be 'eagle2' or 'eagle3'"):
+    with pytest.raises(ValueError, match="kind is 'eagle4'; Input should be 'eagle2', 'eagle3' or 'block'"):
         tiny_draft(deep, [2], kind="eagle4")
     with pytest.raises(ValueError, match="of a target with 4 or more; tiny has 2"):
         tiny_draft(target, [2], kind="eagle3")

@@ -389,17 +389,14 @@ def block(draft, embedded: Tensor, read: Tensor, start: int) -> list[Tensor]:
     Args:
         embedded: (T, D), token on the right of each slot; read: (T, R).
     """
-    config, norms = draft.config, draft.fc_norm if draft.config.input_norms else []
-    parts = read.chunk(len(norms), dim=-1) if norms else ()
-    read = torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1) if norms else read
+    config = draft.config
     context = [rms_norm(draft.fc.weight @ (x * draft.scale), draft.context_norm) for x in read]
 
     def turned(layer, name, x, position):
         heads = (layer.get_submodule(f"{name}_proj").weight @ x).view(-1, layer.head_dim)
         if name == "v":
             return heads
-        if config.qk_norm:
-            heads = torch.stack([rms_norm(head, layer.get_submodule(f"{name}_norm")) for head in heads])
+        heads = torch.stack([rms_norm(head, layer.get_submodule(f"{name}_norm")) for head in heads])
         angles = draft.rope_at(torch.tensor([[position]]))
         first, second = heads.chunk(2, dim=-1)
         return heads * angles.cos[0, 0] + torch.cat([-second, first], -1) * angles.sin[0, 0]

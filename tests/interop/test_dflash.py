@@ -1,0 +1,107 @@
+"""DFlash's published layout: what its files call our tensors, there and back, and what they say that ours cannot be."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from poss_lightning.draft.specialists import Specialists
+from tests.support.layouts import CONFIG, put
+from tests.support.tiny import tiny_draft
+
+NAMES = {  # theirs -> ours; of each layer the second part
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "context_norm.weight",
+    "norm.weight": "norm.weight",
+}
+LAYER = {
+    "input_layernorm": "input_norm",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+    "post_attention_layernorm": "norm",
+    **{f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"},
+    **{f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")},
+}
+NAMES |= {
+    f"layers.{i}.{theirs}.weight": f"layers.{i}.{ours}.weight" for i in range(2) for theirs, ours in LAYER.items()
+}
+STATED = {
+    "model_type": "qwen3",
+    "head_dim": 8,
+    "rope_theta": 10000.0,
+    "block_size": 6,
+    "num_hidden_layers": 2,
+    "num_target_layers": 8,
+    "dflash_config": {"mask_token_id": 319, "target_layer_ids": [1, 3, 4]},
+}
+
+
+def random_file(deep, layers=2):
+    draft = tiny_draft(deep, [5], kind="block", block_layers=layers)
+    return {theirs: draft.state_dict()[ours] for theirs, ours in NAMES.items() if ours in draft.state_dict()}
+
+
+def test_theirs_becomes_ours_by_name_and_comes_back(convert, deep, tmp_path, capsys):
+    tensors = random_file(deep)
+    convert(put(tmp_path / "theirs", tensors, **STATED), tmp_path / "ours", "--input_format", "dflash")
+    ours = Specialists.from_pretrained(tmp_path / "ours")
+    config = ours.config
+    assert (config.kind, config.allocation, config.depth, config.block_layers) == ("block", (5,), 5, 2)
+    assert (config.layers, config.mask_row) == ((2, 4, 5), 319)
+    assert torch.equal(ours.mask, deep.embed_head.embedding[319])
+    assert all(torch.equal(ours.state_dict()[NAMES[theirs]], tensor) for theirs, tensor in tensors.items())
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "dflash")
+    assert "dflash" in capsys.readouterr().out
+    back, stated = (
+        load_file(tmp_path / "back/model.safetensors"),
+        json.loads((tmp_path / "back/config.json").read_text()),
+    )
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    assert {name: stated[name] for name in STATED} == STATED
+    assert stated["architectures"] == ["DFlashDraftModel"]
+
+
+def test_ours_comes_back_with_its_scale_in_fc(convert, deep, tmp_path):
+    draft = tiny_draft(deep, [3], kind="block")
+    draft.scale.copy_(torch.rand(draft.scale.shape) + 0.5)
+    draft.save_pretrained(tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "vllm", "--output_format", "vllm")  # as they read DFlash's
+    convert(tmp_path / "vllm", tmp_path / "back", "--input_format", "dflash")
+    back = Specialists.from_pretrained(tmp_path / "back")
+    torch.testing.assert_close(back.fc.weight, draft.fc.weight * draft.scale)
+    assert back.config.layers == draft.config.layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": None}, "block_size is None; it must be the places of a block"),
+        ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids is None"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [7]}}, "numbers of inner layers of"),
+        ({"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "mask_token_id is None"),
+        ({"dflash_config": STATED["dflash_config"] | {"use_swa": True}}, "use_swa is True, which a draft of ours"),
+        ({"is_causal": True}, "is_causal is True"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}, "layer_types is 'sliding_attention'"),
+        ({"num_attention_heads": 8}, "num_attention_heads is 8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_ours_cannot_be_is_refused(convert, deep, tmp_path, changes, message):
+    folder = put(tmp_path / "theirs", random_file(deep), **{**STATED, **changes})
+    with pytest.raises(ValueError, match=message):
+        convert(folder, tmp_path / "ours", "--input_format", "dflash")
+
+
+def test_a_file_without_norms_of_heads_is_refused(convert, deep, tmp_path):
+    tensors = {name: tensor for name, tensor in random_file(deep).items() if "q_norm" not in name}
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_norm.weight is missing \(and 1 more\)"):
+        convert(put(tmp_path / "theirs", tensors, **STATED), tmp_path / "ours", "--input_format", "dflash")
+
+
+def test_eagle_s_layouts_refuse_a_block(convert, deep, tmp_path):
+    tiny_draft(deep, [3], kind="block").save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="its kind is block and this layout's eagle3; --output_format dflash"):
+        convert(tmp_path / "ours", tmp_path / "eagle3", "--output_format", "eagle3")
+    assert CONFIG["hidden_size"] == deep.spec.hidden_size
