@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,12 @@ class Costs(NamedTuple):
         level = [min(timed[m] for m in knots if m >= n) for n in knots]
         sizes = sorted({*knots, *(n for n in SIZES if n < knots[-1])})
         return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes}, steps)
+
+    @classmethod
+    def read(cls, stored: dict[str, Any]) -> "Costs":
+        """As they stand in run.json."""
+        verify = {int(n): seconds for n, seconds in stored["verify"].items()}
+        return cls(stored["draft_step"], verify, stored.get("steps", math.inf))
 
     def draft_seconds(self, depth: int) -> float:
         """Of drafting so deep."""

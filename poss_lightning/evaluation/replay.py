@@ -14,8 +14,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -23,18 +24,20 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter, count_candidates
-from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance, table
 from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.schedules import SCHEDULES, Pearl, Schedule
 from poss_lightning.evaluation.stored import Answer, find_answers, mismatch, sampled
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
-from poss_lightning.files import atomic, check_folder, without_secrets
+from poss_lightning.files import atomic, check_folder, read_json, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling, TokenSampler
@@ -54,6 +57,7 @@ def replay(
     depth: Position | None = None,
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
+    schedules: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -72,6 +76,9 @@ def replay(
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: of a tree, root included.
         tree_width: children tried a node; 1 drafts chains.
+        schedules: run.json of a `poss benchmark` on this machine with drafts of the same names and `--tree auto`. Then
+            schedules of other papers are replayed too, as methods NAME+tetris and the like, whose records have seconds
+            by its costs (docs/schedules.md).
         dtype: the drafts compute in it, whichever the store has: auto (what this device multiplies fastest), bfloat16,
             float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
@@ -90,6 +97,7 @@ def replay(
     config |= {"target": features.target.name, "fingerprint": fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
+    costs = {} if schedules is None else _read_costs(Path(schedules), drafts)
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
     methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
@@ -108,11 +116,21 @@ def replay(
                     logger.warning("%s: %s", store, told)
             if seen := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
                 logger.warning("%s: %s", store, seen)
-            with tqdm(total=len(answers), desc=f"replay {name}", unit="answer") as bar:
-                trees = {"depth": methods[name]["depth"], "nodes": nodes, "tree_width": tree_width}
-                replayed = replay_rounds(draft, embed_head, samples, **trees, progress=bar.update)
-            for sample, own, rounds in zip(samples, by_sample, replayed, strict=True):
-                records += _records(name, sample, own, rounds)
+            deepest = int(methods[name]["depth"])
+            drafter = make_drafter(draft, embed_head, deepest, tree_width)
+            ways: dict[str, Schedule] = {name: Schedule(deepest, nodes)}
+            if name in costs:
+                made = {way: kind(deepest, nodes, costs[name]) for way, kind in SCHEDULES.items()}
+                ways = {f"{name}+{way}" if way else name: schedule for way, schedule in made.items()}
+            for method, schedule in ways.items():
+                methods[method] = methods[name]
+                with tqdm(total=len(answers), desc=f"replay {method}", unit="answer") as bar:
+                    replayed = _replay_all(drafter, answers, schedule, bar.update)
+                rounds = iter(replayed)
+                for sample, own in zip(samples, by_sample, strict=True):
+                    records += _records(method, sample, own, [next(rounds) for _ in own])
+                if isinstance(schedule, Pearl):
+                    drawn.append(f"{method}: what was assumed came true in {_share(replayed)} of the rounds")
             if config["temperature"]:
                 counts = sorted({1, min(4, methods[name]["tree_width"]), methods[name]["tree_width"]})
                 rates = acceptance(draft, embed_head, answers, methods[name]["depth"], counts)
@@ -125,6 +143,16 @@ def replay(
             path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()
     print("\n\n".join([*drawn, f"{out}: {len(records)} records of {len(methods)} methods"]))
+
+
+def _read_costs(path: Path, drafts: Iterable[str]) -> dict[str, Costs]:
+    """What a benchmark measured, by draft."""
+    stored = read_json(path).get("costs") or {}
+    if missing := [name for name in drafts if name not in stored]:
+        raise ValueError(
+            f"{path} has no costs of {missing[0]}: it must be of `poss benchmark --tree auto --drafts.{missing[0]} …`"
+        )
+    return {name: Costs.read(stored[name]) for name in drafts}
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
@@ -150,7 +178,6 @@ def replay_rounds(
     depth: int,
     nodes: int = 60,
     tree_width: int = 10,
-    rows: int = 16,
     progress: Callable[[int], object] = lambda count: None,
 ) -> list[list[list[int]]]:
     """What every round would accept if the target decoded the samples' answers with this draft.
@@ -164,7 +191,6 @@ def replay_rounds(
         depth: K, positions drafted.
         nodes: of a tree, root included.
         tree_width: children tried a node; 1 drafts chains.
-        rows: answers drafted side by side.
         progress: called with the number of answers that were replayed since the last call.
 
     Returns:
@@ -172,21 +198,36 @@ def replay_rounds(
     """
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
     answers = [answer for sample_answers in by_sample for answer in sample_answers]
-    order = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start)  # by length
-    drafter, rounds = make_drafter(draft, embed_head, depth, tree_width), {}
+    drafter = make_drafter(draft, embed_head, depth, tree_width)
+    replayed = iter(_replay_all(drafter, answers, Schedule(depth, nodes), progress))
+    return [[next(replayed).accepted for _ in sample_answers] for sample_answers in by_sample]
+
+
+class Rounds(NamedTuple):
+    """Of an answer."""
+
+    accepted: list[int]  # drafted tokens, round by round
+    seconds: list[float]
+    came_true: list[bool]  # what the schedule had assumed
+
+
+def _replay_all(
+    drafter: Drafter, answers: list[Answer], schedule: Schedule, progress: Callable[[int], object]
+) -> list[Rounds]:
+    """Those of every answer; answers of about the same length side by side."""
     alike: dict[Sampling, list[int]] = {}
-    for i in order:
+    for i in sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start):
         alike.setdefault(answers[i].sampling, []).append(i)
+    rounds, rows = {}, schedule.rows
     for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
-        rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
+        rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], schedule), strict=True))
         progress(len(places))
-    replayed = iter(rounds[i] for i in range(len(answers)))
-    return [[next(replayed) for _ in sample_answers] for sample_answers in by_sample]
+    return [rounds[i] for i in range(len(answers))]
 
 
 @torch.inference_mode()
-def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[int]]:
-    """Accepted tokens of each of B answers, round by round."""
+def _replay(drafter: Drafter, answers: list[Answer], schedule: Schedule) -> list[Rounds]:
+    """Of B answers side by side."""
     weight, depth = drafter.draft.fc.weight, drafter.depth
     device = weight.device
     lengths = torch.tensor([len(answer.tokens) for answer in answers], device=device)
@@ -203,28 +244,32 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
     seeds = [answer.draw.seed if answer.draw else 0 for answer in answers]
     sampler.begin(answers[0].sampling, [[]] * len(answers), seeds=seeds)
-    rounds: list[list[int]] = [[] for _ in answers]
+    rounds = [Rounds([], [], []) for _ in answers]
+    schedule.begin(len(answers))
     rows = list(rounds)  # the lists of those that are still drafted
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
             drafter.select(kept)
             sampler.select(kept)
+            schedule.select(kept)
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = sampler.noise(root[:, None] + path[1:])
-        tree = rerank(drafter.draft_tree(Fixed(depth, nodes), noise), nodes)
+        tree = schedule.choose(drafter.draft_tree(schedule.budget, noise), active)
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
         # 2. Count the rounds that the text shows to their full depth.
         counted = active & (complete | (root + depth < lengths))
         accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # behind an answer's end is no bonus
-        for row, count, counts in zip(rows, accepted.tolist(), counted.tolist(), strict=True):
-            if counts:
-                row.append(count)
+        seconds = schedule.seconds(tree, ancestors, verdict, active)
+        for i in counted.nonzero()[:, 0].tolist():
+            rows[i].accepted.append(int(accepted[i]))
+            rows[i].seconds.append(float(seconds[i]))
+            rows[i].came_true.append(bool(schedule.came_true[i]))
         # 3. Commit, with the features of the text.
         steps = (verdict.accepted + 1) * active
         places = (root[:, None] + path).clamp(max=capacity - 1)  # (B, K+1)
@@ -235,6 +280,14 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     return rounds
 
 
+def _share(replayed: list[Rounds]) -> str:
+    """In per cent, with a 95 % interval for other answers."""
+    true, rounds = np.array([(sum(own.came_true), len(own.came_true)) for own in replayed], dtype=float).T
+    share, count = true.sum() / rounds.sum(), len(replayed)
+    error = 1.96 * np.sqrt(count / max(1, count - 1) * np.square(true - share * rounds).sum()) / rounds.sum()
+    return f"{100 * share:.1f} % ({100 * (share - error):.1f}…{100 * (share + error):.1f})"
+
+
 def _pad(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
     """Side by side, padded on the right: (B, length, …)."""
     padded = pad_sequence(list(parts), batch_first=True, padding_value=fill)  # (B, longest, …)
@@ -242,10 +295,10 @@ def _pad(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
     return torch.cat([padded, more], dim=1)
 
 
-def _records(method: str, sample: Sample, answers: list[Answer], rounds: list[list[int]]) -> Iterator[Record]:
+def _records(method: str, sample: Sample, answers: list[Answer], rounds: list[Rounds]) -> Iterator[Record]:
     """A record an answer, with the tokens that its rounds give."""
     suite, _, name = sample.id.partition("/")  # a suite's name has no slash, a question's may
-    for turn, (answer, accepted) in enumerate(zip(answers, rounds, strict=True)):
+    for turn, (answer, (accepted, seconds, _)) in enumerate(zip(answers, rounds, strict=True)):
         tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
         yield Record(
             suite=suite if suite and name else "store",
@@ -257,7 +310,7 @@ def _records(method: str, sample: Sample, answers: list[Answer], rounds: list[li
             prompt_tokens=answer.start,
             new_tokens=len(tokens),
             accepted=accepted,
-            seconds={},
+            seconds={"total": sum(seconds)} if sum(seconds) else {},
             tokens=tokens,
             text="",
         )

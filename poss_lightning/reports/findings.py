@@ -1,6 +1,5 @@
 """What records say: every method summed up, by temperature, and what to know before methods are compared."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -195,6 +194,5 @@ def read_costs(sources: Iterable[Source]) -> dict[str, Costs]:
     by_name: dict[str, Costs] = {}
     for source in sources:
         for method, costs in ((source.run or {}).get("costs") or {}).items():
-            verify = {int(n): cost for n, cost in costs["verify"].items()}
-            by_name[method] = Costs(costs["draft_step"], verify, costs.get("steps", math.inf))
+            by_name[method] = Costs.read(costs)
     return by_name

@@ -11,7 +11,7 @@ from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed, Settled
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import ancestor_mask, rerank
-from poss_lightning.draft import block
+from poss_lightning.draft import attention, block
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.block import attend_blocks
 from poss_lightning.draft.specialists import Specialists
@@ -19,7 +19,7 @@ from poss_lightning.sampling import Sampling
 from tests.support import naive
 from tests.support.decoders import drawn
 from tests.support.tiny import tiny_draft, tiny_target
-from tests.support.unrolling import inputs, packed_padded_alone
+from tests.support.unrolling import inputs, packed, packed_padded_alone
 
 BLOCKS = [
     pytest.param({"depth": 6}, id="one layer"),
@@ -96,6 +96,18 @@ def test_packed_is_padded_is_alone(target, config):
     for outputs, gradients in (together, rows):
         torch.testing.assert_close(outputs, alone.outputs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradients, alone.gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_flex_attention_sees_the_same(target, config, monkeypatch):
+    """As on CUDA; here it is not compiled, and runs without a gradient."""
+    draft, rows = block_draft(target, **config), packed([[7, 12, 9], [28]], 28)
+    _, embedded, read = inputs(target, 28, batch=2, draft=draft)
+    with torch.no_grad():
+        expected = torch.stack(draft(embedded, read, 6, rows))
+        monkeypatch.setattr(attention, "_compiled", lambda function: function)
+        monkeypatch.setattr(block, "block_on", lambda device: attention.flex_block)
+        torch.testing.assert_close(torch.stack(draft(embedded, read, 6, rows)), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", BLOCKS)

@@ -1,15 +1,18 @@
 """Replay ≡ decoding: what is accepted of a known answer is what the engine accepts when the target writes it."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.blocks import BlockDrafter
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.schedules import Schedule
 from poss_lightning.evaluation.stored import find_answers, mismatch, sampled
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Draw, Sampling
@@ -18,7 +21,7 @@ from tests.support.tiny import tiny_target
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 50
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
-DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"})]
+DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"}), ((6,), {"kind": "block", "block_layers": 2})]
 TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width; every draft meets two of them
 DRAWN = Sampling(1.0, top_p=0.95)
 
@@ -67,6 +70,10 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
     return Specialists(config, words).eval()
 
 
+def _without_noise(draft_tree, drafter, budget, noise=None):
+    return draft_tree(drafter, budget)
+
+
 @pytest.mark.parametrize(
     ("allocation", "options", "tree", "sampling"),
     [(*draft, TREES[(at + i) % 3], (GREEDY, DRAWN)[i]) for at, draft in enumerate(DRAFTS) for i in range(2)],
@@ -80,8 +87,9 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, samp
     draft = lucky(target, plain, allocation, sum(tree), **options)
     with monkeypatch.context() as patch:
         if not sees:
-            draft_tree = Drafter.draft_tree
-            patch.setattr(Drafter, "draft_tree", lambda self, budget, noise=None: draft_tree(self, budget))
+            for drafter in (Drafter, BlockDrafter):
+                blind = partial(_without_noise, drafter.draft_tree)
+                patch.setattr(drafter, "draft_tree", lambda *given, blind=blind: blind(*given))
         generator = torch.Generator().manual_seed(3)
         decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT, sampling=sampling, generator=generator)
     assert [one.tokens for one in decoded] == plain
@@ -92,9 +100,8 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, samp
     if sees:
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
-        replayed = replay_rounds(
-            draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width, rows=rows
-        )
+        monkeypatch.setattr(Schedule, "rows", rows)
+        replayed = replay_rounds(draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
                 assert rounds == own.accepted

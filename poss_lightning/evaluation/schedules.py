@@ -1,0 +1,232 @@
+"""What a round drafts and verifies, and how long it takes: ours, and those of neighbouring papers (docs/schedules.md).
+
+A schedule takes part in a replay (`replay.py`), where no engine of its own is needed. Seconds are by costs that a
+benchmark measured on this machine: they say what a schedule could bring, and leave out what it costs to build.
+"""
+
+import torch
+from torch import Tensor
+
+from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound
+from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
+from poss_lightning.decoding.verification import Verdict
+
+LEFT_OUT = -1  # the token of a node that is not verified: no target chooses it
+
+
+class Schedule:
+    """Verifies as many nodes of each tree in every round, and takes no time.
+
+    Args:
+        depth: K, positions drafted.
+        nodes: of a tree, root included.
+
+    Attributes:
+        rows: answers that are replayed side by side.
+        budget: what the drafter asks how deep to go.
+        came_true: (B,) whether what it had assumed came true in this round.
+    """
+
+    rows = 16
+
+    def __init__(self, depth: int, nodes: int):
+        self.depth, self.nodes = depth, nodes
+        self.budget: Budget = Fixed(depth, nodes)
+
+    def begin(self, rows: int) -> None:
+        """So many answers begin."""
+        self.came_true = torch.zeros(rows, dtype=torch.bool)
+
+    def choose(self, drafted: Tree, active: Tensor) -> Tree:
+        """What is verified of all that was drafted; `active` (B,) says which rows count."""
+        return rerank(drafted, self.nodes)
+
+    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
+        """(B,) what the round took of each row, by the tree that was verified."""
+        return torch.zeros(len(active))
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self.came_true = self.came_true[rows]
+
+
+class Timed(Schedule):
+    """The same, with the seconds of drafting one position after another and then verifying.
+
+    Args:
+        costs: of this machine, for a text that is decoded alone.
+    """
+
+    def __init__(self, depth: int, nodes: int, costs: Costs):
+        super().__init__(depth, nodes)
+        self.costs, self.calibration = costs, Calibration(torch.device("cpu"))
+
+    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
+        return self._draft(torch.full_like(verdict.accepted, self.depth)) + self.costs.verify_seconds(self.nodes)
+
+    def _draft(self, depths: Tensor) -> Tensor:
+        return torch.tensor([self.costs.draft_seconds(depth) for depth in depths.tolist()])
+
+    def _learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> None:
+        """How often nodes are accepted, by their path probabilities."""
+        on_path = ancestors[torch.arange(len(active)), verdict.path[:, -1]]  # (B, N)
+        counted = (tree.tokens != LEFT_OUT) & active[:, None]
+        counted[:, 0] = False
+        self.calibration.learn(tree.scores[counted], on_path[counted])
+
+
+class OracleDepth(Timed):
+    """Drafts exactly as deep as will be accepted: no choice of depths takes less."""
+
+    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
+        return self._draft(verdict.accepted) + self.costs.verify_seconds(self.nodes)
+
+
+class Auto(Timed):
+    """`tree: auto`: depth and nodes, round by round."""
+
+    rows = 1  # it decides for all rows together
+
+    def __init__(self, depth: int, nodes: int, costs: Costs):
+        super().__init__(depth, nodes, costs)
+        verify = {n: seconds for n, seconds in costs.verify.items() if n <= nodes}
+        self.budget = self.auto = PerRound(depth, costs._replace(verify=verify), self.calibration)
+
+    def choose(self, drafted: Tree, active: Tensor) -> Tree:
+        return rerank(drafted, self.auto.node_count(drafted.scores))
+
+    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
+        self.auto.learn(tree, ancestors, verdict)
+        return self._draft(torch.tensor([self.auto.steps])) + self.costs.verify_seconds(self.auto.nodes)
+
+
+class Pearl(Timed):
+    """Drafts the next round while the target verifies this one (PEARL, arXiv 2408.11850).
+
+    The next draft assumes that the most probable path is accepted to its end, and that the next token is the one that
+    the draft has there: so a tree is verified to one position less than it was drafted. Where that comes true, the next
+    round's drafting took its time while this one was verified; else it was wasted, and begins anew.
+    """
+
+    adaptive = False
+
+    def begin(self, rows: int) -> None:
+        super().begin(rows)
+        self.hidden = torch.zeros(rows)  # (B,) seconds of the coming round's drafting that the last one hid
+
+    def choose(self, drafted: Tree, active: Tensor) -> Tree:
+        ancestors, rows = ancestor_mask(drafted.parents, self.depth), torch.arange(len(active))
+        levels = ancestors.sum(-1) - 1
+        ends = [drafted.scores.masked_fill(levels != depth, -torch.inf).argmax(1) for depth in range(1, self.depth + 1)]
+        self.reach = torch.full_like(ends[0], self.depth - 1)  # (B,) positions that are verified
+        if self.adaptive:
+            self.reach = torch.stack([self._rate(drafted, levels, *end) for end in enumerate(ends)]).argmax(0)
+        on_path = ancestors[rows, torch.stack(ends)[self.reach, rows]]  # (B, N) of the assumed path
+        places = levels.where(on_path, self.depth + 1)
+        self.path = drafted.tokens.new_full((len(active), self.depth + 2), LEFT_OUT)
+        self.path = self.path.scatter(1, places, drafted.tokens)[:, 1:-1]  # (B, K) its tokens
+        inside = levels <= self.reach[:, None]
+        tokens, scores = drafted.tokens.where(inside, LEFT_OUT), drafted.scores.where(inside, -torch.inf)
+        return rerank(drafted._replace(tokens=tokens, scores=scores), self.nodes)
+
+    def _rate(self, drafted: Tree, levels: Tensor, reach: int, end: Tensor) -> Tensor:
+        """(B,) tokens a second where `reach` positions are verified; `end` is the node assumed behind them."""
+        chances = self.calibration.chance(drafted.scores)
+        inside = chances.masked_fill((levels > reach) | (levels == 0), 0)
+        tokens = 1 + inside.topk(min(self.nodes - 1, inside.shape[1]), dim=1).values.sum(1)
+        draft, verify = self.costs.draft_seconds(reach + 1), self.costs.verify_seconds(self.nodes)
+        return tokens / (draft + verify - chances.gather(1, end[:, None])[:, 0] * min(draft, verify))
+
+    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
+        self._learn(tree, ancestors, verdict, active)
+        draft, verify = self._draft(self.reach + 1), self.costs.verify_seconds(self.nodes)
+        took = draft + verify - self.hidden.minimum(draft)
+        beyond = torch.arange(self.depth) > self.reach[:, None]
+        same = (verdict.tokens[:, : self.depth] == self.path) | beyond
+        self.came_true = same.all(1) & (verdict.accepted == self.reach)
+        self.hidden = self.came_true * verify
+        return took
+
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
+        self.hidden = self.hidden[rows]
+
+
+class AdaptivePearl(Pearl):
+    """PEARL with as many positions in each round as promise the most tokens a second."""
+
+    adaptive = True
+
+
+class Equal(Timed):
+    """A batch of eight texts, whose trees share what a single large one may have: to each an equal part.
+
+    All are verified together, as by engines that lay a batch end to end: that takes as long as one tree of as many
+    nodes, and drafting as long as for one text. A round's seconds are divided among its rows.
+    """
+
+    rows = 8
+
+    def choose(self, drafted: Tree, active: Tensor) -> Tree:
+        tree, total = rerank(drafted, self.nodes), int(active.sum())
+        worth = self.worth(tree).masked_fill(~active[:, None], -torch.inf)
+        worth[:, 0] = torch.inf  # every root is verified
+        ranked = worth.flatten().sort(descending=True, stable=True)
+        inactive = len(active) - total
+        self.verified = self.count(ranked.values[len(active) :], total)
+        kept = torch.zeros_like(worth, dtype=torch.bool).flatten()
+        kept[ranked.indices[: self.verified + inactive]] = True
+        return tree._replace(tokens=tree.tokens.where(kept.view_as(worth), LEFT_OUT))
+
+    def worth(self, tree: Tree) -> Tensor:
+        """(B, N) which nodes are preferred; never more than a node above."""
+        best = tree.scores.sort(dim=1, descending=True, stable=True).indices
+        return -best.argsort(dim=1).to(tree.scores.dtype)  # the best of every tree, then the next of every tree
+
+    def count(self, worth: Tensor, active: int) -> int:
+        """How many nodes of the active rows are verified, roots included; `worth` of the others, the highest first."""
+        return max(self.nodes, active)
+
+    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
+        self._learn(tree, ancestors, verdict, active)
+        took = self.costs.draft_seconds(self.depth) + self.costs.verify_seconds(self.verified)
+        return torch.full((len(active),), took / max(1, int(active.sum())))
+
+
+class Tetris(Equal):
+    """The same nodes, for the highest path probabilities of the whole batch (TETRIS, arXiv 2502.15197)."""
+
+    def worth(self, tree: Tree) -> Tensor:
+        return tree.scores.clone()
+
+
+class CalibratedTetris(Equal):
+    """For the highest chances of acceptance, as learnt from the rounds so far."""
+
+    def worth(self, tree: Tree) -> Tensor:
+        ancestors = ancestor_mask(tree.parents, self.depth)
+        return self.calibration.chance(tree.scores)[:, None].where(ancestors, torch.inf).amin(-1)
+
+
+class SizedTetris(CalibratedTetris):
+    """And as many nodes as promise the most tokens a second, all rows together."""
+
+    def count(self, worth: Tensor, active: int) -> int:
+        tokens = active + torch.nn.functional.pad(worth.clamp(min=0).cumsum(0), (1, 0))  # of 0, 1, 2 … nodes more
+        sizes = [n for n in self.costs.verify if active <= n <= active + len(worth)] or [active]
+        draft = self.costs.draft_seconds(self.depth)
+        return max(sizes, key=lambda n: float(tokens[n - active]) / (draft + self.costs.verify_seconds(n)))
+
+
+SCHEDULES: dict[str, type[Timed]] = {
+    "": Timed,
+    "oracle": OracleDepth,
+    "auto": Auto,
+    "pearl": Pearl,
+    "pearl-adaptive": AdaptivePearl,
+    "equal": Equal,
+    "tetris": Tetris,
+    "tetris-calibrated": CalibratedTetris,
+    "tetris-sized": SizedTetris,
+}
