@@ -88,7 +88,7 @@ def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
 @pytest.mark.parametrize(
     "weights, says",
     [
-        ({"feature": 1.0}, r"loss has feature: 1\.0, but a draft of kind eagle3 predicts no feature"),
+        ({"feature": 1.0}, r"loss has feature: 1\.0, but a draft of this kind predicts no feature"),
         ({"tokens": 1.0}, "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
         ({"token": -1.0}, r"the weight of token in loss is -1\.0; it must be 0 or a number above"),
         ({"token": 0.0}, "give at least one term a weight above 0"),

@@ -51,7 +51,7 @@ def check_weights(weights: Mapping[str, float], predicts_feature: bool) -> None:
     if not any(weights.values()):
         raise ValueError(f"loss is {dict(weights)}: give at least one term a weight above 0")
     if weights.get("feature") and not predicts_feature:
-        raise ValueError(f"loss has feature: {weights['feature']}, but a draft of kind eagle3 predicts no feature")
+        raise ValueError(f"loss has feature: {weights['feature']}, but a draft of this kind predicts no feature")
 
 
 def pass_losses(

@@ -1,4 +1,4 @@
-"""Short talks, and the options of an EAGLE-3 draft."""
+"""Short talks, and the options of an EAGLE-3 and of a block draft."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,8 @@ from poss_lightning.demo import CORPUS
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
 EAGLE3 = {"kind": "eagle3", "loss": {"token": 1.0}, "gamma": 0.9, "detach": False}
+
+BLOCK = {"kind": "block", "block_layers": 2, "gamma": 0.78}
 
 
 def talks() -> list[Conversation]:

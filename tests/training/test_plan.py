@@ -76,6 +76,21 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, detach, kin
     assert flops == sum(plain.values())
 
 
+def test_a_block_s_flops_are_those_that_torch_counts(target, deep):
+    """But for what torch sees as batched products: attention's."""
+    draft = tiny_draft(deep, [4], kind="block", block_layers=2)
+    embedded, read = torch.randn(1, 24, 32), torch.randn(1, 24, 96)
+    counts = (torch.arange(24) % 5)[None]
+    given = {"features": torch.randn(1, 24, 32), "counts": counts, "head": target.embed_head.head}
+    with FlopCounterMode(display=False) as counter:
+        passes = [draft.head_input(output) for output in draft(embedded, read, 4)]
+        pass_losses(passes, **given, weights={"token": 1.0}).total.backward()
+    plain = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
+    sizes = {"vocabulary": target.spec.vocab_size, "tokens": 24, "slots": (counts > 0).sum()}
+    own = 2 * 24 * 3 * 2 * 5 * 2 * 32 * 5  # of all places with those of their own block
+    assert step_flops(draft.config, **sizes, context=0.0) - own == sum(plain.values())
+
+
 def test_attention_s_flops_are_three_times_those_of_its_forward(target):
     config = tiny_draft(target, [2, 2]).config
     queries, keys = torch.randn(2, 4, 24, 8)

@@ -5,7 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import lightning
@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.probe import Probe
 from poss_lightning.features.datamodule import FeatureData
@@ -27,7 +29,8 @@ from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 from tests.support import naive
-from tests.support.talks import EAGLE3, talks
+from tests.support.decoders import tokens_of
+from tests.support.talks import BLOCK, EAGLE3, talks
 from tests.support.tiny import tiny_target
 
 
@@ -50,7 +53,8 @@ def inner(tmp_path_factory):
 @pytest.fixture
 def source(request, store, inner):
     """The store of a kind of draft, and the options of its training."""
-    return (inner, EAGLE3 | {"vocabulary_size": 200}) if request.param == "eagle3" else (store, {})
+    options = {"eagle2": {}, "eagle3": EAGLE3 | {"vocabulary_size": 200}, "block": BLOCK | {"slot_weights": "dpace"}}
+    return store if request.param == "eagle2" else inner, options[request.param]
 
 
 def gradients(module, batch):
@@ -60,8 +64,12 @@ def gradients(module, batch):
     return losses.weighted, [p.grad.clone() for p in module.draft.parameters()]
 
 
-@pytest.mark.parametrize("source", ["eagle2", "eagle3"], indirect=True)
-@pytest.mark.parametrize("allocation", [[6], [2, 2, 2], [1, 3, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("source", "allocation"),
+    [*product(["eagle2", "eagle3"], [[6], [2, 2, 2], [1, 3, 2]]), ("block", [6])],
+    indirect=["source"],
+    ids=str,
+)
 def test_alone_padded_and_in_a_batch_are_one(source, allocation):
     lightning.seed_everything(0)
     store, options = source
@@ -75,9 +83,9 @@ def test_alone_padded_and_in_a_batch_are_one(source, allocation):
         torch.testing.assert_close(together, sum(g[i] for _, g in apart), rtol=1e-3, atol=1e-5)
 
 
-def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true", **changes):
+def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true", allocation=(2, 2), **changes):
     lightning.seed_everything(0)
-    module = SpecialistTraining(store, [2, 2], learning_rate=3e-3, warmup=0.05, **changes)
+    module = SpecialistTraining(store, list(allocation), learning_rate=3e-3, warmup=0.05, **changes)
     trainer = lightning.Trainer(
         max_steps=steps,
         accelerator="cpu",
@@ -118,6 +126,20 @@ def test_a_store_in_either_dtype_trains_in_the_one_asked_for(store, half, tmp_pa
         assert module.embed_head.head.dtype == module.embed_head.embedding.dtype == computed
         losses.append(float(trainer.callback_metrics["val/loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_block_learns_by_the_same_metrics_and_drafts(inner, tmp_path):
+    """No drift, as it predicts no feature. Its folder drafts in an engine, and changes no token."""
+    module, _ = fit(inner, tmp_path, steps=30, allocation=[4], **BLOCK, callbacks=[Dashboard()])
+    logged = EventAccumulator(str(tmp_path)).Reload()
+    losses = [event.value for event in logged.Scalars("train/loss")]
+    assert losses[-1] < 0.97 * losses[0]
+    assert {f"val_pos_acc_unroll/depth_{k}" for k in (1, 4)} <= set(logged.Tags()["scalars"])
+    assert not [name for name in logged.Tags()["scalars"] if "drift" in name or "feature" in name]
+    draft = Specialists.from_pretrained(tmp_path / "draft-last")
+    assert torch.equal(draft.mask, module.embed_head.embedding[-1])
+    target = tiny_target(num_hidden_layers=7)
+    assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
 
 
 def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path):
@@ -215,7 +237,7 @@ def test_as_many_tokens_as_the_target_has_are_all(inner, kind):
 def test_what_an_eagle_3_draft_needs_is_said(store, inner):
     with pytest.raises(ValueError, match=r"tiny.* has 2$"):
         SpecialistTraining(store, [2, 2], **EAGLE3)
-    with pytest.raises(ValueError, match=r"loss has feature: 1\.0, but a draft of kind eagle3 predicts no feature"):
+    with pytest.raises(ValueError, match=r"loss has feature: 1\.0, but a draft of this kind predicts no feature"):
         SpecialistTraining(inner, [2, 2], kind="eagle3", loss={"feature": 1.0})
     assert SpecialistTraining(inner, [2, 2], kind="eagle3").loss_weights == {"token": 1.0}
     with pytest.raises(StoreError, match=r"keeps no outputs of layer 5, .* extract it with --layers \[2,5,3\]"):
