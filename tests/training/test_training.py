@@ -134,7 +134,7 @@ def test_a_block_learns_by_the_same_metrics_and_drafts(inner, tmp_path):
     logged = EventAccumulator(str(tmp_path)).Reload()
     losses = [event.value for event in logged.Scalars("train/loss")]
     assert losses[-1] < 0.97 * losses[0]
-    assert {f"val_pos_acc_unroll/depth_{k}" for k in (1, 4)} <= set(logged.Tags()["scalars"])
+    assert {"val_pos_acc_unroll/depth_1", "val_loss/depth_4"} <= set(logged.Tags()["scalars"])
     assert not [name for name in logged.Tags()["scalars"] if "drift" in name or "feature" in name]
     draft = Specialists.from_pretrained(tmp_path / "draft-last")
     assert torch.equal(draft.mask, module.embed_head.embedding[-1])
