@@ -17,7 +17,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
 from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.features import extract
+from poss_lightning.features.writing import plan_shards, tokenize, write_store
 from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
@@ -31,10 +31,10 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
     Extraction also finds the target's likeliest token after every answer slot, so it reads the LM head there.
     """
     read = read_conversations(str(CORPUS), limit=conversations)
-    texts = extract.tokenize(target, read, 2048)
+    texts = tokenize(target, read, 2048)
     batches = [
         pad_right([text.tokens for text in batch], target.device)
-        for batch in extract.plan_shards(texts, batch_tokens, 10**9)[0]
+        for batch in plan_shards(texts, batch_tokens, 10**9)[0]
     ]
     tokens = sum(len(text.tokens) for text in texts)
 
@@ -48,7 +48,7 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
 
     def whole() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            extract.write_store(
+            write_store(
                 Path(folder) / "store", target, read, max_length=2048, batch_tokens=batch_tokens, shard_bytes=2**30
             )
 

@@ -22,7 +22,7 @@ from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.files import atomic
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.training.costs import step_flops
+from poss_lightning.training.flops import step_flops
 
 DEPTH, ALLOCATION, PAIRS = 6, (3, 3), 5
 #            hidden, intermediate, heads, kv heads, head_dim, vocabulary

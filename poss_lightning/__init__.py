@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from poss_lightning.decoding.model import load
+    from poss_lightning.decoding.api import load
     from poss_lightning.draft.specialists import Specialists
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.features.store import FeatureStore
@@ -32,7 +32,7 @@ _PLACES = {
     "FeatureStore": "features.store",
     "SpecialistTraining": "training.module",
     "Specialists": "draft.specialists",
-    "load": "decoding.model",
+    "load": "decoding.api",
 }
 
 

@@ -27,8 +27,8 @@ from poss_lightning.reports.summary import group
 from poss_lightning.reports.tables import overview, verdict
 from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.target.spec import TargetSpec
-from poss_lightning.training.costs import step_flops
 from poss_lightning.training.fit import fit_once
+from poss_lightning.training.flops import step_flops
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 SUITES, DRAFTS, BASELINES = 6, 4, 2  # what the benchmark decodes: of each suite, with each draft, and without one

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.features.extract import OURS, write_store
 from poss_lightning.features.manifest import Manifest, is_finished, verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import OURS, write_store
 from poss_lightning.files import check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers

@@ -23,7 +23,7 @@ from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
 from poss_lightning.evaluation.provenance import COMMIT
 from poss_lightning.evaluation.records import read_records, read_runs
 from poss_lightning.evaluation.replay import replay
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.writing import write_store
 from poss_lightning.files import public_name, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
@@ -150,8 +150,9 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
         draft = Specialists.from_pretrained(tmp_path / f"cells/one/seed-{seed}/draft-last")
         weights.append(draft.state_dict()["fc.weight"])
         assert draft.config.allocation == (2,) and draft.config.vocabulary_size == 50
-        facts = facts_of(tmp_path, "one", seed)
-        assert facts["scalars"]["val/loss"][1] > 0 and facts["settings"]["fit"]["data"]["seed"] == seed
+        (cell,) = packed_cells(tmp_path / f"cells/one/seed-{seed}")
+        facts = cell.facts
+        assert cell.last_scalars()["val/loss"][0][1] > 0 and facts["settings"]["fit"]["data"]["seed"] == seed
         assert facts["settings"]["fit"]["seed_everything"] == seed
         assert not (tmp_path / f"cells/one/seed-{seed}/checkpoints").exists()
     assert not weights[0].equal(weights[1])
@@ -481,7 +482,7 @@ def test_a_summary_that_cannot_be_made_says_what_differs(experiment, tmp_path, c
     line, lines = facts_of(tmp_path, "two"), (tmp_path / "cells.jsonl").read_text()
     (tmp_path / "cells.jsonl").write_text(lines.replace(line["inputs"]["trainer/base.yaml"], "another", 1))
     rows = [row | {"prompt_tokens": 999} for row in packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]]
-    pack(tmp_path, "two", 0, line, rows)
+    pack(tmp_path, "two", 0, line | {"scalars": {}}, rows)
     with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
         sweep(experiment())
 

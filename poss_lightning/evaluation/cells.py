@@ -61,7 +61,8 @@ class PackedCell(NamedTuple):
         folder: where it was made, EXPERIMENT/cells/CHOICE/seed-N.
         choice: its name in sweep.yaml.
         seed: of its training.
-        facts: its line: settings, inputs, processes, run (its run.json) and scalars (step and value by tag).
+        facts: its line: settings, inputs, processes, run (its run.json) and scalars (by step and tag; those by depth
+            side by side).
     """
 
     folder: Path
@@ -76,9 +77,16 @@ class PackedCell(NamedTuple):
     def last_scalars(self) -> dict[str, list[tuple[int, float]]]:
         """The last step and value of each scalar, by tag."""
         try:
-            return {tag: [(int(step), float(value))] for tag, (step, value) in self.facts["scalars"].items()}
+            folded = [(int(step), *one) for step, own in self.facts["scalars"].items() for one in own.items()]
+            return {
+                f"{name}/depth_{k}" if several else name: [(step, float(value))]
+                for step, name, values in folded
+                for several in [isinstance(values, list)]
+                for k, value in enumerate(values if several else [values], 1)
+                if value is not None
+            }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.folder}: scalars of {CELLS} are not a step and a value by tag ({error})") from None
+            raise ValueError(f"{self.folder}: scalars of {CELLS} are not values by step and tag ({error})") from None
 
 
 def packed_cells(path: str | Path) -> list[PackedCell]:
@@ -121,7 +129,8 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     Only one process may do so at a time. The records are written first, so a cell that has a line has its rows.
 
     Args:
-        facts: what `PackedCell.facts` holds; of its scalars those that `KEPT` names, to 5 digits.
+        facts: what `PackedCell.facts` holds, but its scalars are the step and value of every tag; those that `KEPT`
+            names are kept, to 5 digits.
         rows: fields of its records.
     """
     table = [row for row in _read_rows(experiment / ROWS) if (row["choice"], row["training_seed"]) != (choice, seed)]
@@ -137,11 +146,27 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     lines = {(cell.choice, cell.seed): cell.facts for cell in _read_lines(experiment)}
     lines[choice, seed] = {"choice": choice, "seed": seed, **facts}
     if "scalars" in facts:
-        kept = {tag: point for tag, point in facts["scalars"].items() if KEPT.fullmatch(tag)}
-        lines[choice, seed]["scalars"] = {tag: (step, float(f"{value:.5g}")) for tag, (step, value) in kept.items()}
+        lines[choice, seed]["scalars"] = _fold(facts["scalars"])
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines.values())
     with atomic(experiment / CELLS) as path:
         path.write_text(text, encoding="utf-8")
+
+
+def _fold(scalars: dict[str, tuple[int, float]]) -> dict[int, dict[str, Any]]:
+    """By step and name; the values of the depths 1, 2, … side by side, None where one is missing."""
+    folded: dict[int, dict[str, Any]] = {}
+    for tag, (step, value) in scalars.items():
+        if not KEPT.fullmatch(tag):
+            continue
+        name, _, depth = tag.partition("/depth_")
+        own, short = folded.setdefault(step, {}), float(f"{value:.5g}")
+        if not depth:
+            own[name] = short
+            continue
+        values = own.setdefault(name, [])
+        values += [None] * (int(depth) - len(values))
+        values[int(depth) - 1] = short
+    return folded
 
 
 def _above(path: Path) -> list[tuple[Path, tuple[str, ...]]]:

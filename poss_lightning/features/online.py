@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.features.extract import tokenize
 from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import STATISTICS, Sample, root_mean_square
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import Texts
+from poss_lightning.features.writing import tokenize
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right

@@ -141,7 +141,7 @@ LAYOUTS = {  # by what a file is called; the engines' are of EAGLE-2's single la
     ),
 }
 ENGINES = {"vllm": VLLM, "sglang": ANGLES | {"fc_norm", "norm_output"}}  # what they read beside EAGLE-3's own code
-# What serving/model.py loads into vLLM, by kind: what vLLM's own code has no place for.
+# What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
 POSS = "PossForCausalLM"
 SERVED = {
     "eagle2": replace(

@@ -2,7 +2,7 @@
 
 from poss_lightning.interop.layouts import POSS
 
-MODEL = f"poss_lightning.serving.model:{POSS}"
+MODEL = f"poss_lightning.serving.vllm_model:{POSS}"
 METHODS = ("", "Eagle", "Eagle3")  # vLLM puts its method before the name in config.json, and asks for both names
 
 

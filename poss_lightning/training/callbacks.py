@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.training.costs import step_flops
+from poss_lightning.training.flops import step_flops
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import save_draft
 

@@ -23,7 +23,7 @@ from poss_lightning.draft.specialists import (
     check_state,
     decode_digests,
 )
-from poss_lightning.features.extract import tokenize
+from poss_lightning.features.writing import tokenize
 from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.ranges import Count, Size, check_numbers
 from poss_lightning.target.model import Target

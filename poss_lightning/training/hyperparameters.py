@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.costs import count_parameters
+from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.module import SpecialistTraining
 
 ARGUMENTS = (

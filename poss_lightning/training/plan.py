@@ -11,7 +11,7 @@ from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
 from poss_lightning.target.loading import load_config
 from poss_lightning.target.spec import TargetSpec
-from poss_lightning.training.costs import count_parameters, count_specialist_parameters, step_flops
+from poss_lightning.training.flops import count_parameters, count_specialist_parameters, step_flops
 from poss_lightning.training.start import check_reach
 
 GIB, GB = 2**30, 10**9

@@ -11,8 +11,8 @@ import torch
 from poss_lightning.corpus import dialogues as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.evaluation.stored import find_answers
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.synthesize import synthesize
 from poss_lightning.target.generation import PlainLoop, generate

@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from poss_lightning import decoding, load
+from poss_lightning.decoding.api import Model
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.model import Model
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = ["How many legs has a horse?", "A horse", "the target says it. The draft proposes what"]
@@ -158,7 +158,7 @@ def test_a_streamer_is_told_what_transformers_would_tell_it(model, reference, ca
 
 
 def test_a_chat_answers(model, monkeypatch):
-    monkeypatch.setattr(decoding.model, "ANSWER_TOKENS", 24)
+    monkeypatch.setattr(decoding.api, "ANSWER_TOKENS", 24)
     prompt = model.target.chat.prompt([{"role": "user", "content": "Hi"}])
     (expected,) = Autoregressive(model.target).decode([prompt], 12)
     assert model.chat("Hi", max_new_tokens=12) == model.target.chat.text(expected.tokens)

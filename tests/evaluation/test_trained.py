@@ -13,7 +13,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe_training
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.writing import write_store
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
 from poss_lightning.training.module import SpecialistTraining

@@ -9,9 +9,9 @@ import torch
 
 from poss_lightning.corpus.readers import Conversation, CorpusError
 from poss_lightning.features.encoding import decode, encode
-from poss_lightning.features.extract import plan_shards, tokenize, write_store
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import plan_shards, tokenize, write_store
 from poss_lightning.files import MARK
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 
 from poss_lightning.features import remote
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 

@@ -18,11 +18,11 @@ from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.schedule import split, stable_number
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.texts import first_of_each
+from poss_lightning.features.writing import write_store
 from poss_lightning.files import sha256
 from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations

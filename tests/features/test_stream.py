@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.schedule import Schedule, answer_slots, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
+from poss_lightning.features.writing import write_store
 from tests.support.stores import SIZES, make_conversations
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from poss_lightning.extract import extract
-from poss_lightning.features import extract as extraction
 from poss_lightning.features import manifest, shards
-from poss_lightning.features.extract import UNFINISHED, write_store
+from poss_lightning.features import writing as extraction
 from poss_lightning.features.manifest import verify_files
 from poss_lightning.features.shards import write_shard
+from poss_lightning.features.writing import UNFINISHED, write_store
 from poss_lightning.files import sha256
 from poss_lightning.ranks import Rank, local_rank, order, this_rank
 from poss_lightning.target.model import Target

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.writing import write_store
 from poss_lightning.machine import choose_device
 from poss_lightning.target.model import Target
 from tests.support.talks import talks

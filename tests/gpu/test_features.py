@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from poss_lightning.features.encoding import STORED, decode, encode
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from tests.support.talks import talks
 
 pytestmark = pytest.mark.gpu

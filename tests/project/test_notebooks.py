@@ -12,7 +12,7 @@ import pytest
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.evaluation.cells import pack
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.writing import write_store
 from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
 from tests.support.lab import CHOICES, DEPTH, SEEDS

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import LayerMasks
-from poss_lightning.training.costs import count_parameters, count_specialist_parameters, shapes
+from poss_lightning.training.flops import count_parameters, count_specialist_parameters, shapes
 from poss_lightning.training.plan import TARGETS, token_bytes
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 

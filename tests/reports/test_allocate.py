@@ -61,7 +61,7 @@ def test_a_training_of_specialists_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [({}, "are not a step and a value by tag"), ({"run": []}, "line 1 is not a cell .*its run is a list")],
+    [({}, "are not values by step and tag"), ({"run": []}, "line 1 is not a cell .*its run is a list")],
 )
 def test_a_cell_without_what_is_read_is_named(tmp_path, line, words):
     (tmp_path / "cells.jsonl").write_text(json.dumps({"choice": "a", "seed": 0, **line}) + "\n")

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning import cli
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from poss_lightning.serving.features import EngineReader, final_norm
 from poss_lightning.target.model import Target
 from tests.support.engines import NaiveEngine

@@ -161,13 +161,13 @@ def test_shipped_drafts_are_served(name, tmp_path):
 
 
 def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
-    from poss_lightning.serving import engine
+    from poss_lightning.serving import internals
 
     config = SimpleNamespace(use_v2_model_runner=False)
-    engine.check_engine(config)
-    monkeypatch.setattr(engine.vllm, "__version__", "0.99.1")
+    internals.check_engine(config)
+    monkeypatch.setattr(internals.vllm, "__version__", "0.99.1")
     with pytest.raises(RuntimeError, match=r"^vLLM is 0\.99\.1; specialists were tested with 0\.32: .*$"):
-        engine.check_engine(config)
+        internals.check_engine(config)
 
 
 class Builder:
@@ -190,7 +190,7 @@ class Builder:
 
 def counting(v2: bool, supported: bool = True):
     """A builder of a layer whose steps are counted."""
-    from poss_lightning.serving.engine import count_steps
+    from poss_lightning.serving.internals import count_steps
 
     kind = type("Kind", (Builder,), {"supports_draft_decode_metadata_update": supported})
     backend = type("Backend", (), {"get_builder_cls": lambda: kind, "get_name": lambda: "NAME"})

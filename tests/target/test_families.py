@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from poss_lightning.target import masks
 from poss_lightning.target.generation import pad_right, prefill
 from poss_lightning.target.model import Target

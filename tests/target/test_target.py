@@ -18,7 +18,7 @@ import poss_lightning
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.trees import ancestor_mask
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.writing import write_store
 from poss_lightning.target import attention, embedded
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights

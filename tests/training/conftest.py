@@ -2,7 +2,7 @@
 
 import pytest
 
-from poss_lightning.features.extract import write_store
+from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
 from tests.support.talks import talks
 

@@ -16,8 +16,8 @@ from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from poss_lightning.training.export import restrict_vocabulary
 from tests.support.decoders import tokens_of
 from tests.support.stores import contents, make_conversations

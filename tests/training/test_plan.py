@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from poss_lightning import cli
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.losses.passes import pass_losses
-from poss_lightning.training.costs import count_parameters, count_specialist_parameters, shapes, step_flops
+from poss_lightning.training.flops import count_parameters, count_specialist_parameters, shapes, step_flops
 from poss_lightning.training.plan import GIB, TARGETS, find_target, state_bytes, token_bytes
 from tests.support.tiny import tiny_draft, tiny_target
 

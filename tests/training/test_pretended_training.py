@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import tokenize, write_store
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
+from poss_lightning.features.writing import tokenize, write_store
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining

@@ -27,12 +27,12 @@ from safetensors.torch import load_file, save_file
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.stream import collate
+from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders
-from poss_lightning.training.costs import count_parameters
 from poss_lightning.training.export import export
+from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.strategies import DeepSpeed, Streamed, prepare
 from tests.support import ranks
 from tests.support.processes import forked, printed

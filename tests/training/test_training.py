@@ -19,10 +19,10 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.probe import Probe
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.extract import write_store
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
+from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.dashboard import Dashboard

@@ -38,7 +38,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.interop.settings import OURS, rope_parameters
-from poss_lightning.serving.engine import check_engine, count_steps, draft_position, write_keys_values
+from poss_lightning.serving.internals import check_engine, count_steps, draft_position, write_keys_values
 
 METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
 
