@@ -93,7 +93,7 @@ class Speculative(Decoder):
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
         self.request_id = 0  # of the texts in hand
-        self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
+        self.graphs = Graphs(target.device, graphs, target.has_graphs)
 
     @property
     def deepest(self) -> int:

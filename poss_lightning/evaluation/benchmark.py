@@ -133,7 +133,7 @@ def benchmark(
     model.chat.template.freeze(earlier.get("chat_template_kwargs") or {})
     config["chat_template_kwargs"] = model.chat.template.variables or None
     sampling.check_vocabulary(model.spec.vocab_size)
-    graphs = Graphs(model.device, model.has_graphs if graphs is None else graphs).enabled
+    graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):

@@ -128,7 +128,7 @@ class PlainLoop:
     def __init__(self, target: Target, graphs: bool | None = None):
         self.target, self.cache = target, target.new_cache(0, 0)  # none, until texts are read
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
-        self.graphs = Graphs(target.device, target.has_graphs if graphs is None else graphs)
+        self.graphs = Graphs(target.device, graphs, target.has_graphs)
         self.alone = causal_ancestors(1, target.device)
         self.request_id = 0  # of the batch in hand
 

@@ -18,21 +18,23 @@ logger = logging.getLogger(__name__)
 class Graphs:
     """Captures work of fixed shapes once a key, and replays it. Its results stay in place and are overwritten.
 
-    Each part of the work becomes a graph of its own, so that a clock sees the parts as they really run. Where a capture
-    fails, it says so once, and work is simply done from then on.
+    Each part of the work becomes a graph of its own, so that a clock sees the parts as they really run.
 
     Args:
         device: of all tensors of the work, which need not be the current one.
-        enabled: whether to capture, else work is simply done; None for: on CUDA.
+        enabled: whether to capture, else work is simply done. None captures on CUDA, and where that fails it says so
+            once, and work is simply done from then on.
+        possible: whether the work can be captured at all.
 
     Raises:
         ValueError: enabled, on another device.
     """
 
-    def __init__(self, device: torch.device, enabled: bool | None = None):
+    def __init__(self, device: torch.device, enabled: bool | None = None, possible: bool = True):
         if enabled and device.type != "cuda":
             raise ValueError(f"graphs is true, but the target is on {device}: CUDA graphs need a GPU of NVIDIA or AMD")
-        self.enabled, self.device = device.type == "cuda" if enabled is None else enabled, device
+        self.enabled, self.device = (device.type == "cuda" and possible) if enabled is None else enabled, device
+        self.asked = enabled is not None  # then a capture that fails is an error: seconds without it mean another thing
         self.captured: dict[Hashable, tuple[list[tuple[str, Callable[[], None]]], Any]] = {}  # the latest used is last
         # Of all captures, which never run at once: torch reuses a pool's blocks stream by stream.
         self.pool = self.stream = None
@@ -51,6 +53,9 @@ class Graphs:
                 where they are, and never synchronises with the host.
             state: those tensors that it must find as it left them; all others it writes before it reads them.
             clock: times the parts; a capture is the part `capture`, outside the total, as it is paid once for many.
+
+        Raises:
+            RuntimeError: a capture failed, and graphs were asked for.
         """
         if self.enabled and key not in self.captured:
             with clock.excluded("capture"):
@@ -78,6 +83,8 @@ class Graphs:
         try:
             self.captured[key] = self._capture(work, state)
         except RuntimeError as error:
+            if self.asked:
+                raise RuntimeError(f"a capture failed; without CUDA graphs: graphs false. {error}") from error
             logger.warning("rounds run without CUDA graphs, so more slowly: %s", str(error).splitlines()[0])
             self.enabled = False
 

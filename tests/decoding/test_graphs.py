@@ -114,6 +114,21 @@ def test_where_a_capture_fails_work_is_done_without_on_the_usual_stream(monkeypa
     assert line.endswith("without CUDA graphs, so more slowly: operation not permitted when stream is capturing")
 
 
+def test_where_graphs_were_asked_for_a_capture_that_fails_is_an_error(monkeypatch):
+    """As in a benchmark, where a method without them would be slower than it is. The usual stream is current again."""
+    streams = Streams("end")
+    streams.replace(monkeypatch)
+    graphs = Graphs(torch.device("cuda", 0), True)
+
+    def work(part):
+        with part("work"):
+            pass
+
+    with pytest.raises(RuntimeError, match="a capture failed; without CUDA graphs: graphs false. operation not"):
+        graphs.run("key", work, [], CLOCK)
+    assert streams.current is streams.usual
+
+
 def test_all_captures_are_of_one_stream(monkeypatch):
     """Their pool gives a block again on its own stream alone, and each stream has its own workspaces."""
     streams = Streams()
