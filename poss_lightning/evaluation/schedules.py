@@ -163,7 +163,8 @@ class Equal(Timed):
     """A batch of eight texts, whose trees share what a single large one may have: to each an equal part.
 
     All are verified together, as by engines that lay a batch end to end: that takes as long as one tree of as many
-    nodes, and drafting as long as for one text. A round's seconds are divided among its rows.
+    nodes, and drafting as long as for one text. A round's seconds are divided among its rows. Where some have ended,
+    it is as if texts like the others had taken their places: so many nodes less are shared, at the cost of all.
     """
 
     rows = 8
@@ -174,6 +175,7 @@ class Equal(Timed):
         worth[:, 0] = torch.inf  # every root is verified
         ranked = worth.flatten().sort(descending=True, stable=True)
         inactive = len(active) - total
+        self.part = total / self.rows  # of a full batch
         self.verified = self.count(ranked.values[len(active) :], total)
         kept = torch.zeros_like(worth, dtype=torch.bool).flatten()
         kept[ranked.indices[: self.verified + inactive]] = True
@@ -186,12 +188,12 @@ class Equal(Timed):
 
     def count(self, worth: Tensor, active: int) -> int:
         """How many nodes of the active rows are verified, roots included; `worth` of the others, the highest first."""
-        return max(self.nodes, active)
+        return max(round(self.nodes * active / self.rows), active)
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
         self._learn(tree, ancestors, verdict, active)
-        took = self.costs.draft_seconds(self.depth) + self.costs.verify_seconds(self.verified)
-        return torch.full((len(active),), took / max(1, int(active.sum())))
+        took = self.costs.draft_seconds(self.depth) + self.costs.verify_seconds(round(self.verified / self.part))
+        return torch.full((len(active),), took / self.rows)
 
 
 class Tetris(Equal):
@@ -214,9 +216,10 @@ class SizedTetris(CalibratedTetris):
 
     def count(self, worth: Tensor, active: int) -> int:
         tokens = active + torch.nn.functional.pad(worth.clamp(min=0).cumsum(0), (1, 0))  # of 0, 1, 2 … nodes more
-        sizes = [n for n in self.costs.verify if active <= n <= active + len(worth)] or [active]
-        draft = self.costs.draft_seconds(self.depth)
-        return max(sizes, key=lambda n: float(tokens[n - active]) / (draft + self.costs.verify_seconds(n)))
+        draft, part = self.costs.draft_seconds(self.depth), active / self.rows
+        costs = {max(round(n * part), active): seconds for n, seconds in self.costs.verify.items() if n >= self.rows}
+        rates = {n: float(tokens[min(n - active, len(worth))]) / (draft + seconds) for n, seconds in costs.items()}
+        return max(rates, key=rates.__getitem__)
 
 
 SCHEDULES: dict[str, type[Timed]] = {
