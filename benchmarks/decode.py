@@ -47,6 +47,9 @@ KINDS = {  # experiments/methods and size have the same, trained
     "[2, 2, 2]": {"allocation": (2, 2, 2)},
     "[2, 2, 2] shared": {"allocation": (2, 2, 2), "kv": "shared"},
     "[1] * 6": {"allocation": (1,) * 6},
+    "block of 6": {"allocation": (6,), "kind": "block"},
+    "block of 6, 3 layers": {"allocation": (6,), "kind": "block", "block_layers": 3},
+    "block of 12": {"allocation": (12,), "depth": 12, "kind": "block"},
 }
 VOCABULARY = 8192  # of the drafts whose costs are compared
 TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}
@@ -131,7 +134,7 @@ def rounds_of(engine: Speculative, count: int, sampling: Sampling = GREEDY) -> I
 
 def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
     """Keys and values that a draft keeps of a token."""
-    caches = 1 if config.kv == "shared" else len(config.allocation)
+    caches = 1 if config.kv == "shared" else config.layer_count
     return 2 * caches * config.target.kv_heads * config.target.head_dim * dtype.itemsize
 
 

@@ -53,7 +53,9 @@ class PositionAcceptance(Metric):
 class UnrollAcceptance(PositionAcceptance):
     """pos-acc of the chains that begin at every slot of an unroll, teacher-forced."""
 
-    def update(self, proposals: Tensor, greedy: Tensor, text: Tensor, counts: Tensor) -> None:
+    def update(
+        self, proposals: Tensor, greedy: Tensor, text: Tensor, counts: Tensor, begins: Tensor | None = None
+    ) -> None:
         """Add an unroll.
 
         A chain that begins at slot t reads pass i at slot t+i-1. It passes position i where the draft's proposal is the
@@ -64,9 +66,10 @@ class UnrollAcceptance(PositionAcceptance):
             greedy: (B, T) the target's most likely token where each slot's proposal stands, x_{t+2}.
             text: (B, T) the token of the text there.
             counts: (B, T) passes that count at a slot.
+            begins: (B, T) chains that were drafted; None for all.
         """
         depth, _, count = proposals.shape
-        alive = counts >= 1  # (B, chains)
+        alive = counts >= 1 if begins is None else (counts >= 1) & begins  # (B, chains)
         for i in range(min(depth, count)):
             alive = alive[:, : count - i] & (counts[:, i:] > i)
             proposal = proposals[i, :, i:]

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poss_lightning.losses.passes import pass_losses
-from poss_lightning.losses.slot_weights import dpace
+from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.losses.terms import TERMS, acceptance
 from tests.support import naive
 
@@ -38,6 +38,35 @@ def test_loss_and_gradient_are_the_definition_s(weights, chunk, between):
     torch.testing.assert_close(ours.weighted.double(), naive_sums, rtol=1e-5, atol=1e-5)
     for a, b in zip(ours_gradient, naive_gradient, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_chain_s_weight_is_that_of_what_it_reads():
+    """Pass k of the chain that begins at slot t reads slot t + k - 1; chains of weight 1 are all there are."""
+    predictions, features, counts, head = problem()
+    counts = counts.minimum(torch.arange(1, 10))  # no chain begins before its row
+    chains = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) * (torch.arange(18).view(2, 9) % 3 > 0)
+    whole, ours = (pass_losses(predictions, features, counts, head, chains=own) for own in (None, chains))
+    every = pass_losses(predictions, features, counts, head, chains=torch.ones(2, 9))
+    torch.testing.assert_close(every.weighted, whole.weighted)
+    expected = torch.zeros(3)
+    for row, slot in (counts > 0).nonzero().tolist():
+        one = torch.zeros_like(counts)
+        one[row, slot] = counts[row, slot]
+        of_slot = pass_losses(predictions, features, one, head).weighted
+        for k in range(min(3, slot + 1)):
+            expected[k] += chains[row, slot - k] * of_slot[k]
+    torch.testing.assert_close(ours.weighted, expected)
+    assert torch.equal(ours.slots, whole.slots)
+
+
+def test_drawn_chains_stand_for_all():
+    begins = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.5
+    begins[2] = False
+    draws = torch.stack([draw_chains(begins, 6, seed) for seed in range(2000)])
+    assert ((draws > 0).sum(-1) == torch.tensor([6, 6, 0])).all()
+    torch.testing.assert_close(draws.sum(-1), begins.sum(-1).expand(2000, -1).float())
+    torch.testing.assert_close(draws.mean(0), begins.float(), atol=0.2, rtol=0)
+    assert torch.equal(draw_chains(begins, 40, 0), begins.float())
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.3, 0.7)])

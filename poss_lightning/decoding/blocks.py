@@ -72,7 +72,7 @@ class BlockDrafter(Drafter):
 
     def block_logits(self) -> Tensor:
         """Of all positions of the block behind the newest tokens: (B, K, V)."""
-        hidden = begin_blocks(self.draft, self.embed_head.embed(self.root))[:, 0]  # (B, P, D)
+        hidden = begin_blocks(self.draft, self.embed_head.embed(self.root)[:, 0])  # (B, P, D)
         places = torch.arange(hidden.shape[1], device=hidden.device)
         rope = self.draft.rope_at(self.slots.lengths[:, None] + places)
         self.slots.open(len(places))

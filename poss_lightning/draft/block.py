@@ -9,8 +9,8 @@ which is made of the target's inner layers, and all places of its own block, in 
     block at 1, each   x x . .      x x x        . . .
     block at 2, each   x x x .      . . .        x x x
 
-In training a block begins at every slot. So place k of the block at slot t stands where pass k of an unroll that began
-there would stand, at slot t+k-1, and has the same loss and the same metrics.
+In training blocks begin at all slots, or at some. Place k of the block at slot t stands where pass k of an unroll that
+began there would stand, at slot t+k-1, and has the same loss and the same metrics.
 """
 
 from __future__ import annotations
@@ -27,62 +27,72 @@ if TYPE_CHECKING:
 
 
 def draft_blocks(
-    draft: Specialists, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
+    draft: Specialists,
+    embedded: Tensor,
+    draft_input: Tensor,
+    depth: int,
+    packing: Packing | None = None,
+    begins: Tensor | None = None,
 ) -> list[Tensor]:
-    """Draft a block at every slot of rows of conversations; arguments as of `unroll`.
+    """Draft a block at slots of rows of conversations; arguments as of `unroll`.
+
+    Args:
+        begins: (B, T) whether a block begins there; None for all.
 
     Returns:
-        K tensors (B, T, D): the k-th at slot t is place k of the block at slot t-k+1 and predicts x_{t+2}. It is valid
-        from the k-th slot of a conversation on, and finite before that.
+        K tensors (B, T, D): the k-th at slot t is place k of the block at slot t-k+1 and predicts x_{t+2}; 0 where no
+        block begins there.
     """
     draft.config.check_depth(depth)
     batch, count, _ = draft_input.shape
     packing = packing or Packing.one_per_row(batch, count, draft_input.device)
-    context = draft.fuse(draft_input)  # (B, T, D)
-    hidden = begin_blocks(draft, embedded.to(context.dtype))  # (B, T, P, D), P = K + 1
-    places = hidden.shape[2]
-    rope = draft.rope_at(packing.positions)
-    behind = packing.positions[..., None] + torch.arange(1, places + 1, device=embedded.device)
-    own_rope = draft.rope_at(behind.flatten(1))
-    hidden = hidden.flatten(1, 2)
+    context, rope = draft.fuse(draft_input), draft.rope_at(packing.positions)  # (B, T, D)
+    every = torch.arange(batch * count, device=embedded.device)
+    at = every if begins is None else begins.flatten().nonzero()[:, 0]  # (N,) of the rows end to end
+    hidden = begin_blocks(draft, embedded.to(context.dtype).flatten(0, 1)[at])  # (N, P, D), P = K + 1
+    places = torch.arange(1, hidden.shape[1] + 1, device=embedded.device)
+    own_rope = draft.rope_at(packing.positions.expand(batch, -1).flatten()[at][:, None] + places)
     for layer in draft.stack:
         keys_values = layer.context_keys_values(context, rope)
         queries, own = layer.queries(hidden, own_rope), layer.keys_values(hidden, own_rope)
-        attended = attend_blocks(queries, keys_values, own, packing, draft.config.window)
+        attended = attend_blocks(queries, keys_values, own, at, packing, draft.config.window)
         hidden = layer.after_attention(hidden, attended)
-    by_place = hidden.unflatten(1, (count, places))
-    return [_shift_right(by_place[:, :, k], min(k - 1, count)) for k in range(1, depth + 1)]
+    outputs = []
+    for k in range(1, depth + 1):
+        row, slot = at // count, at % count + k - 1
+        inside = slot < count
+        output = hidden.new_zeros(batch, count, hidden.shape[-1])
+        outputs.append(output.index_put((row[inside], slot[inside]), hidden[inside, k]))
+    return outputs
 
 
 def begin_blocks(draft: Specialists, embedded: Tensor) -> Tensor:
-    """What blocks hold before the first layer: newest tokens (B, T, D) -> (B, T, P, D)."""
-    masks = draft.mask.to(embedded.dtype).expand(*embedded.shape[:2], draft.config.depth, -1)
-    return torch.cat([embedded[:, :, None], masks], dim=2)
+    """What blocks hold before the first layer: newest tokens (N, D) -> (N, P, D)."""
+    masks = draft.mask.to(embedded.dtype).expand(len(embedded), draft.config.depth, -1)
+    return torch.cat([embedded[:, None], masks], dim=1)
 
 
 def attend_blocks(
-    queries: Tensor, context: KeysValues, own: KeysValues, packing: Packing, window: int | None = None
+    queries: Tensor, context: KeysValues, own: KeysValues, at: Tensor, packing: Packing, window: int | None = None
 ) -> Tensor:
-    """Attention of the blocks of all slots, (B, H, T * P, d), in one softmax over context and block.
+    """Attention of N blocks, (N, H, P, d), in one softmax over context and block.
 
     Args:
-        queries: (B, H, T * P, d), block by block.
+        queries: (N, H, P, d)
         context: (B, kv heads, T, d) each.
-        own: of the blocks, (B, kv heads, T * P, d) each.
+        own: of the blocks, (N, kv heads, P, d) each.
+        at: (N,) slots of the rows end to end, where they begin.
         window: slots of the context that a block sees; None for all.
     """
-    count, kv_heads, scale = context[0].shape[2], context[0].shape[1], queries.shape[-1] ** -0.5
-    split = queries.unflatten(2, (count, -1)).unflatten(1, (kv_heads, -1))  # (B, kv, H/kv, T, P, d)
-    split = split.transpose(3, 4)  # all places of a block see the same context, as heads of one slot
-    attended, norm = block_on(queries.device)(split.flatten(1, 3), *context, 0, packing, window)
-    keys, values = (each.unflatten(2, (count, -1)) for each in own)  # (B, kv, T, P, d)
-    scores = torch.einsum("bhgqtd,bhtkd->bhgqtk", split * scale, keys).float()
-    weights = torch.cat([norm.view(*scores.shape[:-1], 1), scores], -1).softmax(-1).to(values.dtype)
-    out = attended.view(split.shape) * weights[..., :1]
-    out = out + torch.einsum("bhgqtk,bhtkd->bhgqtd", weights[..., 1:], values)
-    return out.transpose(3, 4).flatten(1, 2).flatten(2, 3)
-
-
-def _shift_right(x: Tensor, steps: int) -> Tensor:
-    """(B, T, D) moved to the right; what enters is the first slot's."""
-    return torch.cat([x[:, :1].expand(-1, steps, -1), x[:, : x.shape[1] - steps]], dim=1)
+    (batch, kv_heads, count, width), (heads, places) = context[0].shape, queries.shape[1:3]
+    # All places of a block see the same context: they stand beside each other as heads of its slot.
+    split = queries.new_zeros(batch * count, heads * places, width).index_copy(0, at, queries.flatten(1, 2))
+    split = split.unflatten(0, (batch, count)).transpose(1, 2)  # (B, H * P, T, d)
+    attended, norm = block_on(queries.device)(split, *context, 0, packing, window)
+    attended, norm = (x.transpose(1, 2).flatten(0, 1)[at].unflatten(1, (heads, places)) for x in (attended, norm))
+    grouped = queries.unflatten(1, (kv_heads, -1))  # (N, kv, H/kv, P, d)
+    scores = (grouped * width**-0.5) @ own[0][:, :, None].mT  # (N, kv, H/kv, P, P)
+    norm = norm.view(*scores.shape[:-1], 1)
+    weights = torch.cat([norm, scores.float()], -1).softmax(-1).to(own[1].dtype)
+    out = attended.view(grouped.shape) * weights[..., :1] + weights[..., 1:] @ own[1][:, :, None]
+    return out.flatten(1, 2)

@@ -118,11 +118,22 @@ class Specialists(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(
-        self, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
+        self,
+        embedded: Tensor,
+        draft_input: Tensor,
+        depth: int,
+        packing: Packing | None = None,
+        begins: Tensor | None = None,
     ) -> list[Tensor]:
-        """The unroll, so that a strategy that shards or wraps the draft sees one call a step; see `unroll`."""
-        passes = draft_blocks if self.config.one_pass else unroll
-        return passes(self, embedded, draft_input, depth, packing)
+        """The unroll, so that a strategy that shards or wraps the draft sees one call a step; see `unroll`.
+
+        Args:
+            begins: (B, T) slots where a chain of positions begins that is asked for, for a draft that makes each by
+                itself; None for all.
+        """
+        if self.config.one_pass:
+            return draft_blocks(self, embedded, draft_input, depth, packing, begins)
+        return unroll(self, embedded, draft_input, depth, packing)
 
     @property
     def stack(self) -> list[BlockLayer]:

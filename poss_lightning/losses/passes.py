@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
+from poss_lightning.losses.slot_weights import by_slot as by_slot_of
 from poss_lightning.losses.terms import TERMS
 
 ENTROPIES = ("token", "topk")  # always found, as both are one product
@@ -32,7 +33,7 @@ class PassLosses(NamedTuple):
     total: Tensor  # () Σ_k pass_weights_k weighted_k, the only one with a gradient
     terms: dict[str, Tensor]  # (K,) sums by name: `token` and `topk`, and all that have a weight
     weighted: Tensor  # (K,) Σ weight · term
-    slots: Tensor  # (K,) how many slots count
+    slots: Tensor  # (K,) how many slots count, whether their chains were drawn or not
     top_rows: Tensor  # (K, B, T) the draft's most likely row of the head; -1 where no pass counts, or without find_top
 
 
@@ -69,6 +70,7 @@ def pass_losses(
     cap: float | None = None,
     draft_head: Tensor | None = None,
     pass_weights: Tensor | None = None,
+    chains: Tensor | None = None,
 ) -> PassLosses:
     """Losses of K passes against the target's features.
 
@@ -85,13 +87,16 @@ def pass_losses(
         scale, cap: of the target's logits, between head and softmax; the draft's too, where it takes the target's head.
         draft_head: (V, D), the draft's own head; None where it takes the target's.
         pass_weights: (K,) each pass's weight in the total, above 0; 1 by default.
+        chains: (B, T) weights of the chains that begin at each slot, see `draw_chains`; 1 by default.
 
     Raises:
         ValueError: weights that cannot be; see `check_weights`.
     """
     check_weights(weights, predicts_feature=draft_head is None)
     passes, places = len(predictions), counts.numel()
-    counting = counts.flatten().nonzero()[:, 0]  # (S,) the one time that the host waits for the device
+    of_chains = None if chains is None else by_slot_of(chains.expand(passes, -1, -1)).flatten(1)  # (K, B * T)
+    read = counts.flatten() > 0 if of_chains is None else (counts.flatten() > 0) & of_chains.any(0)
+    counting = read.nonzero()[:, 0]  # (S,) the one time that the host waits for the device
     predicted = torch.stack([prediction.flatten(0, 1)[counting] for prediction in predictions])  # (K, S, D)
     features = features.flatten(0, 1)[counting]
     counted = counts.flatten()[counting] >= torch.arange(1, passes + 1, device=counts.device)[:, None]  # (K, S)
@@ -101,6 +106,8 @@ def pass_losses(
     chunk = chunk or chunk_on(counts.device.type)
     with torch.autocast(counts.device.type, enabled=False):  # dtypes are chosen here, one by one
         by_slot = counted.to(torch.promote_types(head.dtype, torch.float32))  # (K, S)
+        if of_chains is not None:
+            by_slot = by_slot * of_chains[:, counting]
         if slot_weights is not None:
             chances = _chances(predicted.detach(), features, heads, chunk)
             by_slot = by_slot * _weigh_slots(slot_weights, chances, counted, counts, counting)
@@ -113,7 +120,8 @@ def pass_losses(
     top_rows = counts.new_full((passes, places), -1, dtype=torch.long)
     top_rows[:, counting] = rows
     by_name = dict(zip(terms, sums, strict=True))
-    return PassLosses(total, by_name, weighted, counted.sum(-1), top_rows.view(passes, *counts.shape))
+    slots = (counts.flatten() >= torch.arange(1, passes + 1, device=counts.device)[:, None]).sum(-1)
+    return PassLosses(total, by_name, weighted, slots, top_rows.view(passes, *counts.shape))
 
 
 def _weigh_slots(

@@ -10,6 +10,17 @@ from torch.nn.functional import pad
 ALPHA = 0.5  # the least that a chance is taken for, as published
 
 
+def draw_chains(begins: Tensor, most: int, seed: int) -> Tensor:
+    """Weights (B, T) of chains: of those that may begin, (B, T), at most so many a row are drawn, and the others are 0.
+
+    Each drawn one counts for as many as it stands for, so a sum over all is right on average (DFlash's anchors).
+    """
+    generator = torch.Generator(begins.device).manual_seed(seed)
+    order = torch.rand(begins.shape, generator=generator, device=begins.device).masked_fill(~begins, 2).argsort(1)
+    drawn = begins & torch.zeros_like(begins).scatter(1, order[:, :most], True)
+    return drawn * (begins.sum(1, keepdim=True) / drawn.sum(1, keepdim=True).clamp(min=1))
+
+
 def dpace(chances: Tensor, counted: Tensor) -> Tensor:
     """Weights w_k = Σ_{j >= k} Π_{i <= j} q̃_i of a chain, q̃ = (1 - α) q + α (D-PACE, 2605.18810, 7 and 8).
 
@@ -20,7 +31,7 @@ def dpace(chances: Tensor, counted: Tensor) -> Tensor:
         counted: whether the pass counts there; where it does not, weights mean nothing.
     """
     reached = _chains(((1 - ALPHA) * chances + ALPHA) * counted).cumprod(0)  # Π_{i <= k}
-    return _slots(reached.flip(0).cumsum(0).flip(0))
+    return by_slot(reached.flip(0).cumsum(0).flip(0))
 
 
 def _chains(by_slot: Tensor) -> Tensor:
@@ -29,8 +40,8 @@ def _chains(by_slot: Tensor) -> Tensor:
     return torch.stack([pad(of_pass[:, k:], (0, k)) for k, of_pass in zip(shifts, by_slot, strict=True)])
 
 
-def _slots(by_chain: Tensor) -> Tensor:
-    """The way back."""
+def by_slot(by_chain: Tensor) -> Tensor:
+    """(K, B, T) by the slot where the chain begins -> by the slot that it reads in each pass; 0 where none does."""
     count, shifts = by_chain.shape[-1], _shifts(by_chain)
     return torch.stack([pad(of_pass[:, : count - k], (k, 0)) for k, of_pass in zip(shifts, by_chain, strict=True)])
 

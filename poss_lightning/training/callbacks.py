@@ -225,7 +225,9 @@ class Throughput(lightning.Callback):
             pl_module.draft.config,
             vocabulary=len(pl_module.embed_head.head),
             tokens=tokens,
-            slots=slots,
+            slots=slots
+            if (most := pl_module.hparams["anchors"]) is None
+            else slots.clamp(max=most * len(batch.tokens)),
             context=keys / tokens,
         )
         if any(batch.spans):  # and not one that only fills up the step

@@ -40,7 +40,7 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
     Args:
         vocabulary: rows of the head.
         tokens: slots of the batch, whether a loss is taken there or not.
-        slots: slots where a loss is taken; a tensor gives a tensor.
+        slots: slots where a loss is taken, and a block begins; a tensor gives a tensor.
         context: keys that a query sees, on average.
     """
     width, inner, attended, shared = widths(config)
@@ -50,8 +50,8 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
     if config.one_pass:  # queries, output, MLP, keys and values of all places; keys and values of the context
         places = depth + 1
         block = places * (width * (2 * attended + 3 * inner + 2 * shared) + 2 * attended * (context + places))
-        stack = config.block_layers * (block + 2 * width * shared)
-        return 2 * tokens * (2 * layers * width * width + 3 * stack) + 2 * slots * head
+        of_context = 2 * layers * width * width + 3 * config.block_layers * 2 * width * shared
+        return 2 * tokens * of_context + 2 * slots * (3 * config.block_layers * block + head)
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     fc = 2 * layers * width * width if config.reads_inner_layers else (2 * depth + inputs) * 2 * width * width
     # queries; output and gated MLP

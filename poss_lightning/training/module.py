@@ -1,5 +1,6 @@
 """The LightningModule around the unroll, the loss and the metrics."""
 
+import zlib
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import warn_of_training
 from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
-from poss_lightning.losses.slot_weights import dpace
+from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
@@ -51,6 +52,7 @@ class SpecialistTraining(lightning.LightningModule):
             which learns at slots where the vocabulary holds the target's most likely token; or "block", for such a
             store too, which drafts all positions in one pass.
         block_layers: decoder layers of a draft of kind block.
+        anchors: blocks of a row, at most, drawn anew in each step of training; None for one at each slot that counts.
         window: slots that a query of the draft sees, itself and those on its left; None for all (a sliding window).
         fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
         norm_output: the next pass reads the normed output, as the head does.
@@ -92,6 +94,7 @@ class SpecialistTraining(lightning.LightningModule):
         kv: Literal["separate", "shared"] = "separate",
         kind: Kind = "eagle2",
         block_layers: Size = 1,
+        anchors: Count | None = None,
         window: Tokens | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
@@ -132,6 +135,8 @@ class SpecialistTraining(lightning.LightningModule):
             norm_output=norm_output,
         )
         check_reach(config)
+        if anchors is not None and not config.one_pass:
+            raise ValueError(f"anchors is {anchors}, and the passes of a draft of kind {kind} are over all slots")
         self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
         check_weights(self.loss_weights, config.predicts_feature)
         self.guard = NormGuard()
@@ -193,7 +198,11 @@ class SpecialistTraining(lightning.LightningModule):
         # The mean is over the whole step. Strategies average over its batches, so this is undone here.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"] == "dpace", find_top=logs)
+        most, begins = self.hparams["anchors"], batch.counts[:, :-1] > 0
+        seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same where it is resumed
+        chains = None if most is None else draw_chains(begins, most, seed)
+        weighs = self.hparams["slot_weights"] == "dpace"
+        losses, _ = self._losses(batch, depth, pass_weights, weighs, logs, chains)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         if any(batch.spans):  # and not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
@@ -205,7 +214,7 @@ class SpecialistTraining(lightning.LightningModule):
                 self.log_by_depth(f"train_{name}_loss", losses.terms[name] / losses.slots)
             # Of this process, as the loss is.
             acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)
-            acceptance.update(**self._unrolled(batch, losses))
+            acceptance.update(**self._unrolled(batch, losses, chains))
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
 
@@ -289,6 +298,7 @@ class SpecialistTraining(lightning.LightningModule):
         pass_weights: Tensor | None = None,
         slot_weights: bool = False,
         find_top: bool = True,
+        chains: Tensor | None = None,
     ) -> tuple[PassLosses, list[Tensor]]:
         """Unroll `depth` passes: their losses, and K predictions (B, T-1, D).
 
@@ -299,8 +309,8 @@ class SpecialistTraining(lightning.LightningModule):
         embedded = self.embed_head.embed(batch.tokens[:, 1:])
         inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
-        predictions = draft(embedded, inputs, depth, packing)
         counts = batch.counts[:, :-1]
+        predictions = draft(embedded, inputs, depth, packing, counts > 0 if chains is None else chains > 0)
         if draft.config.own_head:  # as published: no loss where the head has no row for the target's token
             counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
         losses = pass_losses(
@@ -316,6 +326,7 @@ class SpecialistTraining(lightning.LightningModule):
             cap=self.embed_head.cap,
             draft_head=draft.lm_head.weight if draft.config.own_head else None,
             pass_weights=pass_weights,
+            chains=chains,
         )
         if (extra := self.extra_losses(predictions, batch)) is not None:
             total = losses.total if pass_weights is None else losses.total + (pass_weights * extra).sum()
@@ -324,13 +335,14 @@ class SpecialistTraining(lightning.LightningModule):
             losses = losses._replace(weighted=losses.weighted + extra, total=total, terms=terms)
         return losses, predictions
 
-    def _unrolled(self, batch: Batch, losses: PassLosses) -> dict[str, Tensor]:
+    def _unrolled(self, batch: Batch, losses: PassLosses, chains: Tensor | None = None) -> dict[str, Any]:
         """The arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
         return {
             "proposals": self.draft.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
             "greedy": batch.greedy[:, 1:-1],
             "text": batch.tokens[:, 2:],
             "counts": batch.counts[:, :-2],
+            "begins": None if chains is None else chains[:, :-1] > 0,
         }
 
     def _sum_passes(self, means: Tensor) -> Tensor:

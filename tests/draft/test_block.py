@@ -48,7 +48,9 @@ def test_what_a_place_sees_is_the_drawing():
     seen = torch.eye(slots + slots * places)
     context, own = seen[None, None, :slots], seen[None, None, slots:]
     queries = torch.zeros(1, 1, slots * places, seen.shape[1])
-    out = attend_blocks(queries, (context, context), (own, own), Packing.one_per_row(1, slots, queries.device))[0, 0]
+    split = [x.unflatten(2, (slots, places))[0].transpose(0, 1) for x in (queries, own)]  # (N, 1, P, d)
+    every, packing = torch.arange(slots), Packing.one_per_row(1, slots, queries.device)
+    out = attend_blocks(split[0], (context, context), (split[1], split[1]), every, packing).flatten(0, 2)
     rows = []
     for at in (1, 2):
         of_block = out[places * at : places * (at + 1)] > 0
@@ -70,6 +72,18 @@ def test_every_block_is_what_its_definition_gives(target, config):
         for k, expected in enumerate(naive.block(draft, embedded[0], read[0], start)[1:], 1):
             if start + k - 1 < 9:
                 torch.testing.assert_close(outputs[k - 1][0, start + k - 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_some_blocks_are_those_of_all(target, config):
+    draft, rows = block_draft(target, **config), packed([[7, 12, 9], [28]], 28)
+    _, embedded, read = inputs(target, 28, batch=2, draft=draft)
+    begins = torch.rand(2, 28, generator=torch.Generator().manual_seed(0)) < 0.3
+    some, every = draft(embedded, read, 6, rows, begins), draft(embedded, read, 6, rows)
+    for k in range(6):
+        begun = torch.nn.functional.pad(begins, (k, 0))[:, :28]  # k slots later
+        torch.testing.assert_close(some[k][begun], every[k][begun], rtol=1e-4, atol=1e-5)
+        assert begun.sum() > 0 and not some[k][~begun].any()
 
 
 @pytest.mark.parametrize("config", BLOCKS)

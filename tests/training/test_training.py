@@ -23,6 +23,7 @@ from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import write_store
+from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.dashboard import Dashboard
@@ -128,9 +129,27 @@ def test_a_store_in_either_dtype_trains_in_the_one_asked_for(store, half, tmp_pa
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+def test_some_anchors_train_as_all_do_on_average(inner):
+    """Of a loss of sums: drawn anew in each step, with the weights of those that were not drawn."""
+    lightning.seed_everything(0)
+    module = SpecialistTraining(inner, [4], **BLOCK)
+    batch = collate([[FeatureStore(inner).select(module.draft.config.layers)[i]] for i in (0, 20, 39)])
+    begins = batch.counts[:, :-1] > 0
+
+    def loss(chains):
+        with torch.no_grad():
+            return module._losses(batch, 4, chains=chains)[0].weighted
+
+    some = torch.stack([loss(draw_chains(begins, 5, seed)) for seed in range(300)])
+    error = some.std(0) / 300**0.5
+    assert ((some.mean(0) - loss(None)).abs() < 4 * error).all() and (error > 0).all()
+    with pytest.raises(ValueError, match="anchors is 8, and the passes of a draft of kind eagle2 are over all slots"):
+        SpecialistTraining(inner, [4], anchors=8)
+
+
 def test_a_block_learns_by_the_same_metrics_and_drafts(inner, tmp_path):
     """No drift, as it predicts no feature. Its folder drafts in an engine, and changes no token."""
-    module, _ = fit(inner, tmp_path, steps=30, allocation=[4], **BLOCK, callbacks=[Dashboard()])
+    module, _ = fit(inner, tmp_path, steps=30, allocation=[4], **BLOCK, anchors=12, callbacks=[Dashboard()])
     logged = EventAccumulator(str(tmp_path)).Reload()
     losses = [event.value for event in logged.Scalars("train/loss")]
     assert losses[-1] < 0.97 * losses[0]
