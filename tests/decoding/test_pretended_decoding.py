@@ -27,7 +27,7 @@ from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
 GREEDY, DRAWN = Sampling(), Sampling(0.8, top_k=50, top_p=0.9)
 PENALISED = Sampling(0.5, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
-LAYERS = {"eagle2": 2, "eagle3": 4}
+LAYERS = {"eagle2": 2, "eagle3": 4, "block": 4}
 
 # Laws by counts, at most.
 WAITS_A_ROUND = 1  # the copy to the host
@@ -57,7 +57,7 @@ def pair(request, device):
 
 
 def engine_of(target: Target, kind: str = "eagle2", allocation=(1, 1), trees=(2, 5, 2), **options) -> Speculative:
-    draft = tiny_draft(target, list(allocation), kind=kind)
+    draft = tiny_draft(target, [sum(allocation)] if kind == "block" else list(allocation), kind=kind)
     return Speculative(target, draft, *trees, int8_head=False, **options)
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 GREEDY, DRAWN = Sampling(), Sampling(1.0, top_k=40, top_p=0.9)
 LAWS = [pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn", marks=pytest.mark.nightly)]
 LONGER = [[7] * 90, [8] * 3, [9] * 5]
-WAYS = [*product(("eagle2", "eagle3"), ("fixed", "auto"), (GREEDY, DRAWN))]
+WAYS = [*product(("eagle2", "eagle3", "block"), ("fixed", "auto"), (GREEDY, DRAWN))]
 WAYS = [pytest.param(*way, marks=() if number == 3 else pytest.mark.nightly) for number, way in enumerate(WAYS)]
 
 
@@ -59,7 +59,8 @@ def texts(decoder, law, prompts, limit, seed=3):
 @pytest.mark.parametrize("kind, tree, law", WAYS)
 def test_drafting_is_lossless_with_graphs_and_without(target, limit, kind, tree, law):
     """In a batch, in others that find the graphs of the first, and alone."""
-    draft, plain = tiny_draft(target, [1, 1], kind=kind), Autoregressive(target, graphs=False)
+    allocation = [2] if kind == "block" else [1, 1]
+    draft, plain = tiny_draft(target, allocation, kind=kind), Autoregressive(target, graphs=False)
     cases = (PROMPTS, 3), (PROMPTS, 4), (LONGER, 3)
     batch, *others = ([prompts, seed, texts(plain, law, prompts, limit, seed)] for prompts, seed in cases)
     eager = Speculative(target, draft, 2, 8, 4, tree, graphs=False)

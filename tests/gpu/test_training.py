@@ -74,7 +74,7 @@ def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("allocation, config", [KINDS[4], KINDS[-1]])
+@pytest.mark.parametrize("allocation, config", [KINDS[4], KINDS[-1], ([6], {"kind": "block", "block_layers": 2})])
 def test_packed_is_padded_is_alone(target, allocation, config):
     together, rows, alone = packed_padded_alone(target, draft_on(target, allocation, **config))
     for found in (together, rows):
