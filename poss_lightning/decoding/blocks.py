@@ -34,7 +34,7 @@ class BlockDrafter(Drafter):
     Its caches hold keys and values of the context, layer by layer; those of the block in hand stand behind them.
 
     Args as of a `Drafter`, but for `tree_width`: tokens tried at a position; of each depth the tree_width² most
-    probable prefixes are kept. So the best tree is found up to as many nodes.
+    probable prefixes are kept. So of these tokens' trees it finds the best, up to as many nodes.
     """
 
     def __init__(self, draft: Specialists, embed_head: EmbedHead, *sizes):
@@ -59,9 +59,10 @@ class BlockDrafter(Drafter):
         levels, count = [Tree(self.root, nodes, scores)], 1
         if not budget.go_deeper(0, scores):
             return levels[0]
+        depth = budget.plan[0] if budget.plan else self.depth
         if (noise := self._of_vocabulary(noise)) is not None:
-            noise = noise[:, : self.depth]
-        log_probs, rows = top_log_probs(self.block_logits(), width, noise)  # (B, K, k)
+            noise = noise[:, :depth]
+        log_probs, rows = top_log_probs(self.block_logits()[:, :depth], width, noise)  # (B, depth, k)
         for chances, tokens in zip(log_probs.unbind(1), self.draft.token_ids(rows).unbind(1), strict=True):
             paths = (scores[..., None] + chances[:, None]).flatten(1)  # (B, M*k)
             scores, best = paths.topk(min(width**2, paths.shape[1]), dim=1)

@@ -1,6 +1,5 @@
 """What a round costs on this machine: the time of a draft step, and of verifying trees of several sizes."""
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +18,10 @@ class Costs(NamedTuple):
 
     draft_step: float
     verify: dict[int, float]  # n nodes a row, for every n that a tree may have; 1 is a step of plain decoding
-    steps: float = math.inf  # of a whole tree, where they are fewer than its positions
+    steps: int = 10**6  # of a whole tree, where they are fewer than its positions
 
     @classmethod
-    def interpolate(cls, draft_step: float, timed: dict[int, float], steps: float = math.inf) -> "Costs":
+    def interpolate(cls, draft_step: float, timed: dict[int, float], steps: int = 10**6) -> "Costs":
         """From the times of some sizes; a size between two of them lies on the line between.
 
         Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
@@ -36,7 +35,7 @@ class Costs(NamedTuple):
     def read(cls, stored: dict[str, Any]) -> "Costs":
         """As they stand in run.json."""
         verify = {int(n): seconds for n, seconds in stored["verify"].items()}
-        return cls(stored["draft_step"], verify, stored.get("steps", math.inf))
+        return cls(stored["draft_step"], verify, stored.get("steps", 10**6))
 
     def draft_seconds(self, depth: int) -> float:
         """Of drafting so deep."""

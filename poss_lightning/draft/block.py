@@ -57,13 +57,8 @@ def draft_blocks(
         queries, own = layer.queries(hidden, own_rope), layer.keys_values(hidden, own_rope)
         attended = attend_blocks(queries, keys_values, own, at, packing, draft.config.window)
         hidden = layer.after_attention(hidden, attended)
-    outputs = []
-    for k in range(1, depth + 1):
-        row, slot = at // count, at % count + k - 1
-        inside = slot < count
-        output = hidden.new_zeros(batch, count, hidden.shape[-1])
-        outputs.append(output.index_put((row[inside], slot[inside]), hidden[inside, k]))
-    return outputs
+    wide = hidden.new_zeros(batch, count + depth - 1, hidden.shape[-1])  # what goes beyond its row is cut
+    return [wide.index_put((at // count, at % count + k - 1), hidden[:, k])[:, :count] for k in range(1, depth + 1)]
 
 
 def begin_blocks(draft: Specialists, embedded: Tensor) -> Tensor:

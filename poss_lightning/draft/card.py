@@ -63,6 +63,7 @@ def model_card(draft: Specialists, repo_id: str, license: str | None = None, mea
         "fingerprint of the target": config.target.fingerprint,
         "kind": f"{config.kind}, reads {f'layers {list(config.layers)}' if config.layers else 'the last features'}",
         "positions of each specialist": str(list(config.allocation)),
+        "layers": str(config.layer_count),
         "keys and values": config.kv,
         "switches": ", ".join(name for name in SWITCHES if getattr(config, name)),
         "trained to depth": str(config.depth),

@@ -12,6 +12,7 @@ from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refu
 from poss_lightning.target.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
+USUAL = {"block": [7]}  # allocation of a kind, where nobody says; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "inner_layers", "mask_token")}  # fields that one kind has
@@ -103,6 +104,9 @@ class DraftConfig:
                 f"allocation is {list(self.allocation)} and kv {self.kv}; a draft of kind block has the same layers "
                 "for all positions: give one number, and kv separate"
             )
+        inside = range(1, self.target.layers or 1)
+        if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
+            raise ValueError(f"inner_layers is {list(self.inner_layers)}; {self.target.name} has 1 to {inside[-1]}")
         if not 0 <= self.mask_row < self.target.vocab_size:
             raise ValueError(f"mask_token is {self.mask_token}; {self.target.name} has {self.target.vocab_size} tokens")
 
@@ -267,7 +271,7 @@ def _other_config(stored: dict[str, Any], folder: Path) -> str:
         return ""
     if "poss_lightning" in stored:
         return "a draft of ours as vLLM reads it; give the one that it was made from"
-    kinds = {"speculators_model_type": "speculators", "draft_vocab_size": "eagle3"}
+    kinds = {"speculators_model_type": "speculators", "dflash_config": "dflash", "draft_vocab_size": "eagle3"}
     kind = next((kind for field, kind in kinds.items() if field in stored), "eagle")
     layers = stored.get("num_hidden_layers")
     if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):

@@ -226,6 +226,10 @@ class Specialists(nn.Module):
             raise ValueError(f"the draft to start from has another target: {difference}")
         if self.config.kind != other.config.kind:
             raise ValueError(f"the draft to start from is {other.config.kind}, and this one {self.config.kind}")
+        if self.config.layers != other.config.layers:
+            raise ValueError(
+                f"the draft to start from reads layers {list(other.config.layers)}, this one {list(self.config.layers)}"
+            )
         if other.config.fc_norm and not self.config.fc_norm:
             raise ValueError("the draft to start from has fc_norm, and this one has not: make fc_norm true")
         if other.config.norm_output and not self.config.norm_output:
@@ -240,6 +244,7 @@ class Specialists(nn.Module):
             self.trained_on = other.trained_on
             self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
             if self.config.one_pass:
+                self.mask.copy_(other.mask)
                 self.context_norm.load_state_dict(other.context_norm.state_dict())
                 sources = list(other.layers)
             else:  # the one that serves its first position

@@ -170,6 +170,7 @@ class Cell:
         choose_device(options["device"])
         if draft:
             depth = sum(draft.allocation) if options["depth"] is None else options["depth"]
+            draft.check_depth(depth)
             check_tree(depth, options["tree_width"])
             Fixed(depth, options["nodes"])
         if self.measure == "benchmark":

@@ -26,8 +26,8 @@ from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter, count_candidates
-from poss_lightning.decoding.trees import ancestor_mask
-from poss_lightning.decoding.verification import judge
+from poss_lightning.decoding.trees import Tree, ancestor_mask
+from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance, table
@@ -41,6 +41,7 @@ from poss_lightning.files import atomic, check_folder, read_json, without_secret
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
@@ -97,11 +98,17 @@ def replay(
     config |= {"target": features.target.name, "fingerprint": fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
-    costs = {} if schedules is None else _read_costs(Path(schedules), drafts)
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
-    methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
-    check_settings(folder, {"store": store, "dtype": dtype, "fingerprint": fingerprint}, methods)
+    described = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
+    costs = {} if schedules is None else _read_costs(Path(schedules), config, described)
+    ways = {name: {name: Schedule(facts["depth"], facts["nodes"])} for name, facts in described.items()}
+    for name, own in costs.items():
+        made = {way: kind(described[name]["depth"], described[name]["nodes"], own) for way, kind in SCHEDULES.items()}
+        ways[name] = {f"{name}+{way}" if way else name: schedule for way, schedule in made.items()}
+    methods = {method: described[name] for name, own in ways.items() for method in own}
+    known = {"store": store, "dtype": dtype, "fingerprint": fingerprint, "schedules": schedules}
+    check_settings(folder, known, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
         records, drawn = [], []
@@ -116,14 +123,8 @@ def replay(
                     logger.warning("%s: %s", store, told)
             if seen := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
                 logger.warning("%s: %s", store, seen)
-            deepest = int(methods[name]["depth"])
-            drafter = make_drafter(draft, embed_head, deepest, tree_width)
-            ways: dict[str, Schedule] = {name: Schedule(deepest, nodes)}
-            if name in costs:
-                made = {way: kind(deepest, nodes, costs[name]) for way, kind in SCHEDULES.items()}
-                ways = {f"{name}+{way}" if way else name: schedule for way, schedule in made.items()}
-            for method, schedule in ways.items():
-                methods[method] = methods[name]
+            drafter = make_drafter(draft, embed_head, described[name]["depth"], tree_width)
+            for method, schedule in ways[name].items():
                 with tqdm(total=len(answers), desc=f"replay {method}", unit="answer") as bar:
                     replayed = _replay_all(drafter, answers, schedule, bar.update)
                 rounds = iter(replayed)
@@ -136,6 +137,7 @@ def replay(
                 rates = acceptance(draft, embed_head, answers, methods[name]["depth"], counts)
                 drawn.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
+        facts |= {"costs": {name: own._asdict() for name, own in costs.items()}} if costs else {}
         facts["trainings"] = {name: describe_training(source) for name, source in drafts.items()}
         with atomic(folder / "run.json") as path:
             path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
@@ -145,14 +147,23 @@ def replay(
     print("\n\n".join([*drawn, f"{out}: {len(records)} records of {len(methods)} methods"]))
 
 
-def _read_costs(path: Path, drafts: Iterable[str]) -> dict[str, Costs]:
-    """What a benchmark measured, by draft."""
-    stored = read_json(path).get("costs") or {}
-    if missing := [name for name in drafts if name not in stored]:
-        raise ValueError(
-            f"{path} has no costs of {missing[0]}: it must be of `poss benchmark --tree auto --drafts.{missing[0]} …`"
-        )
-    return {name: Costs.read(stored[name]) for name in drafts}
+def _read_costs(path: Path, config: dict[str, Any], methods: dict[str, dict[str, Any]]) -> dict[str, Costs]:
+    """What a benchmark of the same target, in the same dtype, measured of each draft.
+
+    Raises:
+        ValueError: it did not measure one of them, or not such trees, or something else; the message names it.
+    """
+    run = read_json(path)
+    stored, measured = run.get("costs") or {}, run.get("config") or {}
+    for name, method in methods.items():
+        if name not in stored:
+            raise ValueError(f"{path} has no costs of {name}: it must be of `poss benchmark --tree auto`, with {name}")
+        if method["nodes"] > (most := max(map(int, stored[name]["verify"]))):
+            raise ValueError(f"{path} has costs of {name} to {most} nodes, and its trees have {method['nodes']}")
+    for field in ("dtype", "fingerprint"):
+        if not same_weights(str(measured.get(field)), str(config[field])):
+            raise ValueError(f"{path} is of {field} {measured.get(field)}, and here it is {config[field]}")
+    return {name: Costs.read(stored[name]) for name in methods}
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
@@ -165,6 +176,7 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
 def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int) -> dict[str, Any]:
     """What run.json says of it. Raises ValueError where the tree cannot be, before anything is written."""
     depth = sum(draft.config.allocation) if depth is None else depth
+    draft.config.check_depth(depth)
     Fixed(depth, nodes)
     width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
     return {"depth": depth, "nodes": min(nodes, count_candidates(depth, width)), "tree_width": width, **describe(draft)}
@@ -258,14 +270,16 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: Schedule) -> list
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = sampler.noise(root[:, None] + path[1:])
-        tree = schedule.choose(drafter.draft_tree(schedule.budget, noise), active)
+        drafted = Tree(*(part.cpu() for part in drafter.draft_tree(schedule.budget, noise)))
+        tree = Tree(*(part.to(device) for part in schedule.choose(drafted, active.cpu())))
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
         # 2. Count the rounds that the text shows to their full depth.
         counted = active & (complete | (root + depth < lengths))
         accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # behind an answer's end is no bonus
-        seconds = schedule.seconds(tree, ancestors, verdict, active)
+        on_host = Tree(*(part.cpu() for part in tree)), ancestors.cpu(), Verdict(*(part.cpu() for part in verdict))
+        seconds = schedule.seconds(*on_host, active.cpu())
         for i in counted.nonzero()[:, 0].tolist():
             rows[i].accepted.append(int(accepted[i]))
             rows[i].seconds.append(float(seconds[i]))

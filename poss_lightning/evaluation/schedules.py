@@ -192,7 +192,8 @@ class Equal(Timed):
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
         self._learn(tree, ancestors, verdict, active)
-        took = self.costs.draft_seconds(self.depth) + self.costs.verify_seconds(round(self.verified / self.part))
+        verify = self.costs.verify_seconds(min(round(self.verified / self.part), self.nodes))
+        took = self.costs.draft_seconds(self.depth) + verify
         return torch.full((len(active),), took / self.rows)
 
 
@@ -217,8 +218,12 @@ class SizedTetris(CalibratedTetris):
     def count(self, worth: Tensor, active: int) -> int:
         tokens = active + torch.nn.functional.pad(worth.clamp(min=0).cumsum(0), (1, 0))  # of 0, 1, 2 … nodes more
         draft, part = self.costs.draft_seconds(self.depth), active / self.rows
-        costs = {max(round(n * part), active): seconds for n, seconds in self.costs.verify.items() if n >= self.rows}
-        rates = {n: float(tokens[min(n - active, len(worth))]) / (draft + seconds) for n, seconds in costs.items()}
+        rates = {active: 0.0}  # where none of the sizes has a root for every row
+        for n, verify in self.costs.verify.items():
+            if self.rows <= n <= self.nodes:
+                count = max(round(n * part), active)
+                rate = float(tokens[min(count - active, len(worth))]) / (draft + verify)
+                rates[count] = max(rate, rates.get(count, 0.0))
         return max(rates, key=rates.__getitem__)
 
 

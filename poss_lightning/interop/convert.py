@@ -69,6 +69,8 @@ def convert(
             if allocation is None and layout.nested:
                 allocation = speculators.find_allocation(stored)
             if layout.kind == "block":
+                if allocation is not None:
+                    raise ValueError(f"allocation is {allocation}; the file says block_size: leave it out")
                 allocation = [settings.find_positions(config)]
             allocation = _find_allocation(input_format, allocation, tensors)
         loaded = Target.load(target, dtype=None, device="cpu")

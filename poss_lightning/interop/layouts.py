@@ -225,6 +225,6 @@ def check_layers(config: DraftConfig) -> None:
     """Raise ValueError where code that loads EAGLE-3 files would take the outputs of other layers."""
     if list(config.layers) != sorted(set(config.layers)):
         raise ValueError(
-            f"it fuses layers {list(config.layers)} of {config.target.layers}; EAGLE-3's code takes three ascending "
-            "layers, which needs a target of 7 layers or more"
+            f"it fuses layers {list(config.layers)} of {config.target.layers}; published code takes ascending layers, "
+            "and EAGLE-3's three need a target of 7 layers or more"
         )

@@ -97,7 +97,9 @@ def define_methods(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
         trainings = as_object(run.get("trainings"))
         for name, facts in as_object(run.get("methods")).items():
             if (allocation := as_object(facts).get("allocation")) and name not in defined:
-                layers = "one layer" if len(allocation) == 1 else f"{len(allocation)} specialists"
+                stacked = facts.get("block_layers", 1)
+                single = "one layer" if stacked == 1 else f"{stacked} layers"
+                layers = single if len(allocation) == 1 else f"{len(allocation)} specialists"
                 size = f"{facts['parameters'] / 1e6:.1f} M parameters" if facts.get("parameters") else ""
                 defined[name] = ", ".join(filter(None, [f"{layers} {allocation}", size, trainings.get(name)]))
     return defined

@@ -38,6 +38,8 @@ def collect(trainer: lightning.Trainer, training: SpecialistTraining) -> Hyperpa
         "detach": str(config.detach),
         "kv": config.kv,
         "kind": config.kind,
+        "layers": config.layer_count,
+        "anchors": training.hparams["anchors"] or "all",
         "intermediate_size": config.intermediate_size or config.target.intermediate_size,
         "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
         "parameters": count_parameters(config),

@@ -25,7 +25,7 @@ from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, S
 from poss_lightning.training.guard import NormGuard
 from poss_lightning.training.optimizers import make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
-from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary
+from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.validation import ValidationMetrics
 
@@ -133,6 +133,7 @@ class SpecialistTraining(lightning.LightningModule):
             window=window,
             fc_norm=fc_norm,
             norm_output=norm_output,
+            **inherited(start, kind),
         )
         check_reach(config)
         if anchors is not None and not config.one_pass:
@@ -220,6 +221,8 @@ class SpecialistTraining(lightning.LightningModule):
 
     def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor | None:
         """A subclass' own losses of the features that were predicted, (K,), each summed over slots; None for none.
+
+        With `anchors`, predictions are 0 where no block was drawn.
 
         They are weighed over passes, and averaged over the optimizer step, as those of `loss`, to which they are added.
 

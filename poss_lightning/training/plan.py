@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from poss_lightning.draft.config import DraftConfig, Kind
+from poss_lightning.draft.config import USUAL, DraftConfig, Kind
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
 from poss_lightning.target.loading import load_config
@@ -58,7 +58,7 @@ def plan(
 
     Args:
         target: llama-3-8b, llama-3.1-8b, llama-2-13b, qwen3-8b, smollm2-135m, or a local folder with a config.json.
-        allocation: positions served by each specialist; PosS-2's, [2, 2, 2], by default.
+        allocation: positions served by each specialist; PosS-2's, [2, 2, 2], by default, and [7] of a block draft.
         depth: passes of the unroll in training; None for the sum of the allocation.
         strategy: how processes share the work; by default "one", a process alone, or for several "ddp".
         processes: how many.
@@ -82,7 +82,7 @@ def plan(
     if strategy == "one" and processes > 1:
         raise ValueError(f"processes is {processes} with strategy one: name the strategy by which they share the work")
     spec, tied = find_target(target)
-    allocation = allocation or [2, 2, 2]
+    allocation = allocation or USUAL.get(kind, [2, 2, 2])
     depth = depth or sum(allocation)
     config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth, detach=detach, kv=kv, kind=kind)
     sizes = {"intermediate_size": intermediate_size, "vocabulary_size": vocabulary_size}

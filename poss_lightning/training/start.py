@@ -1,9 +1,11 @@
 """The draft that a training begins with: its tokens, its weights, and the target's embedding and head for it."""
 
 from itertools import count
+from typing import Any
 
 from torch import Tensor
 
+from poss_lightning.draft.config import Kind
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
@@ -31,6 +33,13 @@ def choose_vocabulary(features: Source, size: int | None, start: Specialists | N
     if start and same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
         return start.vocabulary
     return None if size is None else features.common_tokens(size)
+
+
+def inherited(start: Specialists | None, kind: Kind) -> dict[str, Any]:
+    """What a draft of this kind reads as the one that it starts from does, and no option says."""
+    if start is None or start.config.kind != kind:
+        return {}
+    return {name: getattr(start.config, name) for name in ("inner_layers", "mask_token")}
 
 
 def begin_draft(

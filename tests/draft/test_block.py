@@ -16,6 +16,7 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.block import attend_blocks
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Sampling
+from poss_lightning.training.start import inherited
 from tests.support import naive
 from tests.support.decoders import drawn
 from tests.support.tiny import tiny_draft, tiny_target
@@ -182,6 +183,36 @@ def test_a_size_that_is_settled_changes_no_token(target, monkeypatch):
     assert all(costs.steps == 1 for costs in speculative.measured.values())  # whatever the depth
 
 
+class Shallow(Settled):
+    """Has settled on two positions and seven nodes."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.plan = 2, 7
+
+
+@pytest.mark.parametrize("law", [Sampling(), Sampling(1.0)], ids=str)
+def test_a_plan_that_is_shallower_than_the_block_changes_no_token(target, monkeypatch, law):
+    """And no tree is deeper than the plan, for which noise, ancestors and verdict are made."""
+    monkeypatch.setattr(engine, "PerRound", Shallow)
+    speculative = Speculative(target, block_draft(target), 6, 20, 5, tree="auto")
+    trees = []
+    expected = drawn(Autoregressive(target), law, 0, limit=24)
+    draft_tree = speculative.drafter.draft_tree
+    speculative.drafter.draft_tree = lambda *given: trees.append(draft_tree(*given)) or trees[-1]
+    assert drawn(speculative, law, 0, limit=24) == expected
+    deepest = [int(ancestor_mask(tree.parents, 6).sum(-1).max()) - 1 for tree in trees]
+    assert deepest[-1] == 2 and set(deepest) <= {2, 6}  # 6 where it measures
+
+
+def test_a_training_reads_what_the_block_that_it_starts_from_reads(target, tmp_path):
+    draft = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5)
+    assert inherited(draft, "block") == {"inner_layers": (1, 3), "mask_token": 5}
+    assert inherited(draft, "eagle3") == inherited(None, "block") == {}
+    with pytest.raises(ValueError, match=r"the draft to start from reads layers \[1, 3\], this one \[2, 3, 4\]"):
+        block_draft(target, block_layers=2).start_from(draft)
+
+
 def test_a_folder_gives_back_what_it_was_given(target, tmp_path):
     draft = block_draft(target, block_layers=2, inner_layers=(1, 3), mask_token=5)
     draft.save_pretrained(tmp_path)
@@ -202,6 +233,7 @@ def test_a_folder_gives_back_what_it_was_given(target, tmp_path):
         ({"kv": "shared"}, "give one number"),
         ({"depth": 8, "allocation": (6,)}, None),
         ({"mask_token": 320}, "has 320 tokens"),
+        ({"inner_layers": (3, 9)}, r"inner_layers is \[3, 9\]; tiny has 1 to 6"),
         ({"fc_norm": True}, "only a draft of kind eagle3 has"),
         ({"kind": "eagle3", "block_layers": 2}, "only a draft of kind block has"),
     ],

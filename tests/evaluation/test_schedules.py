@@ -1,5 +1,7 @@
 """Schedules in a replay: they change what a round drafts, verifies and takes, and nothing of what is accepted of it."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree, ancestor_mask
-from poss_lightning.evaluation.replay import Rounds, _replay_all
+from poss_lightning.evaluation.replay import Rounds, _read_costs, _replay_all
 from poss_lightning.evaluation.schedules import LEFT_OUT, SCHEDULES, Equal, Pearl, Schedule, SizedTetris
 from poss_lightning.evaluation.stored import find_answers
 from tests.evaluation.test_replay import LIMIT, PROMPTS, ended, lucky
@@ -112,6 +114,27 @@ def test_a_batch_takes_as_many_nodes_as_promise_most(monkeypatch):
     rates = {n // 2: (2 + float(worth[: n // 2 - 2].sum())) / (2 + COSTS.verify_seconds(n)) for n in (4, 8, 12, 16)}
     assert SizedTetris(4, 16, COSTS).count(worth, 2) == max(rates, key=rates.__getitem__)
     assert Equal(4, 16, COSTS).count(worth, 2) == 8
+    assert SizedTetris(4, 16, COSTS._replace(verify={1: 2.0, 2: 2.5})).count(worth, 2) == 2  # a root each
+
+
+def test_costs_of_something_else_are_refused(tmp_path):
+    asked, methods = {"dtype": "bfloat16", "fingerprint": "ab"}, {"hass": {"nodes": 16}}
+
+    def read(costs, **config):
+        path = tmp_path / "run.json"
+        path.write_text(json.dumps({"costs": costs, "config": asked | config}))
+        return _read_costs(path, asked, methods)
+
+    measured = {"hass": {"draft_step": 0.5, "verify": {"1": 2.0, "16": 4.0}}}
+    assert read(measured) == {"hass": Costs(0.5, {1: 2.0, 16: 4.0})}
+    for given, config, message in [
+        ({}, {}, "has no costs of hass"),
+        ({"hass": {"draft_step": 0.5, "verify": {"8": 2.0}}}, {}, "costs of hass to 8 nodes, and its trees have 16"),
+        (measured, {"dtype": "float32"}, "is of dtype float32, and here it is bfloat16"),
+        (measured, {"fingerprint": "cd"}, "is of fingerprint cd, and here it is ab"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read(given, **config)
 
 
 def test_a_replay_with_costs_writes_all_of_them(told, tmp_path):

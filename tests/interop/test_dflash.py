@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from tests.support.layouts import CONFIG, put
 from tests.support.tiny import tiny_draft
@@ -92,6 +93,14 @@ def test_what_ours_cannot_be_is_refused(convert, deep, tmp_path, changes, messag
     folder = put(tmp_path / "theirs", random_file(deep), **{**STATED, **changes})
     with pytest.raises(ValueError, match=message):
         convert(folder, tmp_path / "ours", "--input_format", "dflash")
+
+
+def test_a_dflash_folder_is_told_as_one(convert, deep, tmp_path):
+    folder = put(tmp_path / "theirs", random_file(deep), **STATED)
+    with pytest.raises(ValueError, match=r"poss convert .* DRAFT --input_format dflash --target TARGET"):
+        check_draft(folder)
+    with pytest.raises(ValueError, match=r"allocation is \[3\]; the file says block_size: leave it out"):
+        convert(folder, tmp_path / "ours", "--input_format", "dflash", "--allocation", "[3]")
 
 
 def test_a_file_without_norms_of_heads_is_refused(convert, deep, tmp_path):
