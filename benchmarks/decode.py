@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 from unittest.mock import patch
@@ -209,13 +210,24 @@ def batch(target: Target, draft: Specialists, questions: list[Question], size: i
 
 
 def exact(questions: list[Question], limit: int, tokens: int = 100_000, rows: int = 30) -> dict[str, object]:
-    """Tokens that are drawn, and texts that the engine draws otherwise: by chains, in every fourth batch by trees."""
+    """Tokens that are drawn, and texts that the engine draws otherwise: by chains, in every fourth batch by trees.
+
+    It goes on after the batches that an earlier call has counted (`runs/bench/exact.json`).
+    """
     target, sampling = Target.load("embedded", "float32", "cpu"), Sampling(1.0)
     draft, plain = Specialists.from_pretrained("embedded-hass"), Autoregressive(target)
     chain, tree = (Speculative(target, draft, *TREES[name]) for name in list(TREES)[:2])
-    prompts, found, batches = first_turns(target, questions), {"texts": 0, "texts_that_differ": 0}, 0
-    with tqdm(total=tokens, desc="exact", unit="token") as bar:
+    prompts, file, settings = (
+        first_turns(target, questions),
+        Path("runs/bench/exact.json"),
+        [limit, rows, len(questions)],
+    )
+    found = {"settings": settings, "batches": 0, "tokens": 0, "texts": 0, "texts_that_differ": 0}
+    if file.is_file() and (earlier := json.loads(file.read_text()))["settings"] == settings:
+        found = earlier
+    with tqdm(total=tokens, initial=found["tokens"], desc="exact", unit="token") as bar:
         while bar.n < tokens:
+            batches = found["batches"]
             some, engine = (prompts * 2)[batches * rows % len(prompts) :][:rows], tree if batches % 4 == 3 else chain
             seeds = [torch.Generator().manual_seed(batches) for _ in range(2)]
             pair = (
@@ -225,9 +237,11 @@ def exact(questions: list[Question], limit: int, tokens: int = 100_000, rows: in
                 found["texts"] += 1
                 found["texts_that_differ"] += own.tokens != other.tokens
                 bar.update(len(own.tokens))
-            batches += 1
-            bar.set_postfix(found)
-    return found | {"tokens": bar.n}
+            found |= {"batches": batches + 1, "tokens": bar.n}
+            bar.set_postfix(texts=found["texts"], differ=found["texts_that_differ"])
+            with atomic(file) as path:
+                path.write_text(json.dumps(found))
+    return found
 
 
 # --- the command ---
