@@ -252,7 +252,7 @@ def test_drafts_parse(poss, draft):
     config = printed(poss, "--config", draft)["model"]
     given = yaml.safe_load(draft.read_text())["model"]
     assert {name: config[name] for name in given} == given
-    assert sum(config["allocation"]) == (8 if config["kind"] == "eagle3" else 6)
+    assert sum(config["allocation"]) == {"eagle2": 6, "eagle3": 8, "block": 7}[config["kind"]]
 
 
 @pytest.mark.parametrize(
