@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from poss_lightning.demo import CORPUS
-from poss_lightning.draft.specialists import WEIGHTS
+from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import EARLIER, Record, read_records
 from poss_lightning.evaluation.replay import replay

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists, shipped
+from poss_lightning.draft.folder import shipped
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import PLAIN, read_records
 from poss_lightning.extract import extract

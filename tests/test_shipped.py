@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from poss_lightning import shipped
-from poss_lightning.draft.specialists import find_draft
+from poss_lightning.draft.folder import find_draft
 from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.suites import own_suites
 from poss_lightning.files import conf, find_config

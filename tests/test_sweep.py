@@ -17,7 +17,8 @@ import pytest
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.draft.specialists import SHIPPED, Specialists
+from poss_lightning.draft.folder import SHIPPED
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import cell as module
 from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
 from poss_lightning.evaluation.provenance import COMMIT

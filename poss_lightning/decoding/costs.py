@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
+EACH = 10**6  # steps of a tree whose positions take one each
 ENOUGH = 3.0  # seconds after which nothing is timed once more
 
 
@@ -18,10 +19,10 @@ class Costs(NamedTuple):
 
     draft_step: float
     verify: dict[int, float]  # n nodes a row, for every n that a tree may have; 1 is a step of plain decoding
-    steps: int = 10**6  # of a whole tree, where they are fewer than its positions
+    steps: int = EACH  # of a whole tree, where they are fewer than its positions
 
     @classmethod
-    def interpolate(cls, draft_step: float, timed: dict[int, float], steps: int = 10**6) -> "Costs":
+    def interpolate(cls, draft_step: float, timed: dict[int, float], steps: int = EACH) -> "Costs":
         """From the times of some sizes; a size between two of them lies on the line between.
 
         Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
@@ -35,7 +36,7 @@ class Costs(NamedTuple):
     def read(cls, stored: dict[str, Any]) -> "Costs":
         """As they stand in run.json."""
         verify = {int(n): seconds for n, seconds in stored["verify"].items()}
-        return cls(stored["draft_step"], verify, stored.get("steps", 10**6))
+        return cls(stored["draft_step"], verify, stored.get("steps", EACH))
 
     def draft_seconds(self, depth: int) -> float:
         """Of drafting so deep."""

@@ -12,16 +12,13 @@ logits (docs/METHOD.md, 2 and 9); the third, `block`, drafts all positions at on
     logits of F̂     the target's head, scaled or capped   the draft's own lm_head(norm(F̂))
 """
 
-import base64
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
@@ -32,16 +29,22 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.block import draft_blocks
 from poss_lightning.draft.card import model_card, public_target
 from poss_lightning.draft.config import DraftConfig, check_draft
+from poss_lightning.draft.folder import (
+    CONFIG,
+    TRAINED_ON,
+    WEIGHTS,
+    check_state,
+    decode_digests,
+    encode_digests,
+    find_draft,
+)
 from poss_lightning.draft.layer import BlockLayer, Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
-from poss_lightning.files import atomic, fetch
+from poss_lightning.files import atomic
 from poss_lightning.target.spec import EmbedHead, Product
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-TRAINED_ON = "trained_on"  # in the header of the weights
 # what a draft that starts from another one takes over with its weights
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
-SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
 
 
 class Layers(nn.ModuleList):
@@ -335,48 +338,6 @@ class Specialists(nn.Module):
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
         return draft
-
-
-def encode_digests(digests: frozenset[int]) -> str:
-    """Four bytes a number, in base 64."""
-    return base64.b64encode(np.array(sorted(digests), "<u4").tobytes()).decode()
-
-
-def decode_digests(text: str) -> frozenset[int]:
-    """What `encode_digests` wrote. Raises ValueError for anything else."""
-    return frozenset(np.frombuffer(base64.b64decode(text, validate=True), "<u4").tolist())
-
-
-def shipped() -> list[str]:
-    """Names of the drafts that come with the package, e.g. embedded-hass."""
-    return sorted(folder.name for folder in SHIPPED.iterdir()) if SHIPPED.is_dir() else []
-
-
-def local_folder(source: str | Path) -> Path:
-    """Where a draft would be on this machine: the folder of that name, or else the shipped draft."""
-    return SHIPPED / source if source in shipped() and not Path(source).is_dir() else Path(source)
-
-
-def find_draft(source: str | Path) -> Path:
-    """The folder of a draft: a local one, a shipped one, or a hub id's after its download.
-
-    Raises:
-        FileNotFoundError: none of them.
-    """
-    if (folder := local_folder(source)).is_dir():
-        return folder
-    known = ", ".join(shipped()) or "none"
-    return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped draft: {known}")
-
-
-def check_state(state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for weights with which a draft could not draft: no real numbers, or not finite in float32."""
-    for name, value in state.items():
-        whole = name == "vocabulary"
-        if not (value.dtype in (torch.int32, torch.int64) if whole else value.is_floating_point()):
-            raise ValueError(f"{name} is {value.dtype}; it must be {'whole' if whole else 'real'} numbers")
-        if wrong := int((~value.float().isfinite()).sum()):
-            raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
 
 
 def _check_vocabulary(vocabulary: Tensor | None, config: DraftConfig) -> None:

@@ -11,7 +11,7 @@ from poss_lightning.configs import check_options
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import check_tree
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import WEIGHTS, local_folder
+from poss_lightning.draft.folder import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.cells import NOTE, PackedCell
 from poss_lightning.evaluation.provenance import origin

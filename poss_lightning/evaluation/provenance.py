@@ -16,7 +16,8 @@ from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
-from poss_lightning.draft.specialists import Specialists, local_folder, shipped
+from poss_lightning.draft.folder import local_folder, shipped
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
 from poss_lightning.files import public_name, read_json, without_secrets
 from poss_lightning.target.fingerprints import same_weights

@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict, judge
@@ -33,15 +32,14 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance, table
 from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
-from poss_lightning.evaluation.schedules import SCHEDULES, Pearl, Schedule
+from poss_lightning.evaluation.schedules import SCHEDULES, Pearl, Schedule, read_costs
 from poss_lightning.evaluation.stored import Answer, find_answers, mismatch, sampled
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
-from poss_lightning.files import atomic, check_folder, read_json, without_secrets
+from poss_lightning.files import atomic, check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling, TokenSampler
-from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
@@ -101,7 +99,7 @@ def replay(
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
     described = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
-    costs = {} if schedules is None else _read_costs(Path(schedules), config, described)
+    costs = {} if schedules is None else read_costs(Path(schedules), config, described)
     ways = {name: {name: Schedule(facts["depth"], facts["nodes"])} for name, facts in described.items()}
     for name, own in costs.items():
         made = {way: kind(described[name]["depth"], described[name]["nodes"], own) for way, kind in SCHEDULES.items()}
@@ -138,32 +136,13 @@ def replay(
                 drawn.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
         facts |= {"costs": {name: own._asdict() for name, own in costs.items()}} if costs else {}
-        facts["trainings"] = {name: describe_training(source) for name, source in drafts.items()}
+        facts["trainings"] = {method: describe_training(drafts[name]) for name, own in ways.items() for method in own}
         with atomic(folder / "run.json") as path:
             path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
         with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()
     print("\n\n".join([*drawn, f"{out}: {len(records)} records of {len(methods)} methods"]))
-
-
-def _read_costs(path: Path, config: dict[str, Any], methods: dict[str, dict[str, Any]]) -> dict[str, Costs]:
-    """What a benchmark of the same target, in the same dtype, measured of each draft.
-
-    Raises:
-        ValueError: it did not measure one of them, or not such trees, or something else; the message names it.
-    """
-    run = read_json(path)
-    stored, measured = run.get("costs") or {}, run.get("config") or {}
-    for name, method in methods.items():
-        if name not in stored:
-            raise ValueError(f"{path} has no costs of {name}: it must be of `poss benchmark --tree auto`, with {name}")
-        if method["nodes"] > (most := max(map(int, stored[name]["verify"]))):
-            raise ValueError(f"{path} has costs of {name} to {most} nodes, and its trees have {method['nodes']}")
-    for field in ("dtype", "fingerprint"):
-        if not same_weights(str(measured.get(field)), str(config[field])):
-            raise ValueError(f"{path} is of {field} {measured.get(field)}, and here it is {config[field]}")
-    return {name: Costs.read(stored[name]) for name in methods}
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:

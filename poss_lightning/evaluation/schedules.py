@@ -4,6 +4,9 @@ A schedule takes part in a replay (`replay.py`), where no engine of its own is n
 benchmark measured on this machine: they say what a schedule could bring, and leave out what it costs to build.
 """
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,8 @@ from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict
+from poss_lightning.files import read_json
+from poss_lightning.target.fingerprints import same_weights
 
 LEFT_OUT = -1  # the token of a node that is not verified: no target chooses it
 
@@ -238,3 +243,22 @@ SCHEDULES: dict[str, type[Timed]] = {
     "tetris-calibrated": CalibratedTetris,
     "tetris-sized": SizedTetris,
 }
+
+
+def read_costs(path: Path, config: dict[str, Any], methods: dict[str, dict[str, Any]]) -> dict[str, Costs]:
+    """What a benchmark of the same target, in the same dtype, measured of each draft.
+
+    Raises:
+        ValueError: it did not measure one of them, or not such trees, or something else; the message names it.
+    """
+    run = read_json(path)
+    stored, measured = run.get("costs") or {}, run.get("config") or {}
+    for name, method in methods.items():
+        if name not in stored:
+            raise ValueError(f"{path} has no costs of {name}: it must be of `poss benchmark --tree auto`, with {name}")
+        if method["nodes"] > (most := max(map(int, stored[name]["verify"]))):
+            raise ValueError(f"{path} has costs of {name} to {most} nodes, and its trees have {method['nodes']}")
+    for field in ("dtype", "fingerprint"):
+        if not same_weights(str(measured.get(field)), str(config[field])):
+            raise ValueError(f"{path} is of {field} {measured.get(field)}, and here it is {config[field]}")
+    return {name: Costs.read(stored[name]) for name in methods}

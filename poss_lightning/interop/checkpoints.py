@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from poss_lightning.draft.specialists import CONFIG, WEIGHTS
+from poss_lightning.draft.folder import CONFIG, WEIGHTS
 from poss_lightning.files import atomic_folder, read_json
 from poss_lightning.terminal import announced
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.specialists import CONFIG, WEIGHTS, DraftConfig, Specialists, check_state, find_draft
+from poss_lightning.draft.folder import CONFIG, WEIGHTS, check_state, find_draft
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from poss_lightning.losses.slot_weights import by_slot as by_slot_of
+from poss_lightning.losses.slot_weights import slots_of
 from poss_lightning.losses.terms import TERMS
 
 ENTROPIES = ("token", "topk")  # always found, as both are one product
@@ -35,6 +35,12 @@ class PassLosses(NamedTuple):
     weighted: Tensor  # (K,) Σ weight · term
     slots: Tensor  # (K,) how many slots count, whether their chains were drawn or not
     top_rows: Tensor  # (K, B, T) the draft's most likely row of the head; -1 where no pass counts, or without find_top
+
+    def plus(self, extra: Tensor, pass_weights: Tensor | None) -> "PassLosses":
+        """And other losses of the passes (K,), summed over slots; without weights they are only told."""
+        total = self.total if pass_weights is None else self.total + (pass_weights * extra).sum()
+        extra = extra.detach()
+        return self._replace(total=total, weighted=self.weighted + extra, terms=self.terms | {"extra": extra})
 
 
 def term_names() -> tuple[str, ...]:
@@ -94,7 +100,7 @@ def pass_losses(
     """
     check_weights(weights, predicts_feature=draft_head is None)
     passes, places = len(predictions), counts.numel()
-    of_chains = None if chains is None else by_slot_of(chains.expand(passes, -1, -1)).flatten(1)  # (K, B * T)
+    of_chains = None if chains is None else slots_of(chains.expand(passes, -1, -1)).flatten(1)  # (K, B * T)
     read = counts.flatten() > 0 if of_chains is None else (counts.flatten() > 0) & of_chains.any(0)
     counting = read.nonzero()[:, 0]  # (S,) the one time that the host waits for the device
     predicted = torch.stack([prediction.flatten(0, 1)[counting] for prediction in predictions])  # (K, S, D)

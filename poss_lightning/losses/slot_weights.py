@@ -31,7 +31,7 @@ def dpace(chances: Tensor, counted: Tensor) -> Tensor:
         counted: whether the pass counts there; where it does not, weights mean nothing.
     """
     reached = _chains(((1 - ALPHA) * chances + ALPHA) * counted).cumprod(0)  # Π_{i <= k}
-    return by_slot(reached.flip(0).cumsum(0).flip(0))
+    return slots_of(reached.flip(0).cumsum(0).flip(0))
 
 
 def _chains(by_slot: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _chains(by_slot: Tensor) -> Tensor:
     return torch.stack([pad(of_pass[:, k:], (0, k)) for k, of_pass in zip(shifts, by_slot, strict=True)])
 
 
-def by_slot(by_chain: Tensor) -> Tensor:
+def slots_of(by_chain: Tensor) -> Tensor:
     """(K, B, T) by the slot where the chain begins -> by the slot that it reads in each pass; 0 where none does."""
     count, shifts = by_chain.shape[-1], _shifts(by_chain)
     return torch.stack([pad(of_pass[:, : count - k], (k, 0)) for k, of_pass in zip(shifts, by_chain, strict=True)])

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import Conversation, read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
-from poss_lightning.draft.specialists import (
-    CONFIG,
-    TRAINED_ON,
-    DraftConfig,
-    Specialists,
-    check_state,
-    decode_digests,
-)
+from poss_lightning.draft.folder import CONFIG, TRAINED_ON, check_state, decode_digests
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.features.writing import tokenize
 from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.ranges import Count, Size, check_numbers

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import Kind
-from poss_lightning.draft.specialists import TRAINED_ON, DraftConfig, Specialists, decode_digests, encode_digests
+from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
@@ -23,7 +24,7 @@ from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
 from poss_lightning.training.guard import NormGuard
-from poss_lightning.training.optimizers import make_optimizer, schedule_rate
+from poss_lightning.training.optimizers import check_trainer, make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
@@ -48,9 +49,8 @@ class SpecialistTraining(lightning.LightningModule):
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
         kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
-        kind: "eagle2"; or "eagle3", for a store with inner layers: it predicts no feature, and has a head of its own,
-            which learns at slots where the vocabulary holds the target's most likely token; or "block", for such a
-            store too, which drafts all positions in one pass.
+        kind: "eagle2"; for a store with inner layers "eagle3" (predicts no feature, and has a head of its own, which
+            learns where the vocabulary holds the target's most likely token) or "block" (all positions in one pass).
         block_layers: decoder layers of a draft of kind block.
         anchors: blocks of a row, at most, drawn anew in each step of training; None for one at each slot that counts.
         window: slots that a query of the draft sees, itself and those on its left; None for all (a sliding window).
@@ -135,9 +135,7 @@ class SpecialistTraining(lightning.LightningModule):
             norm_output=norm_output,
             **inherited(start, kind),
         )
-        check_reach(config)
-        if anchors is not None and not config.one_pass:
-            raise ValueError(f"anchors is {anchors}, and the passes of a draft of kind {kind} are over all slots")
+        check_reach(config, anchors)
         self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
         check_weights(self.loss_weights, config.predicts_feature)
         self.guard = NormGuard()
@@ -176,13 +174,7 @@ class SpecialistTraining(lightning.LightningModule):
     def on_fit_start(self) -> None:
         if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
-        if self.hparams["optimizer"] == "muon" and isinstance(self.trainer.strategy, DeepSpeed):
-            raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:  # it expects gradients that overflow
-            raise ValueError(
-                f"trainer.precision is {self.trainer.precision}, whose first steps overflow by design, and a gradient "
-                "that is not finite stops the training: take bf16-mixed or 32-true"
-            )
+        check_trainer(self.hparams["optimizer"], self.trainer)
 
     def configure_optimizers(self):
         optimizer = make_optimizer(self.draft, self.hparams, self.trainer)
@@ -199,11 +191,10 @@ class SpecialistTraining(lightning.LightningModule):
         # The mean is over the whole step. Strategies average over its batches, so this is undone here.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        most, begins = self.hparams["anchors"], batch.counts[:, :-1] > 0
         seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same where it is resumed
-        chains = None if most is None else draw_chains(begins, most, seed)
-        weighs = self.hparams["slot_weights"] == "dpace"
-        losses, _ = self._losses(batch, depth, pass_weights, weighs, logs, chains)
+        most = self.hparams["anchors"]
+        chains = None if most is None else draw_chains(batch.counts[:, :-1] > 0, most, seed)
+        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"] == "dpace", logs, chains)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         if any(batch.spans):  # and not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
@@ -332,10 +323,7 @@ class SpecialistTraining(lightning.LightningModule):
             chains=chains,
         )
         if (extra := self.extra_losses(predictions, batch)) is not None:
-            total = losses.total if pass_weights is None else losses.total + (pass_weights * extra).sum()
-            extra = extra.detach()
-            terms = losses.terms | {"extra": extra}
-            losses = losses._replace(weighted=losses.weighted + extra, total=total, terms=terms)
+            losses = losses.plus(extra, pass_weights)
         return losses, predictions
 
     def _unrolled(self, batch: Batch, losses: PassLosses, chains: Tensor | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.training.muon import Muon
+from poss_lightning.training.strategies import DeepSpeed
 
 
 def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
@@ -24,6 +25,17 @@ def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: ligh
         return torch.optim.AdamW(draft.parameters(), **adamw_args)
     heads = [draft.lm_head.weight] if draft.config.own_head else []
     return Muon(draft.parameters(), **adamw_args, heads=heads, rank=trainer.global_rank, world=trainer.world_size)
+
+
+def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
+    """Raise ValueError for a strategy or a precision with which this optimizer cannot train."""
+    if optimizer == "muon" and isinstance(trainer.strategy, DeepSpeed):
+        raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:  # it expects gradients that overflow
+        raise ValueError(
+            f"trainer.precision is {trainer.precision}, whose first steps overflow by design, and a gradient that is "
+            "not finite stops the training: take bf16-mixed or 32-true"
+        )
 
 
 def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:

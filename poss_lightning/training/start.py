@@ -14,8 +14,10 @@ from poss_lightning.target.spec import EmbedHead
 Source = FeatureStore | OnlineFeatures
 
 
-def check_reach(config: DraftConfig) -> None:
-    """Raise ValueError where the unroll is too shallow for the last specialists."""
+def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
+    """Raise ValueError where the unroll is too shallow for the last specialists, or is to begin at some slots alone."""
+    if anchors is not None and not config.one_pass:
+        raise ValueError(f"anchors is {anchors}, and the passes of a draft of kind {config.kind} are over all slots")
     if config.unreached(config.depth):
         least = next(depth for depth in count(1) if not config.unreached(depth))
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.draft import specialists
+from poss_lightning.draft import folder as folders
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.training.export import export
@@ -160,7 +160,7 @@ def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_
     export(str(tmp_path / "full"), str(tmp_path / "heads" / "embedded-pair"), "bfloat16")
     halved = tmp_path / "heads" / "embedded-pair" / "model.safetensors"
     assert all(value.dtype == torch.bfloat16 for value in load_file(halved).values())
-    monkeypatch.setattr(specialists, "SHIPPED", tmp_path / "heads")
+    monkeypatch.setattr(folders, "SHIPPED", tmp_path / "heads")
     read = Specialists.from_pretrained("embedded-pair")
     for name, value in read.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, draft.state_dict()[name].bfloat16().float())
@@ -170,12 +170,12 @@ def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_
 
 
 def test_the_shipped_heads_are_whole_and_small():
-    names = specialists.shipped()
+    names = folders.shipped()
     drafts = [Specialists.from_pretrained(name) for name in names]
     assert names == ["embedded-hass", "embedded-poss2"]
     assert [draft.config.allocation for draft in drafts] == [(6,), (2, 2, 2)]
     assert not drafts[0].config.target.difference(drafts[1].config.target)
-    assert sum((specialists.SHIPPED / name / specialists.WEIGHTS).stat().st_size for name in names) <= 32e6
+    assert sum((folders.SHIPPED / name / folders.WEIGHTS).stat().st_size for name in names) <= 32e6
 
 
 def test_inputs_are_scaled_to_a_mean_square_of_one_and_a_draft_that_starts_from_it_reads_the_same(target):

@@ -9,8 +9,8 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree, ancestor_mask
-from poss_lightning.evaluation.replay import Rounds, _read_costs, _replay_all
-from poss_lightning.evaluation.schedules import LEFT_OUT, SCHEDULES, Equal, Pearl, Schedule, SizedTetris
+from poss_lightning.evaluation.replay import Rounds, _replay_all
+from poss_lightning.evaluation.schedules import LEFT_OUT, SCHEDULES, Equal, Pearl, Schedule, SizedTetris, read_costs
 from poss_lightning.evaluation.stored import find_answers
 from tests.evaluation.test_replay import LIMIT, PROMPTS, ended, lucky
 from tests.support.tiny import tiny_target
@@ -123,7 +123,7 @@ def test_costs_of_something_else_are_refused(tmp_path):
     def read(costs, **config):
         path = tmp_path / "run.json"
         path.write_text(json.dumps({"costs": costs, "config": asked | config}))
-        return _read_costs(path, asked, methods)
+        return read_costs(path, asked, methods)
 
     measured = {"hass": {"draft_step": 0.5, "verify": {"1": 2.0, "16": 4.0}}}
     assert read(measured) == {"hass": Costs(0.5, {1: 2.0, 16: 4.0})}

@@ -8,7 +8,8 @@ import torch
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Settled
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.specialists import Specialists, shipped
+from poss_lightning.draft.folder import shipped
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.cache import CUDA_STEP

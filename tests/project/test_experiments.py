@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from poss_lightning.draft.specialists import Specialists, shipped
+from poss_lightning.draft.folder import shipped
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe
 from poss_lightning.evaluation.records import read_runs, read_sources
 from poss_lightning.evaluation.suites import read_suites

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from poss_lightning.draft.specialists import SHIPPED, shipped
+from poss_lightning.draft.folder import SHIPPED, shipped
 from poss_lightning.target import embedded
 from tests.support.mutants import MUTANTS
 
