@@ -93,7 +93,7 @@ def test_what_is_drafted_is_what_was_trained(target, config):
     draft, counts = block_draft(target, **config), [12, 9]
     tokens, embedded, read = inputs(target, 12, batch=2, draft=draft)
     drafter = make_drafter(draft, target.embed_head, 5, 4)
-    drafter.start(2, 64)
+    drafter.start(2, 12)  # and no slot to spare
     for start, stop, of_rows in ((0, 7, [7, 7]), (7, 12, [5, 2])):
         drafter.append_context(tokens[:, start:stop], read[:, start:stop], torch.tensor(of_rows))
         drafter.slots.advance_host(of_rows)
