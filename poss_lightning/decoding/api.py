@@ -1,13 +1,13 @@
-"""The engine in three lines of Python, with the arguments of transformers' `generate`.
+"""The engine in three lines of Python, with the arguments of transformers' `generate`:
 
     model = load("embedded", draft="runs/demo/poss2/draft-last")
     inputs = model.tokenizer("Why is the sky blue?", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=64)
 
-It is no assistant model for transformers' own assisted generation: that one asks for a chain, and here is a tree.
+transformers' own assisted generation cannot take such a draft: it asks for a chain, and this drafts a tree.
 """
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -31,13 +31,13 @@ ANSWER_TOKENS = 256  # of an answer to a question, at most
 
 
 class Streamer(Protocol):
-    """What transformers' `TextStreamer` and its like do."""
+    """What transformers' `TextStreamer` and its kind do."""
 
     def put(self, value: Tensor) -> None:
         """Take the prompt (1, T) first, then new tokens (n,)."""
 
     def end(self) -> None:
-        """The text is finished."""
+        """End the text."""
 
 
 def load(
@@ -56,24 +56,23 @@ def load(
     """A target, sped up by a draft.
 
     Args:
-        target: "embedded", a local folder or a hub id; or a causal LM of transformers in hand, which
-            stays as it is.
-        draft: folder, hub id or shipped draft, or specialists in hand; without one the target decodes alone.
-        tokenizer: of a target in hand.
-        dtype: of a target that is loaded here: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
+        target: "embedded", a local folder or a hub id; or a loaded causal LM of transformers, which is left unchanged.
+        draft: folder, hub id or shipped draft, or loaded specialists; without one the target decodes alone.
+        tokenizer: required with a loaded target.
+        dtype: of a target named by a string: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
             "float32".
-        device: where it computes: "auto" ("cuda", else "mps", else "cpu"), or one of these.
-        tree: "auto" sizes trees by expected tokens a second on this machine, "fixed" takes all of `depth` and `nodes`.
+        device: "auto" ("cuda", else "mps", else "cpu"), or one of these.
+        tree: "auto" sizes trees by expected tokens per second on this machine, "fixed" uses all `depth` and `nodes`.
         depth: draft positions K, at most; the depth of the draft's allocation by default.
         nodes: of a tree, root included, at most.
-        tree_width: children tried a node; 1 drafts chains.
-        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; by default 10
-            where `tree` is "auto", and none without a draft. With a number and no draft they are all that is proposed.
+        tree_width: children tried per node; 1 drafts chains.
+        lookup: at most so many tokens that followed the same words earlier in the text join each tree; by default 10
+            where `tree` is "auto", and 0 without a draft. With a number and no draft, nothing else is proposed.
         chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
 
     Raises:
-        FileNotFoundError: a target or draft that is not there.
-        ValueError: a target that is not supported, or not the draft's; or what is there is no draft.
+        FileNotFoundError: target or draft does not exist.
+        ValueError: a target that is not supported or not the draft's, or a folder that holds no draft.
     """
     if isinstance(draft, str | Path):
         draft = Specialists.from_pretrained(draft)  # first, as a target takes its time
@@ -96,7 +95,7 @@ class Model:
         decoder: `Speculative`, or one of the baselines.
 
     Attributes:
-        decoded: of the last `generate`: tokens, accepted tokens round by round, and seconds of each text.
+        decoded: tokens, accepted tokens per round, and seconds of each text of the last `generate`.
     """
 
     def __init__(self, decoder: Decoder):
@@ -111,7 +110,7 @@ class Model:
 
     @property
     def tau(self) -> float | None:
-        """Tokens a round over the texts of the last `generate`; None without rounds."""
+        """Tokens per round over the texts of the last `generate`; None without rounds."""
         accepted = [count for text in self.decoded for count in text.accepted]
         return sum(accepted) / len(accepted) + 1 if accepted else None
 
@@ -136,49 +135,34 @@ class Model:
         generator: torch.Generator | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """The prompts with their padding, and what follows: (B, T) -> (B, T + new).
+        """The prompts with their padding and what follows: (B, T) -> (B, T + new).
 
-        Every argument means what it means in transformers, where the rest of them raise a TypeError here. A prompt
-        padded on the right goes on from its last real token. No text grows beyond the target's context.
+        Every argument means what it means in transformers; its other arguments raise a TypeError here. The model's own
+        generation_config is not read: the defaults are 20 new tokens, greedy; with `do_sample`, temperature 1 and top_k
+        50. A prompt padded on the right continues from its last real token. No text exceeds the target's context.
 
         Args:
             input_ids: (B, T)
             generation_config: gives those of the other arguments that are None; one that sets others is refused.
             attention_mask: (B, T) 0 where there is padding, on either side; None takes pad tokens for padding, unless
                 they are stop tokens too.
-            max_new_tokens: at most so many; 20 by default.
-            max_length: the same with T counted in; where both are given, `max_new_tokens` holds.
-            do_sample: draw tokens; else, as by default, take the most likely.
-            temperature: of drawing, 1.0 by default. The model's own generation_config is not asked.
-            top_k: of drawing, 50 by default; 0 for all tokens.
-            top_p: of drawing, 1.0 by default.
-            min_p: of drawing, 0.0 by default.
+            max_length: `max_new_tokens` + T; where both are given, `max_new_tokens` holds.
             eos_token_id: stop tokens; the target's by default, [] for none.
-            pad_token_id: what finished texts are filled with; by default the tokenizer's, or else a stop token.
-            repetition_penalty: what logits of tokens that the text has are divided by; 1 changes nothing.
-            num_return_sequences: how many answers to draw of each prompt, which stand below each other.
-            streamer: of one prompt, given its tokens as they are accepted.
-            generator: of the CPU, for what is drawn.
-            seed: of what is drawn, in place of a generator.
+            pad_token_id: fills finished texts; by default the tokenizer's, or else a stop token.
+            streamer: for one prompt, given its tokens as they are accepted.
+            generator: on the CPU, for drawing; or give a `seed`.
 
         Raises:
             TypeError: input_ids is not a tensor.
-            ValueError: input_ids that are none, a number outside its range, or a mask with holes.
+            ValueError: input_ids of another shape or dtype, a number outside its range, or a mask with holes.
         """
-        if not isinstance(input_ids, Tensor):
-            raise TypeError(
-                f"input_ids is a {type(input_ids).__name__}; give token ids, model.tokenizer(text, "
-                'return_tensors="pt").input_ids, or ask model.chat(text)'
-            )
         if generation_config is not None:
             arguments = dict(locals())
             given = {name: arguments[name] for name in _CONFIGURED if arguments[name] is not None}
             given |= {"streamer": streamer, "generator": generator, "seed": seed}
             options = _read_config(generation_config, given)
             return self.generate(input_ids, attention_mask=attention_mask, **options)
-        if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
-            kind = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
-            raise ValueError(f"input_ids is {kind}; it must be (B, T) token ids, at least one of each")
+        _check_tokens(input_ids)
         if seed is not None:
             generator = _seeded(seed, generator)
         if (copies := 1 if num_return_sequences is None else num_return_sequences) != 1:
@@ -188,25 +172,18 @@ class Model:
             attention_mask = None if attention_mask is None else attention_mask.repeat_interleave(copies, 0)
         stops = self._stops(eos_token_id)
         pad = self._pad(pad_token_id, eos_token_id)
-        batch, length = input_ids.shape
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         sampling = _sampling(bool(do_sample), 1.0 if repetition_penalty is None else repetition_penalty, **options)
-        if streamer is not None and batch > 1:
-            raise ValueError(f"streamer is for one prompt, and input_ids has {batch}")
         chats = self.target.chat.stops
         is_padding = pad_token_id is not None or (pad == self.tokenizer.pad_token_id and pad not in chats)
         prompts = _unpadded(input_ids, attention_mask, pad if is_padding and pad not in stops else None)
-        limit = _limit(max_new_tokens, max_length, length)
-
-        watch: Callable[[Progress], None] | None = None
+        limit = _limit(max_new_tokens, max_length, input_ids.shape[1])
+        watch = None
         if streamer is not None:
-            put = streamer.put
-            put(input_ids.cpu())
-
-            def stream(step: Progress) -> None:
-                put(torch.tensor(step.tokens[0]))
-
-            watch = stream
+            if len(prompts) > 1:
+                raise ValueError(f"streamer is for one prompt, and input_ids has {len(prompts)}")
+            streamer.put(input_ids.cpu())
+            watch = partial(_stream, streamer)
         self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
         texts = [one.tokens for one in self.decoded]
         if streamer is not None:
@@ -218,8 +195,8 @@ class Model:
     def chat(self, question: str | list[dict[str, Any]], max_new_tokens: int | None = None, **arguments: Any) -> str:
         """The answer to a question, or to the last of `messages`; `arguments` as in `generate`.
 
-        It has at most 256 tokens, unless `max_new_tokens`, `max_length` or one of a generation config says otherwise.
-        Content in parts, `[{"type": "text", "text": "Hi"}]`, is their text joined.
+        It has at most 256 tokens unless `max_new_tokens` or `max_length` is given, here or in a generation config.
+        Content in parts, `[{"type": "text", "text": "Hi"}]`, is joined.
 
         Raises:
             ValueError: a message without a role or a text, or one that the chat template refuses; it is named.
@@ -247,21 +224,21 @@ class Model:
         return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
 
 
-# What a generation config may say; another field is refused, as what it asks for would not be done.
+# What a generation config may set; any other field is refused, as it would have no effect.
 _CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p")
 _CONFIGURED += ("eos_token_id", "pad_token_id", "repetition_penalty", "num_return_sequences")
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ONES = ("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty", "guidance_scale")  # 1 asks nothing
-# How fields begin that change no token here: of caches, compilation, assistants and beams.
+# Prefixes of fields that change no token here: caches, compilation, assistants and beams.
 _MEANINGLESS = ("transformers_version", "bos_token", "decoder_start", "_from", "use_cache", "cache_", "max_cache_len")
 _MEANINGLESS += ("compile_", "disable_compile", "low_memory", "prefill_chunk", "assistant_", "num_assistant")
 _MEANINGLESS += ("prompt_lookup", "max_matching_ngram", "length_penalty", "early_stopping", "renormalize_logits")
 
 
 def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a generation config sets, and over them those `given`.
+    """The arguments that a generation config sets, overridden by those `given`.
 
-    As transformers has it, the config's temperature and the like hold only where tokens are drawn, whoever says so.
+    As in transformers, the config's temperature and the like hold only where tokens are drawn.
     """
     fields = config.to_diff_dict()
     if not (fields | given).get("do_sample"):
@@ -274,6 +251,21 @@ def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str,
                 f"{', '.join(_CONFIGURED)}"
             )
     return fields | given
+
+
+def _check_tokens(input_ids: Tensor) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids is a {type(input_ids).__name__}; give token ids, model.tokenizer(text, "
+            'return_tensors="pt").input_ids, or ask model.chat(text)'
+        )
+    if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
+        kind = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
+        raise ValueError(f"input_ids is {kind}; it must be (B, T) token ids, at least one of each")
+
+
+def _stream(streamer: Streamer, step: Progress) -> None:
+    streamer.put(torch.tensor(step.tokens[0]))
 
 
 def _seeded(seed: int, generator: torch.Generator | None) -> torch.Generator:
@@ -290,17 +282,17 @@ def _limit(new: int | None, total: int | None, length: int) -> int:
 
 
 def _sampling(do_sample: bool, repetition_penalty: float, **options: Any) -> Sampling:
-    """How tokens are drawn, with transformers' defaults; a number that means nothing without drawing is refused."""
+    """How tokens are drawn, with transformers' defaults; one that has no effect without drawing is refused."""
     given = {name: value for name, value in options.items() if value is not None}
     if not do_sample and given:
         name, value = next(iter(given.items()))
-        raise ValueError(f"{name} is {value}, which means nothing without do_sample=True")
+        raise ValueError(f"{name} is {value}, which has no effect without do_sample=True")
     usual = {"temperature": 1.0, "top_k": 50} if do_sample else {}
     return Sampling(**(usual | given), repetition_penalty=repetition_penalty)
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:
-    """The prompts without their padding: (B, T) twice, 0 where there is padding, before or behind a text."""
+    """The prompts without their padding: (B, T) twice, 0 where there is padding, before or after a text."""
     if mask is None:
         mask = tokens != pad if pad is not None else torch.ones_like(tokens)
     if mask.shape != tokens.shape:
@@ -310,6 +302,6 @@ def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list
         inner = "".join(map(str, real)).strip("0")
         if not inner or "0" in inner:
             wrong = "has 0 between real tokens" if inner else "is all 0"
-            raise ValueError(f"attention_mask of row {number} {wrong}; padding stands before or behind a text")
+            raise ValueError(f"attention_mask of row {number} {wrong}; padding stands before or after a text")
         prompts.append([token for token, is_real in zip(row, real, strict=True) if is_real])
     return prompts

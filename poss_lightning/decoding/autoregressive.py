@@ -1,4 +1,4 @@
-"""The baselines: our own plain loop, and transformers' `generate`, behind the engine's interface."""
+"""The baselines, with the engine's interface: our own plain loop and transformers' `generate`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class Autoregressive(Decoder):
 
     Args:
         target: the frozen model.
-        graphs: whether steps run as CUDA graphs, as the engine's rounds do; None for: where the target can.
+        graphs: run steps as CUDA graphs, as the engine's rounds; None does so where the target can.
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):
@@ -24,7 +24,7 @@ class Autoregressive(Decoder):
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
-        """See `Decoder`. With the same generator, the tokens of `Speculative`."""
+        """See `Decoder`. With the same generator, these are the tokens of `Speculative`."""
         prompts, limit, stops, sampling, generator = request
         limits = new_token_limits(self.target, prompts, limit)
         for step in self.loop.steps(prompts, limits, stops, sampling, generator, clock):

@@ -1,7 +1,7 @@
 """Drafting a tree with a block draft: one pass for all positions, then the best prefixes of their distributions.
 
-No position knows what another drafted. So a path's probability is the product of its tokens' (DDTree): the best tree of
-n nodes holds the n most probable prefixes, and every prefix of one of them is more probable still.
+No position knows what the others drafted. So a path's probability is the product of its tokens' (DDTree): the best tree
+of n nodes holds the n most probable prefixes, and every prefix of one of them is at least as probable.
 """
 
 import torch
@@ -24,17 +24,17 @@ def make_drafter(
     tree_width: int = 10,
     int8_head: bool | None = False,
 ) -> Drafter:
-    """What drafts with a draft of its kind; arguments and errors as of a `Drafter`."""
+    """The drafter for a draft of this kind; arguments and errors are those of `Drafter`."""
     return (BlockDrafter if draft.config.one_pass else Drafter)(draft, embed_head, depth, tree_width, int8_head)
 
 
 class BlockDrafter(Drafter):
     """Drafts trees for B texts, all positions at once.
 
-    Its caches hold keys and values of the context, layer by layer; those of the block in hand stand behind them.
+    Its caches hold keys and values of the context, layer by layer; those of the current block follow.
 
-    Args as of a `Drafter`, but for `tree_width`: tokens tried at a position; of each depth the tree_width² most
-    probable prefixes are kept. So of these tokens' trees it finds the best, up to as many nodes.
+    Arguments are those of `Drafter`, but `tree_width` is the number of tokens tried per position. The tree_width² most
+    probable prefixes of each depth are kept, which is exact for trees of up to as many nodes.
     """
 
     def __init__(self, draft: Specialists, embed_head: EmbedHead, *sizes):
@@ -72,7 +72,7 @@ class BlockDrafter(Drafter):
         return Tree(*(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def block_logits(self) -> Tensor:
-        """Of all positions of the block behind the newest tokens: (B, K, V)."""
+        """Logits of all positions of the block after the newest tokens: (B, K, V)."""
         hidden = begin_blocks(self.draft, self.embed_head.embed(self.root)[:, 0])  # (B, P, D)
         places = torch.arange(hidden.shape[1], device=hidden.device)
         rope = self.draft.rope_at(self.slots.lengths[:, None] + places)

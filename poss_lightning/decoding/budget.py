@@ -1,13 +1,13 @@
-"""How large a tree is worth its time: fixed, or chosen by expected tokens a second (the idea of arXiv 2606.01813).
+"""How large a tree is worth its time: fixed, or chosen by expected tokens per second (the idea of arXiv 2606.01813).
 
 A round that drafts k steps and verifies n nodes costs c(k) + v(n) seconds and brings 1 + Σ a tokens, where a is the
-chance that a node is accepted. Over a long text the most tokens a second come of taking, in each round, whatever adds
-more tokens than its seconds would bring elsewhere: with λ the rate reached so far,
+chance that a node is accepted. Over a long text, tokens per second are highest if each round takes whatever adds more
+tokens than its seconds would bring elsewhere. With λ the rate reached so far:
 
     one more node       a           against   λ · (v(n + 1) - v(n))
     one more step       Σ a · r     against   λ · c              over the frontier; r: how often a child is accepted
 
-Where drafting has brought less than plain decoding would, nothing is drafted until that is all but forgotten, so that
+Where drafting has brought less than plain decoding would, nothing is drafted until that is all but forgotten, so
 trials cost no more than a few per cent.
 
 Chances come from the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
@@ -26,20 +26,20 @@ from poss_lightning.decoding.verification import Verdict
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
 TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own probability
-MEMORY = 0.98  # weight of what was seen, a round later: texts change
-WORTHWHILE = 0.98  # of plain decoding's tokens a second: below it, nothing is drafted
-SETTLE = 16  # rounds to look at before one depth and size are settled on
-AGAIN = 8  # of them that are new where it looks again
-KEPT = 64  # rounds until it does; four times as many where nothing is drafted, as looking costs more there
-BETTER = 1.03  # times as fast as the earlier depth and size another must be: it takes new graphs
+MEMORY = 0.98  # weight of an observation one round later: texts change
+WORTHWHILE = 0.98  # of plain decoding's tokens per second: below it, nothing is drafted
+SETTLE = 16  # rounds observed before one depth and size are settled on
+AGAIN = 8  # of them that are new when it decides again
+KEPT = 64  # rounds until then; four times as many where nothing is drafted, as observing costs more there
+BETTER = 1.03  # a new depth and size must be so many times as fast as the earlier: it takes new graphs
 
 
 class Budget(Protocol):
     """Says when drafting ends and how many nodes are verified.
 
     Attributes:
-        needs_sync: whether it looks at scores in the middle of a round, which synchronises with the device.
-        plan: the depth and the number of nodes of every round, where they are the same.
+        needs_sync: whether it reads scores in the middle of a round, which synchronises with the device.
+        plan: the depth and the number of nodes of every round; None where they vary.
     """
 
     needs_sync: bool
@@ -64,12 +64,12 @@ class Budget(Protocol):
     def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
         """Take a round into account: the tree that was verified, its ancestors (B, N, N), and the verdict.
 
-        A path that was looked up stands behind the drafted nodes.
+        A looked-up path follows the drafted nodes.
         """
         ...
 
     def why_plain(self) -> str | None:
-        """Why it gave up drafting, for some rounds or for good; None where it did not."""
+        """Why it stopped drafting, for some rounds or for good; None where it did not."""
         ...
 
 
@@ -110,7 +110,7 @@ class Fixed:
 
 
 class Calibration:
-    """How often nodes are accepted, by the path probability that the draft gave them."""
+    """How often nodes are accepted, by their path probability in the draft."""
 
     def __init__(self, device: torch.device):
         self.edges = torch.tensor(EDGES, device=device)
@@ -132,7 +132,7 @@ class Calibration:
 
 
 class RoundStatistics:
-    """What the rounds so far brought and cost; old ones fade, because texts change.
+    """Tokens and seconds of the rounds so far; old ones fade, because texts change.
 
     Args:
         depth: the deepest tree.
@@ -142,16 +142,20 @@ class RoundStatistics:
 
     def __init__(self, depth: int, costs: Costs, calibration: Calibration):
         self.costs, self.calibration = costs, calibration
-        self.continued = [2.0 * 0.6] * depth  # rounds whose path went on below depth k, and those in which it could
+        self.continued = [2.0 * 0.6] * depth  # rounds whose path continued below depth k, and those in which it could
         self.reached = [2.0] * depth
-        self.plain_step = costs.verify[1]
-        self.tokens, self.seconds = 4 * 1.5, 4 * self.plain_step  # of a row; to begin with, a hopeful guess
+        self.tokens, self.seconds = 4 * 1.5, 4 * self.plain_step  # per row; to begin with, a hopeful guess
         self.plain_rounds = 0
-        self.drafted = torch.zeros(3, dtype=torch.float64)  # rounds that drafted; their tokens and seconds, of a row
+        self.drafted = torch.zeros(3, dtype=torch.float64)  # rounds that drafted; their tokens and seconds, per row
+
+    @property
+    def plain_step(self) -> float:
+        """Seconds of a step of plain decoding."""
+        return self.costs.verify[1]
 
     @property
     def rate(self) -> float:
-        """λ of a row, tokens a second by the measured costs; at least plain decoding's."""
+        """λ per row, tokens per second by the measured costs; at least plain decoding's."""
         return max(self.tokens / self.seconds, 1 / self.plain_step)
 
     @property
@@ -160,11 +164,11 @@ class RoundStatistics:
         return self.tokens / self.seconds >= WORTHWHILE / self.plain_step
 
     def continuing(self, depth: int) -> float:
-        """How often a path that reaches `depth` goes on."""
+        """How often a path that reaches `depth` continues."""
         return self.continued[depth] / self.reached[depth]
 
     def add(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: list[int], steps: int, nodes: int) -> None:
-        """A round of `steps` draft steps and `nodes` drafted nodes a row, of which only the active rows count."""
+        """Add a round of `steps` draft steps and `nodes` drafted nodes per row; only the active rows count."""
         tokens = 1 + float(verdict.accepted[active].float().mean())
         seconds = self.costs.draft_seconds(steps) + self.costs.verify_seconds(tree.tokens.shape[1])
         self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
@@ -184,7 +188,7 @@ class RoundStatistics:
             self.continued[k] = MEMORY * self.continued[k] + sum(count > k for count in accepted)
 
     def why_plain(self) -> str:
-        """What a round with drafting took and gave, where plain decoding is faster."""
+        """What a round with drafting cost and brought, where plain decoding is faster."""
         rounds, tokens, seconds = self.drafted.tolist()
         needed = seconds / rounds / self.plain_step
         return (
@@ -193,8 +197,8 @@ class RoundStatistics:
         )
 
 
-class PerRound:
-    """Chooses depth and size anew in every round, which synchronises with the device; on a CPU that costs nothing.
+class AutoBudget:
+    """What the two kinds of `tree: auto` share.
 
     Args:
         depth: the deepest tree.
@@ -202,23 +206,39 @@ class PerRound:
         calibration: of the draft's path probabilities.
     """
 
-    needs_sync = True
+    needs_sync: bool
     plan: tuple[int, int] | None = None
 
     def __init__(self, depth: int, costs: Costs, calibration: Calibration):
-        self.costs, self.calibration = costs, calibration
-        self.worth: Worth | None = None  # of what is looked up, once something is
+        self.depth, self.calibration = depth, calibration
         self.statistics = RoundStatistics(depth, costs, calibration)
         self.active = [0]  # rows that count
-        self.steps, self.nodes = 1, 1  # of this round
+        self.nodes = 1  # of this round
+
+    @property
+    def costs(self) -> Costs:
+        """Of the round in hand; they change with the length of the texts."""
+        return self.statistics.costs
+
+    @costs.setter
+    def costs(self, costs: Costs) -> None:
+        self.statistics.costs = costs
+
+    def begin(self, active: list[int]) -> None:
+        self.active = active
+
+
+class PerRound(AutoBudget):
+    """Chooses depth and size anew in every round, which synchronises with the device; on a CPU that costs nothing."""
+
+    needs_sync = True
+    steps = 1  # of this round
+    worth: Worth | None = None  # of what is looked up, once something is
 
     @property
     def rate(self) -> float:
         """λ of all rows."""
         return len(self.active) * self.statistics.rate
-
-    def begin(self, active: list[int]) -> None:
-        self.active = active
 
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
         if depth == 0:
@@ -256,31 +276,19 @@ class PerRound:
         return self.statistics.why_plain() if self.statistics.plain_rounds else None
 
 
-class Settled:
-    """Settles on one depth and size after some full rounds, and anew now and then: texts change.
+class Settled(AutoBudget):
+    """Settles on one depth and size after some full rounds, and again now and then, because texts change.
 
     No round synchronises with the device but those in which it looks.
-
-    Args:
-        depth: the deepest tree.
-        costs: measured here, for sizes up to the largest tree's.
-        calibration: of the draft's path probabilities.
     """
 
     needs_sync = False
 
     def __init__(self, depth: int, costs: Costs, calibration: Calibration):
-        self.depth, self.costs, self.calibration = depth, costs, calibration
-        self.statistics = RoundStatistics(depth, costs, calibration)
-        self.active = [0]  # rows that count
-        self.plan: tuple[int, int] | None = None
+        super().__init__(depth, costs, calibration)
         self.earlier: tuple[int, int] | None = None  # plan, while it looks again
         self.rounds = 0  # since it settled
         self.trials: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it settles
-        self.nodes = 1  # of this round
-
-    def begin(self, active: list[int]) -> None:
-        self.active = active
 
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
         return self.plan is None or depth < self.plan[0]
@@ -308,7 +316,7 @@ class Settled:
         return self.statistics.why_plain() if self.plan and self.plan[0] == 0 else None
 
     def _best(self) -> tuple[int, int]:
-        """The depth and the size with the most tokens a second over the trees of the trials."""
+        """The depth and the size with the most tokens per second over the trees of the trials."""
         largest = max(self.costs.verify)
         rows = sum(len(scores) for scores, _ in self.trials) / len(self.trials)  # on average: some end meanwhile
         rates = {(0, 1): rows / self.costs.verify[1]}

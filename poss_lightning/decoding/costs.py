@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
 EACH = 10**6  # steps of a tree whose positions take one each
-ENOUGH = 3.0  # seconds after which nothing is timed once more
+ENOUGH = 3.0  # seconds after which nothing more is timed
 
 
 class Costs(NamedTuple):
     """Seconds of the parts of a round, on this machine and for one size of batch."""
 
     draft_step: float
-    verify: dict[int, float]  # n nodes a row, for every n that a tree may have; 1 is a step of plain decoding
+    verify: dict[int, float]  # for n nodes per row, every n that a tree may have; 1 is a step of plain decoding
     steps: int = EACH  # of a whole tree, where they are fewer than its positions
 
     @classmethod
     def interpolate(cls, draft_step: float, timed: dict[int, float], steps: int = EACH) -> "Costs":
         """From the times of some sizes; a size between two of them lies on the line between.
 
-        Noise only adds, and more nodes never cost less: a size costs no more than any larger one.
+        Noise only adds time, and more nodes never cost less, so a size costs no more than any larger one.
         """
         knots = sorted(timed)
         level = [min(timed[m] for m in knots if m >= n) for n in knots]
@@ -34,20 +34,20 @@ class Costs(NamedTuple):
 
     @classmethod
     def read(cls, stored: dict[str, Any]) -> "Costs":
-        """As they stand in run.json."""
+        """From run.json."""
         verify = {int(n): seconds for n, seconds in stored["verify"].items()}
         return cls(stored["draft_step"], verify, stored.get("steps", EACH))
 
     def draft_seconds(self, depth: int) -> float:
-        """Of drafting so deep."""
+        """Seconds of drafting to this depth."""
         return min(depth, self.steps) * self.draft_step
 
     def verify_seconds(self, nodes: int) -> float:
-        """Of any number of nodes: as of the next larger one that a tree may have, or of the largest."""
+        """Seconds of verifying any number of nodes: those of the next larger size that was timed, or of the largest."""
         return self.verify[min((n for n in self.verify if n >= nodes), default=max(self.verify))]
 
     def break_even(self, steps: int, nodes: int) -> float:
-        """Tokens a round at which drafting `steps` and verifying `nodes` is as fast as plain decoding."""
+        """Tokens per round at which drafting `steps` and verifying `nodes` is as fast as plain decoding."""
         return (self.draft_seconds(steps) + self.verify_seconds(nodes)) / self.verify[1]
 
 
@@ -62,7 +62,7 @@ def measure(
 
     Args:
         draft: drafts a tree in `steps` steps.
-        verify: n -> what verifies n nodes a row.
+        verify: n -> what verifies n nodes per row.
         nodes: the most that a tree may have.
     """
     from poss_lightning.machine import best_seconds  # `poss compare` reads costs, and need not wait for torch

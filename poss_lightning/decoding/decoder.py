@@ -1,4 +1,4 @@
-"""What the engine and its baselines have in common: prompts in, tokens out step by step, seconds by part."""
+"""What the engine and its baselines share: prompts in, tokens out step by step, seconds by part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -20,27 +20,27 @@ class Decoded:
     """One prompt's new tokens.
 
     Prefill gives one token and a round accepted + 1, so `len(tokens) == 1 + sum(a + 1 for a in accepted)`, or less
-    where the limit cut the last round: what the target accepted beyond the limit is a fact about the draft, and counts.
-    Beyond a stop token nothing counts, so a drafted stop token takes the place of its round's bonus token.
+    where the limit cut the last round: tokens accepted beyond the limit count, as they say how good the draft is. After
+    a stop token nothing counts; a drafted stop token takes the place of its round's bonus token.
     """
 
     tokens: list[int]  # up to and with the stop token
-    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target accepted, round by round
+    accepted: list[int] = field(default_factory=list)  # drafted tokens that the target accepted in each round
     seconds: dict[str, float] = field(default_factory=dict)  # by part; of the whole batch
 
 
 class Request(NamedTuple):
-    """What is to be decoded."""
+    """What to decode."""
 
     prompts: list[list[int]]  # token ids, of any lengths
     limit: int  # new tokens of each, at most
     stops: frozenset[int]  # tokens that end a text
     sampling: Sampling = GREEDY  # how tokens are chosen
-    generator: torch.Generator | None = None  # of the CPU, for what is drawn; None for torch's own
+    generator: torch.Generator | None = None  # on the CPU, for drawing; None for torch's own
 
 
 class Progress(NamedTuple):
-    """What one step adds to the unfinished prompts, by their numbers; and its tree, where it had one.
+    """What one step adds to each unfinished prompt, by number, and its tree if it had one.
 
     Tree and verdict may be overwritten by the next step.
     """
@@ -73,9 +73,9 @@ class Decoder(ABC):
         generator: torch.Generator | None = None,
         watch: Callable[[Progress], None] | None = None,
     ) -> list[Decoded]:
-        """New tokens of every prompt; arguments and errors as of a `Request`, `stops` the target's by default.
+        """New tokens of every prompt; arguments and errors are those of a `Request`, `stops` the target's by default.
 
-        `watch` is shown each step, between two of them; the seconds it takes do not count.
+        `watch` is called after each step; its seconds do not count.
         """
         clock = Clock(self.target.device)
         stops = self.target.chat.stops if stops is None else stops
@@ -97,7 +97,7 @@ def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> li
     """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
 
     Raises:
-        ValueError: limit below 1, no prompts, a token that is none of the target's, or a prompt that fills the context.
+        ValueError: limit below 1, no prompts, a token the target does not have, or a prompt that fills the context.
     """
     if limit < 1:
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")

@@ -1,10 +1,10 @@
 """Drafting a tree with the specialists (EAGLE-2's dynamic tree), on caches of keys and values.
 
-A draft key depends on its slot's z alone. So when a token is verified, or a node drafted, its z is projected once for
-every specialist that will read it; only the root slot and the frontier nodes pass through a whole layer, once.
+A draft key depends on its slot's z alone. So when a token is verified or drafted, its z is projected once for every
+specialist that will read it; only the root slot and the frontier nodes pass through a whole layer, once.
 
 A slot joins a token with the feature on its left. Verified slots hold the target's features; the slots of drafted nodes
-stand behind them, level by level, and are overwritten in the next round.
+follow them, level by level, and are overwritten in the next round.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from poss_lightning.target.attention import grouped_attention
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.spec import EmbedHead
 
-BLOCK = 128  # logits that are compared together, where the few most likely of a large vocabulary are sought
+BLOCK = 128  # logits that are compared together, to find the few most likely of a large vocabulary
 
 
 class Frontier(NamedTuple):
@@ -40,7 +40,7 @@ class Drafter:
         draft: the specialists, in eval mode.
         embed_head: the target's embedding and head (restricted to the draft's vocabulary here).
         depth: K, positions drafted at most.
-        tree_width: children tried a node, and nodes of a frontier; 1 makes the tree a chain.
+        tree_width: children tried per node, and nodes of a frontier; 1 makes the tree a chain.
         int8_head: read the head in 8 bits; None does so where it is faster.
 
     Raises:
@@ -72,7 +72,7 @@ class Drafter:
         self.kv_weights = torch.stack([layer.kv_weight() for layer in draft.layers])
 
     def start(self, batch: int, capacity: int) -> None:
-        """Begin with empty caches of `capacity` verified slots a row, in the memory of earlier ones where they fit."""
+        """Begin with empty caches of `capacity` verified slots per row; earlier ones are reused where they fit."""
         config, weight = self.draft.config, self.draft.fc.weight
         total = capacity + self.tree_slots
         if self.slots.fits(batch, total):
@@ -98,7 +98,7 @@ class Drafter:
         Args:
             tokens: (B, n) the tokens on the right of the slots; the last real one is the root.
             draft_input: (B, n, R) what the draft reads of the target on their left.
-            counts: (B,) how many of the n are real; a row with none stays as it is, but for its root.
+            counts: (B,) how many of the n are real; a row with none keeps all but its root.
         """
         positions = self.slots.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # (B, n)
         features = self.draft.fuse(draft_input.to(self.draft.fc.weight.dtype))  # (B, n, D)
@@ -114,11 +114,11 @@ class Drafter:
     def draft_tree(self, budget: Budget, noise: Tensor | None = None) -> Tree:
         """Draft a tree under the root: at each step the most likely children of the best nodes, `tree_width` of both.
 
-        It holds all nodes that were scored; which of them to verify is decided elsewhere.
+        The tree holds all nodes that were scored; `rerank` decides which of them are verified.
 
         Args:
             noise: (B, K or more, all tokens), T g at the places below the root; None at temperature 0. Then "likely"
-                means: to be what the target draws with it.
+                means likely to be what the target draws with this noise.
         """
         batch, width, device = len(self.root), self.tree_width, self.root.device
         rope = self.draft.rope_at(self.slots.lengths[:, None] + torch.arange(-1, self.depth - 1, device=device))

@@ -1,4 +1,4 @@
-"""The loop: draft, verify, judge, commit. The one object that holds caches while texts are decoded."""
+"""The loop: draft, verify, judge, commit. The one object that holds caches while decoding."""
 
 import copy
 import logging
@@ -27,6 +27,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced
 
 logger = logging.getLogger(__name__)
+SAME_COSTS = 512  # tokens up to which texts cost the same; then with every doubling costs are measured anew
 
 
 class Round(NamedTuple):
@@ -41,25 +42,25 @@ class Round(NamedTuple):
 class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
-    An object decodes one batch at a time. The seconds in which `tree: auto` measures, once for every size of batch, are
-    reported as `measure` and not in the total: they are paid once, whatever is decoded then.
+    An object decodes one batch at a time. `tree: auto` measures once per size of batch and doubling of the texts'
+    length; those seconds are reported as `measure` and not in the total, as they are paid once.
 
     Args:
         target: the frozen model.
         draft: the specialists that propose; a copy of them takes the target's dtype and device. None for lookups alone.
         depth: draft positions K, at most; None for the depth of the draft's allocation.
         nodes: nodes of a tree, root included, at most.
-        tree_width: children tried a node; 1 drafts a chain.
+        tree_width: children tried per node; 1 drafts a chain.
         tree: "fixed" has its full depth and size in every round; "auto" measures this machine when it first decodes,
-            and then drafts and verifies what brings the most tokens a second: round by round on a CPU, and on CUDA,
+            and then drafts and verifies what brings the most tokens per second: round by round on a CPU, and on CUDA,
             where the host must not wait, with one depth and size that it settles on.
-        graphs: run rounds as CUDA graphs; None where the target can.
+        graphs: run rounds as CUDA graphs; None does so where the target can.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
-        lookup: N, tokens that followed the same words earlier in the text join each tree as a path, at most; 0 for
-            none. They come on top of `nodes`; "auto" takes as many as pay, on a CPU.
+        lookup: at most N tokens that followed the same words earlier in the text join each tree as a path, on top of
+            `nodes`; 0 for none. On a CPU, "auto" takes as many as pay.
 
     Raises:
-        ValueError: the draft was trained for another target, or the tree cannot be.
+        ValueError: the draft was trained for a different target, or the tree is impossible.
     """
 
     def __init__(
@@ -80,15 +81,15 @@ class Speculative(Decoder):
             self.drafter, depth, nodes, tree = RootAlone(target.device), 0, 1, "fixed"
         else:
             if difference := draft.config.target.difference(target.spec):
-                raise ValueError(f"the draft was trained for another target: {difference}")
+                raise ValueError(f"the draft was trained for a different target: {difference}")
             draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
             depth = sum(draft.config.allocation) if depth is None else depth
             self.drafter = make_drafter(draft, target.embed_head, depth, tree_width, int8_head)
         self.target, self.tree = target, tree
         self.fixed, self.lookup = Fixed(depth, nodes), Lookup(lookup)
         self.nodes = min(nodes, self.drafter.candidates)
-        self.measured: dict[int, Costs] = {}  # by the size of the batch
-        self.budgets: dict[tuple[int, Sampling], Budget] = {}  # and by what a draft is good at
+        self.measured: dict[tuple[int, int], Costs] = {}  # by rows of the batch and doublings of the texts' length
+        self.budgets: dict[tuple[int, Sampling], PerRound | Settled] = {}  # by rows and by what a draft is good at
         self.budget: Budget = self.fixed  # of the text in hand
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
@@ -97,17 +98,17 @@ class Speculative(Decoder):
 
     @property
     def deepest(self) -> int:
-        """How many tokens a round can accept."""
+        """How many drafted tokens a round can accept."""
         return max(self.drafter.depth, self.lookup.count)
 
     @property
     def costs(self) -> Costs | None:
-        """What `tree: auto` measured for texts that are decoded alone; None where it did not."""
-        return self.measured.get(1)
+        """What `tree: auto` first measured for a text that is decoded alone; None where it did not."""
+        return next((costs for (rows, _), costs in self.measured.items() if rows == 1), None)
 
     @property
     def why_plain(self) -> str | None:
-        """Why `tree: auto` gave up drafting the last texts, in a line; None where it did not."""
+        """Why `tree: auto` stopped drafting the last texts, in a line; None where it did not."""
         return self.budget.why_plain()
 
     @torch.inference_mode()
@@ -121,11 +122,11 @@ class Speculative(Decoder):
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active:
             self._drop_finished(outputs)
-            self._choose_budget(request.sampling, clock)  # measures before the text begins: it tells so in a line
+            self._choose_budget(request.sampling, clock)  # may measure, with a message, before text is shown
         yield began
         while outputs.active:
             if self.request_id != request_id:
-                raise RuntimeError("this engine has begun with other prompts: it decodes one batch at a time")
+                raise RuntimeError("this engine has started on other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
             budget = self._choose_budget(request.sampling, clock)
             budget.begin(self.active.rows)
@@ -142,7 +143,7 @@ class Speculative(Decoder):
     # --- one round ---
 
     def _round(self, budget: Budget, clock: Clock) -> Round:
-        """One round of all rows; those that are not active stay where they are, and their output means nothing."""
+        """One round of all rows; inactive ones do not advance, and their output means nothing."""
         if budget.needs_sync:
             return self._draft_verify_commit(budget, clock.part)
         drafter, slots = self.drafter, self.cache.slots
@@ -155,7 +156,7 @@ class Speculative(Decoder):
         depth, root = budget.plan[0] if budget.plan else self.drafter.depth, self.cache.slots.lengths
         depth = max(depth, self.lookup.count)
         with part("draft"):
-            places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # behind the root
+            places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # after the root
             noise = self.sampler.noise(places)  # (B, K+1, V)
             candidates = self.drafter.draft_tree(budget, noise)
             tree = rerank(candidates, budget.node_count(candidates.scores))
@@ -174,13 +175,13 @@ class Speculative(Decoder):
         return Round(tree, ancestors, verdict, host_copy)
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's input (B, N, R) and the target's logits (B, N, V) after all nodes."""
+        """The draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
         layers = self.drafter.layers
         features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
         return draft_input, self.target.embed_head.logits(features)
 
     def _commit(self, verdict: Verdict, draft_input: Tensor) -> None:
-        """Keep the accepted path in both caches, and its tokens in the texts."""
+        """Keep the accepted path in both caches and its tokens in the texts."""
         counts = (verdict.accepted + 1) * self.active.mask
         if self.lookup.count:
             self.lookup.append(verdict.tokens, self.cache.slots.lengths)
@@ -197,15 +198,15 @@ class Speculative(Decoder):
         prompts, _, _, sampling, generator = request
         reach = limit + 2 * (self.deepest + 1)  # the last round may verify, and write, a path beyond the limit
         layers = drafter.layers
-        behind = max(self.nodes + self.lookup.count, drafter.tree_slots)
-        cache, draft_input, last = prefill(target, prompts, reach + behind, self.cache, layers)
+        tree_slots = max(self.nodes + self.lookup.count, drafter.tree_slots)
+        cache, draft_input, last = prefill(target, prompts, reach + tree_slots, self.cache, layers)
         drafter.start(len(prompts), cache.slots.capacity)
-        if cache is not self.cache:  # what was captured reads other tensors
+        if cache is not self.cache:  # the captured graphs read other tensors
             self.graphs.clear()
             self.cache, self.active = cache, ActiveRows(len(prompts), target.device)
             self.sampler = TokenSampler(len(prompts), target.spec.vocab_size, target.device)
             if self.graphs.enabled:  # one extent for all steps, and both caches take the next one at the same time
-                cache.slots.min_extent = drafter.slots.min_extent = behind
+                cache.slots.min_extent = drafter.slots.min_extent = tree_slots
         self.active.reset()
         self.sampler.begin(sampling, prompts, generator)
         first = self.sampler.next(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
@@ -217,7 +218,7 @@ class Speculative(Decoder):
         return first
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
-        """Only unfinished prompts count; once half of a batch is finished its rows are dropped, where no graphs run."""
+        """Only unfinished prompts count; without graphs, finished rows are dropped once they are half of the batch."""
         if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active, self.lookup):
                 part.select(kept)
@@ -230,14 +231,15 @@ class Speculative(Decoder):
     def _choose_budget(self, sampling: Sampling, clock: Clock) -> Budget:
         if self.tree == "auto":
             batch, device = len(self.active.prompts), self.target.device
-            if batch not in self.measured:
+            doublings = (self.cache.slots.longest // SAME_COSTS).bit_length()
+            if (costs := self.measured.get((batch, doublings))) is None:
                 with clock.excluded("measure"):
-                    self.measured[batch] = self._measure()
+                    costs = self.measured[batch, doublings] = self._measure()
             if (batch, sampling) not in self.budgets:
                 kind = Settled if device.type == "cuda" else PerRound
-                made = kind(self.drafter.depth, self.measured[batch], Calibration(device))
-                self.budgets[batch, sampling] = made
-            self.budget = self.budgets[batch, sampling]
+                self.budgets[batch, sampling] = kind(self.drafter.depth, costs, Calibration(device))
+            self.budget = budget = self.budgets[batch, sampling]
+            budget.costs = costs
         return self.budget
 
     def _measure(self) -> Costs:

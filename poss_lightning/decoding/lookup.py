@@ -4,7 +4,7 @@ text       a name , like Ada Lovelace , … a name , like        the last three 
 tree       like ── the                                         " Ada Lovelace ," joins the tree as a path;
              └──── Ada ── Lovelace ── ,                        where the draft has a token too, they share the node
 
-It needs no training, and knows names, code and quotations far back; a draft knows the language (arXiv 2304.04487).
+It needs no training, and knows names, code and quotations; a draft knows the language (arXiv 2304.04487).
 """
 
 import torch
@@ -14,9 +14,9 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.target.cache import Slots
 
 USUAL = 10  # tokens of a continuation
-NGRAM = 3  # last tokens that are sought, most first
-TRUST, MEMORY = 6.0, 0.98  # as of a draft's calibration
-CLAIMED = (0.0, 0.2, 0.4, 0.7)  # of a first token, and of each that follows; by how many tokens were found
+NGRAM = 3  # last tokens to match, at most
+TRUST, MEMORY = 6.0, 0.98  # as in a draft's calibration
+CLAIMED = (0.0, 0.2, 0.4, 0.7)  # chance of each looked-up token at first, by how many tokens matched
 
 
 def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
@@ -25,7 +25,7 @@ def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
 
 
 class Lookup:
-    """The texts in hand, and their continuations; all shapes are static, and nothing waits for the device.
+    """The current texts and their continuations; all shapes are static, and nothing synchronises with the host.
 
     Args:
         count: N, tokens of a continuation.
@@ -42,15 +42,15 @@ class Lookup:
         self.text[:, : tokens.shape[1]] = tokens
 
     def append(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Tokens (B, n) behind the root, which is at `lengths` (B,); those that are not emitted will be overwritten."""
+        """Tokens (B, n) after the root, which is at `lengths` (B,); those that are not emitted will be overwritten."""
         places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         self.text.scatter_(1, places.clamp(max=self.text.shape[1] - 1), tokens)
 
     def find(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens were found (B,).
+        """Continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens matched (B,).
 
-        Of the earlier places with the most of the last tokens, up to NGRAM, the latest counts. A continuation that
-        reaches the text's end goes on with itself; without a place it is of -1.
+        Among the earlier places where the most of the last NGRAM tokens match, the latest is taken. A continuation that
+        reaches the text's end repeats itself; where nothing matches, it is -1.
         """
         at = torch.arange(self.text.shape[1], device=lengths.device)
         run, found = at < lengths[:, None], torch.zeros_like(self.text)
@@ -73,8 +73,8 @@ class Lookup:
 def join(tree: Tree, path: Tensor) -> Tree:
     """Append the tokens of a path (B, N) below the root; one that is drafted there already leads through that node.
 
-    So many nodes are added always. A node that shares another's place repeats it, and one without a token the root's:
-    the judge takes the first of equal nodes.
+    The number of added nodes never varies. A node that shares a drafted one repeats it, and a node without a token
+    repeats the root's; the judge takes the first of equal nodes.
     """
     at = torch.zeros_like(path[:, :1])  # (B, 1) where the path is
     nodes, parents = tree.tokens.shape[1], []
@@ -92,7 +92,7 @@ def join(tree: Tree, path: Tensor) -> Tree:
 
 
 class Worth:
-    """What each token of a continuation brought beyond the drafted tree, by how many tokens were found.
+    """How many tokens each place of a continuation brought beyond the drafted tree, by how many tokens matched.
 
     Args:
         count: N, tokens of a continuation.
@@ -103,12 +103,12 @@ class Worth:
         self.tried, self.brought = torch.zeros_like(self.claimed), torch.zeros_like(self.claimed)
 
     def expected(self, found: Tensor) -> Tensor:
-        """Tokens that the next 0, 1, … N of all texts bring: found (B,) -> (N + 1,)."""
+        """Tokens that the first 0, 1, … N places bring, summed over the texts: found (B,) -> (N + 1,)."""
         table = (self.brought + TRUST * self.claimed) / (self.tried + TRUST)
         return torch.nn.functional.pad(table[found].sum(0).cumsum(0), (1, 0))
 
     def learn(self, found: Tensor, taken: int, brought: Tensor) -> None:
-        """A round in which `taken` tokens of each joined: which depths (B, K) of what was accepted only they had."""
+        """After a round with `taken` places of each: at which depths (B, K) only they had the accepted token."""
         self.tried *= MEMORY
         self.brought *= MEMORY
         for row, gains in zip(found.tolist(), brought.tolist(), strict=True):
@@ -117,7 +117,7 @@ class Worth:
 
 
 class RootAlone:
-    """Drafts nothing, for an engine that has lookups alone; what it says is what `Drafter` says."""
+    """Stands in for `Drafter` in an engine with lookups alone: every tree is its root."""
 
     depth, steps, tree_width, candidates, tree_slots, layers = 0, 0, 1, 1, 0, ()
 

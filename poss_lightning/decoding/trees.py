@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Tree(NamedTuple):
-    """N nodes a row, root first (its own parent), every parent before its children."""
+    """N nodes per row, root first (its own parent), every parent before its children."""
 
     tokens: Tensor  # (B, N)
     parents: Tensor  # (B, N)

@@ -226,7 +226,7 @@ TWO = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
 BAD = [
     ({"num_beams": 4}, TypeError, "num_beams"),
     ({"token_type_ids": TWO["input_ids"]}, TypeError, "token_type_ids"),
-    ({"temperature": 0.5}, ValueError, "temperature is 0.5, which means nothing without do_sample=True"),
+    ({"temperature": 0.5}, ValueError, "temperature is 0.5, which has no effect without do_sample=True"),
     ({"do_sample": True, "temperature": -1.0}, ValueError, "temperature is -1.0"),
     ({"do_sample": True, "top_p": 0.0}, ValueError, "top_p is 0.0"),
     ({"max_new_tokens": 0}, ValueError, "must be at least 1"),

@@ -143,7 +143,7 @@ def test_it_settles_anew_where_drafting_begins_to_pay_or_no_longer_does(first, t
     before = budget.plan
     play(budget, (0, 0), budget.costs, SETTLE + KEPT - 40 + AGAIN if before[0] else 4 * KEPT)
     assert budget.plan in (before, None)  # the same, as nothing has changed
-    budget.costs = budget.statistics.costs = costs(*then)
+    budget.costs = costs(*then)
     play(budget, (0, 0), budget.costs, 8 * KEPT)
     while budget.plan is None:
         play(budget, (0, 0), budget.costs, 1)

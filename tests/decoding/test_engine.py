@@ -12,6 +12,7 @@ from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Fixed, Settled
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
@@ -305,6 +306,26 @@ def test_a_tree_that_is_chosen_anew_changes_no_token(seed, law):
         assert drawn(speculative, law, seed) == drawn(Autoregressive(target), law, seed)
 
 
+def test_costs_are_measured_once_per_doubling_of_a_text(target, monkeypatch):
+    """They grow with the text, whose keys and values every node reads."""
+    seen = {}
+
+    def measure(*_):
+        length = speculative.cache.slots.longest
+        seen[length] = Costs(1.0, dict.fromkeys((1, 2, 4, 8, 12), 10.0 + length))
+        return seen[length]
+
+    monkeypatch.setattr(engine, "SAME_COSTS", 16)
+    monkeypatch.setattr(engine.costs, "measure", measure)
+    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto")
+    plain = tokens_of(Autoregressive(target), [[5] * 10], 60, frozenset())
+    assert tokens_of(speculative, [[5] * 10], 60, frozenset()) == plain
+    assert [(length // 16).bit_length() for length in seen] == [0, 1, 2, 3]
+    assert speculative.budget.costs is seen[max(seen)] and speculative.costs is seen[min(seen)]
+    tokens_of(speculative, [[5] * 10], 60, frozenset())
+    assert len(seen) == 4
+
+
 def test_a_tree_that_is_settled_changes_no_token(target, monkeypatch):
     """As on CUDA, where depth and size are not chosen in every round."""
     monkeypatch.setattr(engine, "PerRound", Settled)
@@ -396,7 +417,7 @@ def test_what_cannot_be_is_refused(target):
     draft = tiny_draft(target, [2, 2, 2])
     with pytest.raises(ValueError, match="nodes is 6, which cannot hold a path of depth 6"):
         Speculative(target, draft, 6, 6)
-    with pytest.raises(ValueError, match="another target: fingerprint"):
+    with pytest.raises(ValueError, match="a different target: fingerprint"):
         Speculative(tiny_target(5), draft)
     with pytest.raises(ValueError, match="limit of new tokens is 0"):
         Speculative(target, draft).decode([[1]], 0)

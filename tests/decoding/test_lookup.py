@@ -91,7 +91,7 @@ def test_no_token_changes(target, name, sampling, prompts):
     allocation, tree, options = ENGINES[name]
     draft = allocation and tiny_draft(target, allocation)
     engine = Speculative(target, draft, *tree, lookup=6, **options)
-    engine.measured = {n: Costs(0.01, dict.fromkeys((1, 2, 4, 8, 12), 1.0)) for n in (1, 2, 3)}
+    engine.measured = {(n, 0): Costs(0.01, dict.fromkeys((1, 2, 4, 8, 12), 1.0)) for n in (1, 2, 3)}
     plain = drawn(Autoregressive(target), sampling, 5, prompts, 60)
     for _ in range(2):  # the second text in the memory of the first
         assert drawn(engine, sampling, 5, prompts, 60) == plain

@@ -27,7 +27,7 @@ def told():
     plain = [one.tokens for one in Speculative(target, None, lookup=2).decode(PROMPTS, LIMIT)]
     draft = lucky(target, plain, (2, 2), 0)
     engine = Speculative(target, draft, DEPTH, NODES, WIDTH, tree="auto")
-    engine.measured = {1: COSTS._replace(verify={n: s for n, s in COSTS.verify.items() if n <= NODES})}
+    engine.measured = {(1, 0): COSTS._replace(verify={n: s for n, s in COSTS.verify.items() if n <= NODES})}
     samples = [ended(target, *texts, layers=()) for texts in zip(PROMPTS, plain, strict=True)]
     return engine, plain, [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
 
