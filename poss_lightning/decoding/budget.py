@@ -13,20 +13,17 @@ trials cost no more than a few per cent.
 Chances come from the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
 """
 
-from itertools import pairwise
-from typing import Protocol
+from itertools import product
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from poss_lightning.decoding.chances import MEMORY, Calibration, Worth
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.lookup import Worth
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
-EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
-TRUST = 6.0  # nodes seen after which counts weigh as much as the draft's own probability
-MEMORY = 0.98  # weight of an observation one round later: texts change
 WORTHWHILE = 0.98  # of plain decoding's tokens per second: below it, nothing is drafted
 SETTLE = 16  # rounds observed before one depth and size are settled on
 AGAIN = 8  # of them that are new when it decides again
@@ -34,16 +31,31 @@ KEPT = 64  # rounds until then; four times as many where nothing is drafted, as 
 BETTER = 1.03  # a new depth and size must be so many times as fast as the earlier: it takes new graphs
 
 
+class Round(NamedTuple):
+    """What one round of a batch did, on the device."""
+
+    tree: Tree  # drafted nodes, then looked-up ones
+    ancestors: Tensor  # (B, N, N)
+    verdict: Verdict
+    found: Tensor | None = None  # (B,) how many tokens of a lookup matched; None without lookups
+    looked_up: int = 0  # nodes
+
+    @property
+    def drafted(self) -> int:
+        """Nodes, root included."""
+        return self.tree.tokens.shape[1] - self.looked_up
+
+
 class Budget(Protocol):
     """Says when drafting ends and how many nodes are verified.
 
     Attributes:
         needs_sync: whether it reads scores in the middle of a round, which synchronises with the device.
-        plan: the depth and the number of nodes of every round; None where they vary.
+        plan: depth, drafted nodes and, where they are chosen, looked-up tokens of every round; None where they vary.
     """
 
     needs_sync: bool
-    plan: tuple[int, int] | None
+    plan: tuple[int, ...] | None
 
     def begin(self, active: list[int]) -> None:
         """A round begins, in which only these rows count."""
@@ -61,11 +73,8 @@ class Budget(Protocol):
         """How many looked-up tokens join the tree, of so many at most; `found` (B,) as of `Lookup.find`."""
         ...
 
-    def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
-        """Take a round into account: the tree that was verified, its ancestors (B, N, N), and the verdict.
-
-        A looked-up path follows the drafted nodes.
-        """
+    def learn(self, done: Round) -> None:
+        """Take a round into account."""
         ...
 
     def why_plain(self) -> str | None:
@@ -88,7 +97,7 @@ class Fixed:
                 f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
             )
         self.nodes = nodes
-        self.plan: tuple[int, int] | None = (depth, nodes)
+        self.plan: tuple[int, ...] | None = (depth, nodes)
 
     def begin(self, active: list[int]) -> None:
         """All rounds are alike."""
@@ -102,33 +111,11 @@ class Fixed:
     def lookup_count(self, found: Tensor, most: int) -> int:
         return most
 
-    def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
+    def learn(self, done: Round) -> None:
         """Nothing to learn."""
 
     def why_plain(self) -> str | None:
         return None
-
-
-class Calibration:
-    """How often nodes are accepted, by their path probability in the draft."""
-
-    def __init__(self, device: torch.device):
-        self.edges = torch.tensor(EDGES, device=device)
-        middles = [0.0, *((low + high) / 2 for low, high in pairwise(EDGES)), 1.5 * EDGES[-1]]
-        self.claimed = (-torch.tensor(middles, device=device)).exp()  # by the draft itself
-        self.verified = torch.zeros(len(middles), device=device)
-        self.accepted = torch.zeros_like(self.verified)
-
-    def chance(self, scores: Tensor) -> Tensor:
-        """Path scores -> chances of acceptance, of the same shape."""
-        table = (self.accepted + TRUST * self.claimed) / (self.verified + TRUST)
-        return table[torch.bucketize(-scores, self.edges)]
-
-    def learn(self, scores: Tensor, accepted: Tensor) -> None:
-        """Nodes with path scores (n,) were verified, and `accepted` (n,) or not."""
-        bins = torch.bucketize(-scores, self.edges)
-        self.verified.mul_(MEMORY).scatter_add_(0, bins, torch.ones_like(scores))
-        self.accepted.mul_(MEMORY).scatter_add_(0, bins, accepted.to(scores.dtype))
 
 
 class RoundStatistics:
@@ -167,8 +154,9 @@ class RoundStatistics:
         """How often a path that reaches `depth` continues."""
         return self.continued[depth] / self.reached[depth]
 
-    def add(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: list[int], steps: int, nodes: int) -> None:
-        """Add a round of `steps` draft steps and `nodes` drafted nodes per row; only the active rows count."""
+    def add(self, done: Round, active: list[int], steps: int) -> None:
+        """Add a round of `steps` draft steps; only the active rows count."""
+        (tree, ancestors, verdict), nodes = done[:3], done.drafted
         tokens = 1 + float(verdict.accepted[active].float().mean())
         seconds = self.costs.draft_seconds(steps) + self.costs.verify_seconds(tree.tokens.shape[1])
         self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
@@ -204,16 +192,16 @@ class AutoBudget:
         depth: the deepest tree.
         costs: measured here, for sizes up to the largest tree's.
         calibration: of the draft's path probabilities.
+        lookup: the most looked-up tokens of a round.
     """
 
     needs_sync: bool
-    plan: tuple[int, int] | None = None
+    plan: tuple[int, ...] | None = None
 
-    def __init__(self, depth: int, costs: Costs, calibration: Calibration):
-        self.depth, self.calibration = depth, calibration
+    def __init__(self, depth: int, costs: Costs, calibration: Calibration, lookup: int = 0):
+        self.depth, self.calibration, self.worth = depth, calibration, Worth(lookup)
         self.statistics = RoundStatistics(depth, costs, calibration)
         self.active = [0]  # rows that count
-        self.nodes = 1  # of this round
 
     @property
     def costs(self) -> Costs:
@@ -227,13 +215,21 @@ class AutoBudget:
     def begin(self, active: list[int]) -> None:
         self.active = active
 
+    def _add(self, done: Round, steps: int) -> None:
+        """Count a round of `steps` draft steps."""
+        if done.found is not None:
+            path = done.verdict.path[self.active, 1:]
+            depths = torch.arange(1, path.shape[1] + 1, device=path.device)
+            brought = (path >= done.drafted) & (depths <= done.verdict.accepted[self.active, None])
+            self.worth.learn(done.found[self.active], done.looked_up, brought)
+        self.statistics.add(done, self.active, steps)
+
 
 class PerRound(AutoBudget):
     """Chooses depth and size anew in every round, which synchronises with the device; on a CPU that costs nothing."""
 
     needs_sync = True
-    steps = 1  # of this round
-    worth: Worth | None = None  # of what is looked up, once something is
+    steps, nodes = 1, 1  # of this round
 
     @property
     def rate(self) -> float:
@@ -258,75 +254,77 @@ class PerRound(AutoBudget):
         return self.nodes
 
     def lookup_count(self, found: Tensor, most: int) -> int:
-        self.worth = self.worth or Worth(most)
-        self.found, verify = found[self.active], self.costs.verify_seconds
-        gains = enumerate(self.worth.expected(self.found).tolist())
-        worth = [gain - self.rate * (verify(self.nodes + n) - verify(self.nodes)) for n, gain in gains]
+        gains, verify = self.worth.expected(found[self.active]).tolist(), self.costs.verify_seconds
+        worth = [gain - self.rate * (verify(self.nodes + n) - verify(self.nodes)) for n, gain in enumerate(gains)]
         return worth.index(max(worth))
 
-    def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
-        if self.worth is not None:
-            joined = tree.tokens.shape[1] - self.nodes
-            depths, path = torch.arange(1, verdict.path.shape[1]), verdict.path[self.active, 1:]
-            brought = (path >= self.nodes) & (depths <= verdict.accepted[self.active, None])
-            self.worth.learn(self.found, joined, brought)
-        self.statistics.add(tree, ancestors, verdict, self.active, self.steps, self.nodes)
+    def learn(self, done: Round) -> None:
+        self._add(done, self.steps)
 
     def why_plain(self) -> str | None:
         return self.statistics.why_plain() if self.statistics.plain_rounds else None
 
 
+class Trial(NamedTuple):
+    """A whole tree of the active rows."""
+
+    scores: Tensor  # (B, n) of the drafted nodes
+    depths: Tensor  # (B, n)
+    found: Tensor  # (B,) on the host, see `Lookup.find`
+
+
 class Settled(AutoBudget):
-    """Settles on one depth and size after some full rounds, and again now and then, because texts change.
+    """Settles on one depth and size after some whole trees, and again now and then, because texts change.
 
     No round synchronises with the device but those in which it looks.
     """
 
     needs_sync = False
 
-    def __init__(self, depth: int, costs: Costs, calibration: Calibration):
-        super().__init__(depth, costs, calibration)
-        self.earlier: tuple[int, int] | None = None  # plan, while it looks again
+    def __init__(self, depth: int, costs: Costs, calibration: Calibration, lookup: int = 0):
+        super().__init__(depth, costs, calibration, lookup)
+        self.earlier: tuple[int, ...] | None = None  # plan, while it looks again
         self.rounds = 0  # since it settled
-        self.trials: list[tuple[Tensor, Tensor]] = []  # scores and depths of whole trees, until it settles
+        self.trials: list[Trial] = []  # until it settles
 
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
         return self.plan is None or depth < self.plan[0]
 
     def node_count(self, scores: Tensor) -> int:
-        self.nodes = self.plan[1] if self.plan else max(n for n in self.costs.verify if n <= scores.shape[1])
-        return self.nodes
+        return self.plan[1] if self.plan else max(n for n in self.costs.verify if n <= scores.shape[1])
 
     def lookup_count(self, found: Tensor, most: int) -> int:
-        return most
+        return self.plan[2] if self.plan else most
 
-    def learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict) -> None:
+    def learn(self, done: Round) -> None:
         if self.plan:
             self.rounds += 1
             if self.rounds == (KEPT if self.plan[0] else 4 * KEPT):
                 self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, self.trials[AGAIN:]
             return
-        self.statistics.add(tree, ancestors, verdict, self.active, self.depth, self.nodes)
-        drafted = slice(0, self.nodes)
-        self.trials.append((tree.scores[self.active, drafted], ancestors.sum(-1)[self.active, drafted] - 1))
+        self._add(done, self.depth)
+        scores, depths = (x[self.active, : done.drafted] for x in (done.tree.scores, done.ancestors.sum(-1) - 1))
+        found = torch.zeros(len(scores), dtype=torch.long) if done.found is None else done.found[self.active].cpu()
+        self.trials.append(Trial(scores, depths, found))
         if len(self.trials) == SETTLE:
             self.plan = self._best()
 
     def why_plain(self) -> str | None:
         return self.statistics.why_plain() if self.plan and self.plan[0] == 0 else None
 
-    def _best(self) -> tuple[int, int]:
-        """The depth and the size with the most tokens per second over the trees of the trials."""
-        largest = max(self.costs.verify)
-        rows = sum(len(scores) for scores, _ in self.trials) / len(self.trials)  # on average: some end meanwhile
-        rates = {(0, 1): rows / self.costs.verify[1]}
-        for depth in range(1, self.depth + 1):
-            gains = torch.zeros(max(largest, *(scores.shape[1] for scores, _ in self.trials)))
-            for scores, levels in self.trials:
-                chances = self.calibration.chance(scores).masked_fill((levels > depth) | (levels == 0), 0)
+    def _best(self) -> tuple[int, ...]:
+        """The depth, nodes and looked-up tokens with the most tokens per second over the trials."""
+        trials, rates = self.trials, dict[tuple[int, ...], float]()
+        rows = sum(len(trial.scores) for trial in trials) / len(trials)  # on average: some end meanwhile
+        looked_up = torch.stack([self.worth.expected(trial.found) for trial in trials]).mean(0).tolist()  # by tokens
+        for depth in range(self.depth + 1):
+            drafted = torch.zeros(max(*self.costs.verify, *(trial.scores.shape[1] for trial in trials)))  # by nodes - 1
+            for scores, depths, _ in trials:
+                chances = self.calibration.chance(scores).masked_fill((depths > depth) | (depths == 0), 0)
                 best = chances.sort(dim=1, descending=True).values.sum(0).cpu()
-                gains[1 : len(best)] += best[:-1].cumsum(0) / len(self.trials)
-            for n, cost in self.costs.verify.items():
-                rates[depth, n] = (rows + float(gains[n - 1])) / (self.costs.draft_seconds(depth) + cost)
+                drafted[1 : len(best)] += best[:-1].cumsum(0) / len(trials)
+            for n, (more, gain) in product(self.costs.verify if depth else [1], enumerate(looked_up)):
+                seconds = self.costs.draft_seconds(depth) + self.costs.verify_seconds(n + more)
+                rates[depth, n, more] = (rows + float(drafted[n - 1]) + gain) / seconds
         best = max(rates, key=rates.__getitem__)
         return self.earlier if self.earlier and rates[self.earlier] * BETTER > rates[best] else best

@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from poss_lightning.clock import Clock, Part
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound, Settled
+from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Round, Settled
+from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.lookup import Lookup, RootAlone, join
@@ -30,15 +31,6 @@ logger = logging.getLogger(__name__)
 SAME_COSTS = 512  # tokens up to which texts cost the same; then with every doubling costs are measured anew
 
 
-class Round(NamedTuple):
-    """One round of a batch, on the device."""
-
-    tree: Tree
-    ancestors: Tensor  # (B, N, N)
-    verdict: Verdict
-    host_copy: Tensor  # (B, 1 + K+1) what the host must know: accepted, then the tokens emitted
-
-
 class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
@@ -53,11 +45,11 @@ class Speculative(Decoder):
         tree_width: children tried per node; 1 drafts a chain.
         tree: "fixed" has its full depth and size in every round; "auto" measures this machine when it first decodes,
             and then drafts and verifies what brings the most tokens per second: round by round on a CPU, and on CUDA,
-            where the host must not wait, with one depth and size that it settles on.
+            where the host must not wait, with one depth and size that it settles on, and chooses again now and then.
         graphs: run rounds as CUDA graphs; None does so where the target can.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
         lookup: at most N tokens that followed the same words earlier in the text join each tree as a path, on top of
-            `nodes`; 0 for none. On a CPU, "auto" takes as many as pay.
+            `nodes`; 0 for none. "auto" takes as many as pay.
 
     Raises:
         ValueError: the draft was trained for a different target, or the tree is impossible.
@@ -130,10 +122,10 @@ class Speculative(Decoder):
             self._drop_finished(outputs)
             budget = self._choose_budget(request.sampling, clock)
             budget.begin(self.active.rows)
-            done = self._round(budget, clock)
-            emitted = done.host_copy.tolist()  # the one synchronisation
+            done, host_copy = self._round(budget, clock)
+            emitted = host_copy.tolist()  # the one synchronisation
             self._advance_host([row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)])
-            budget.learn(done.tree, done.ancestors, done.verdict)
+            budget.learn(done)
             of_row = {self.active.prompts[row]: emitted[row][1 : emitted[row][0] + 2] for row in self.active.rows}
             counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
             tokens = {prompt: kept for prompt, (kept, _) in counted.items()}
@@ -142,8 +134,12 @@ class Speculative(Decoder):
 
     # --- one round ---
 
-    def _round(self, budget: Budget, clock: Clock) -> Round:
-        """One round of all rows; inactive ones do not advance, and their output means nothing."""
+    def _round(self, budget: Budget, clock: Clock) -> tuple[Round, Tensor]:
+        """One round of all rows; inactive ones do not advance, and their output means nothing.
+
+        Returns:
+            What it did; and (B, 1 + K+1), what the host must know: accepted, then the tokens emitted.
+        """
         if budget.needs_sync:
             return self._draft_verify_commit(budget, clock.part)
         drafter, slots = self.drafter, self.cache.slots
@@ -152,9 +148,9 @@ class Speculative(Decoder):
         key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
-    def _draft_verify_commit(self, budget: Budget, part: Part) -> Round:
+    def _draft_verify_commit(self, budget: Budget, part: Part) -> tuple[Round, Tensor]:
         depth, root = budget.plan[0] if budget.plan else self.drafter.depth, self.cache.slots.lengths
-        depth = max(depth, self.lookup.count)
+        depth, found, looked_up = max(depth, self.lookup.count), None, 0
         with part("draft"):
             places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # after the root
             noise = self.sampler.noise(places)  # (B, K+1, V)
@@ -162,7 +158,8 @@ class Speculative(Decoder):
             tree = rerank(candidates, budget.node_count(candidates.scores))
             if self.lookup.count:
                 path, found = self.lookup.find(root)
-                tree = join(tree, path[:, : budget.lookup_count(found, self.lookup.count)])
+                looked_up = budget.lookup_count(found, self.lookup.count)
+                tree = join(tree, path[:, :looked_up])
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)
@@ -172,7 +169,7 @@ class Speculative(Decoder):
             verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
-        return Round(tree, ancestors, verdict, host_copy)
+        return Round(tree, ancestors, verdict, found, looked_up), host_copy
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """The draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
@@ -237,7 +234,8 @@ class Speculative(Decoder):
                     costs = self.measured[batch, doublings] = self._measure()
             if (batch, sampling) not in self.budgets:
                 kind = Settled if device.type == "cuda" else PerRound
-                self.budgets[batch, sampling] = kind(self.drafter.depth, costs, Calibration(device))
+                made = kind(self.drafter.depth, costs, Calibration(device), self.lookup.count)
+                self.budgets[batch, sampling] = made
             self.budget = budget = self.budgets[batch, sampling]
             budget.costs = costs
         return self.budget

@@ -15,8 +15,6 @@ from poss_lightning.target.cache import Slots
 
 USUAL = 10  # tokens of a continuation
 NGRAM = 3  # last tokens to match, at most
-TRUST, MEMORY = 6.0, 0.98  # as in a draft's calibration
-CLAIMED = (0.0, 0.2, 0.4, 0.7)  # chance of each looked-up token at first, by how many tokens matched
 
 
 def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
@@ -89,31 +87,6 @@ def join(tree: Tree, path: Tensor) -> Tree:
     scores = torch.zeros_like(path, dtype=tree.scores.dtype)  # the draft has none
     added = Tree(tokens, torch.cat([*parents, at[:, :0]], dim=1), scores)
     return Tree(*(torch.cat(parts, dim=1) for parts in zip(tree, added, strict=True)))
-
-
-class Worth:
-    """How many tokens each place of a continuation brought beyond the drafted tree, by how many tokens matched.
-
-    Args:
-        count: N, tokens of a continuation.
-    """
-
-    def __init__(self, count: int):
-        self.claimed = torch.tensor(CLAIMED)[:, None] ** torch.arange(1, count + 1)  # (NGRAM + 1, N)
-        self.tried, self.brought = torch.zeros_like(self.claimed), torch.zeros_like(self.claimed)
-
-    def expected(self, found: Tensor) -> Tensor:
-        """Tokens that the first 0, 1, … N places bring, summed over the texts: found (B,) -> (N + 1,)."""
-        table = (self.brought + TRUST * self.claimed) / (self.tried + TRUST)
-        return torch.nn.functional.pad(table[found].sum(0).cumsum(0), (1, 0))
-
-    def learn(self, found: Tensor, taken: int, brought: Tensor) -> None:
-        """After a round with `taken` places of each: at which depths (B, K) only they had the accepted token."""
-        self.tried *= MEMORY
-        self.brought *= MEMORY
-        for row, gains in zip(found.tolist(), brought.tolist(), strict=True):
-            self.tried[row, :taken] += 1
-            self.brought[row, :taken] += torch.tensor(gains[:taken], dtype=torch.float32)
 
 
 class RootAlone:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import Budget, Calibration, Fixed, PerRound
+from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Round
+from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict
@@ -102,7 +103,7 @@ class Auto(Timed):
         return rerank(drafted, self.auto.node_count(drafted.scores))
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
-        self.auto.learn(tree, ancestors, verdict)
+        self.auto.learn(Round(tree, ancestors, verdict))
         return self._draft(torch.tensor([self.auto.steps])) + self.costs.verify_seconds(self.auto.nodes)
 
 

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import AGAIN, EDGES, KEPT, SETTLE, Calibration, Fixed, PerRound, Settled
+from poss_lightning.decoding.budget import AGAIN, KEPT, SETTLE, Fixed, PerRound, Round, Settled, Trial
+from poss_lightning.decoding.chances import EDGES, Calibration
 from poss_lightning.decoding.costs import SIZES, Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict
@@ -114,7 +115,7 @@ def play(
             tree = Tree(torch.zeros_like(parents), parents, scores[:, :nodes])
             path = torch.arange(DEPTH + 1).clamp(max=accepted)[None]
             verdict = Verdict(path, torch.zeros_like(path), torch.tensor([accepted]))
-            budget.learn(tree, ancestor_mask(tree.parents, DEPTH), verdict)
+            budget.learn(Round(tree, ancestor_mask(tree.parents, DEPTH), verdict))
     return tokens / seconds
 
 
@@ -133,7 +134,7 @@ def test_what_it_settles_on_is_near_the_best_fixed_tree(draft, slope):
     play(budget, (0, 0), machine, 40)
     assert budget.plan is not None
     fixed = {plan: play(None, plan, machine, 800) for plan in [(0, 1), *product(range(1, 7), machine.verify)]}
-    assert play(None, budget.plan, machine, 800) > 0.9 * max(fixed.values())
+    assert play(None, budget.plan[:2], machine, 800) > 0.9 * max(fixed.values())
 
 
 @pytest.mark.parametrize("first, then", [((20.0, 20.0), (0.5, 0.1)), ((0.5, 0.1), (20.0, 20.0))], ids=str)
@@ -156,7 +157,7 @@ def test_what_it_settles_on_counts_each_trials_own_rows(rows, draft):
     """Tokens over seconds of all trials, for every depth and size; rows of a batch end while it looks."""
     budget = Settled(2, costs(draft, 0.2), Calibration(CPU))
     scores, levels = torch.tensor([0.0, -0.4, -0.9, -1.1]), torch.tensor([0, 1, 1, 2])
-    budget.trials = [(scores.repeat(n, 1), levels.repeat(n, 1)) for n in rows]
+    budget.trials = [Trial(scores.repeat(n, 1), levels.repeat(n, 1), levels[:n] * 0) for n in rows]
 
     def rate(depth: int, nodes: int) -> float:
         chances = budget.calibration.chance(scores)[(levels > 0) & (levels <= depth)].tolist()
@@ -164,9 +165,23 @@ def test_what_it_settles_on_counts_each_trials_own_rows(rows, draft):
         return tokens / (len(rows) * (depth * draft + budget.costs.verify[nodes]))
 
     plans = [(0, 1), *((depth, nodes) for depth in (1, 2) for nodes in (1, 2, 3, 4))]
-    depth, nodes = budget._best()
+    depth, nodes, _ = budget._best()
     assert rate(depth, nodes) == pytest.approx(max(rate(*plan) for plan in plans), rel=1e-6)
     assert depth > 0
+
+
+@pytest.mark.parametrize(("matched", "brings"), [(3, True), (3, False), (0, False)], ids=str)
+def test_it_settles_on_looked_up_tokens_where_they_pay(matched, brings):
+    """The draft is always wrong; the looked-up path after its chain is always right, or always wrong."""
+    budget, depth = Settled(1, costs(1.0, 4.0), Calibration(CPU), lookup=4), 4
+    found, parents = torch.tensor([matched]), torch.tensor([[0, 0, 0, 2, 3, 4]])
+    tree = Tree(torch.zeros_like(parents), parents, torch.tensor([[0.0, -4, 0, 0, 0, 0]]))
+    path = torch.tensor([[0, 2, 3, 4, 5] if brings else [0] * 5])
+    verdict = Verdict(path, torch.zeros_like(path), torch.tensor([depth * brings]))
+    for _ in range(SETTLE):
+        assert budget.lookup_count(found, 4) == 4
+        budget.learn(Round(tree, ancestor_mask(parents, depth), verdict, found, 4))
+    assert budget.plan[:2] == (0, 1) and (budget.plan[2] > 1) == (budget.lookup_count(found, 4) > 0) == brings
 
 
 @pytest.mark.parametrize("kind", [PerRound, Settled])

@@ -188,7 +188,7 @@ class Shallow(Settled):
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.plan = 2, 7
+        self.plan = 2, 7, 0
 
 
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0)], ids=str)
