@@ -33,6 +33,7 @@ from tests.support.documents import (
     parsed,
     shell,
 )
+from tests.support.stores import contents
 from tests.support.talks import talks
 from tests.support.tiny import tiny_draft
 
@@ -205,10 +206,6 @@ def shrink(file: Path) -> None:
     file.write_text(OmegaConf.to_yaml(OmegaConf.merge(given, {"seeds": [0], "fit": FIT})))
 
 
-def left(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
-
-
 @pytest.mark.nightly
 def test_the_worked_examples_run(desk, tiny_folder, capsys):
     """Page by page, in one folder: every command of their shell blocks, in order."""
@@ -220,9 +217,9 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
             shrink(here / file)
         for command in commands(shell(text), T=tiny_folder):
             verb, *words = command.words
-            before = left(here) if verb == "validate" else None
+            before = contents(here) if verb == "validate" else None
             cli.run(verb, [*words, *SMALL.get(verb, [])])
-            assert before is None or before == left(here)
+            assert before is None or before == contents(here)
     for run in ("eagle", "poss2"):
         for promised in ("draft-best", "draft-last", "checkpoints/last.ckpt", "config.yaml"):
             assert (here / "runs" / run / promised).exists()
