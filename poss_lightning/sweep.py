@@ -187,7 +187,7 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
         try:
             if names := cell.changed():
                 changed[cell.folder] = names
-            elif cell.key in mine:
+            elif not changed and cell.key in mine:
                 cell.check(coming)
         except Exception as error:
             if not is_user_error(error):
