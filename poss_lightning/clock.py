@@ -9,7 +9,7 @@ import torch
 
 from poss_lightning.machine import synchronize
 
-Part = Callable[[str], AbstractContextManager[None]]  # times what is done within, under that name
+Timer = Callable[[str], AbstractContextManager[None]]  # times what is done within, under that name
 
 
 class Clock:
