@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from poss_lightning import __version__, cli, extract
-from poss_lightning.evaluation import benchmark
+from poss_lightning import __version__, cli
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.datamodule import FeatureData
@@ -22,6 +21,7 @@ from poss_lightning.training.help import SAID
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.versions import STACK
 from tests.support.command import Poss, Result, left, says
+from tests.support.documents import Command, parsed
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -285,33 +285,14 @@ def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
     assert len({tuple(record.tokens) for record in read_records(tmp_path / "out")}) == 1
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """A function that replaces another one by one that fails, and returns what that is called with."""
-
-    def replace(owner: object, name: str) -> list[tuple]:
-        calls = []
-
-        def fail(*arguments, **_):
-            calls.append(arguments)
-            raise FileNotFoundError("not today")
-
-        monkeypatch.setattr(owner, name, fail)
-        return calls
-
-    return replace
-
-
 @pytest.mark.parametrize("file", TARGETS, ids=lambda path: path.stem)
-def test_a_target_is_named_by_its_yaml(poss, inputs, asked, file):
-    calls = asked(extract.Target, "load")
-    for command in (("extract", inputs / "corpus.jsonl"), ("synthesize",), ("benchmark",)):
-        poss(*command, "out.jsonl", "--config", file)
+@pytest.mark.parametrize("words", [["extract", "corpus", "out"], ["synthesize", "out.jsonl"], ["benchmark", "out"]])
+def test_a_target_is_named_by_its_yaml(words, file):
+    options = parsed(Command(0, "poss", [*words, "--config", str(file)]))
     given = yaml.safe_load(file.read_text())
-    assert calls == [(given["target"], given.get("dtype", "auto"), given.get("device", "auto"), "none")] * 3
+    assert "target" in given and {name: options[name] for name in given} == given
 
 
-def test_the_six_suites_are_the_hub_s(poss, asked):
-    calls = asked(benchmark, "load_suites")
-    poss("benchmark", "out.jsonl", "--config", CONF / "suites/six.yaml")
-    assert [call[:2] for call in calls] == [([f"hub:{name}" for name in SIX], None)]
+def test_the_six_suites_are_the_hub_s():
+    options = parsed(Command(0, "poss", ["benchmark", "out", "--config", str(CONF / "suites/six.yaml")]))
+    assert options["suites"] == [f"hub:{name}" for name in SIX] and options.get("limit") is None

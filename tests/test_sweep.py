@@ -29,7 +29,7 @@ from poss_lightning.files import public_name, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
-from tests.support.talks import talks
+from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
@@ -44,7 +44,6 @@ TRAINER = {
     "enable_model_summary": False,
     "enable_progress_bar": False,
 }
-SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 ONE = {"one": {"model": {"allocation": [2]}}}
 
 

@@ -34,7 +34,7 @@ from tests.support.documents import (
     shell,
 )
 from tests.support.stores import contents
-from tests.support.talks import talks
+from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -234,7 +234,7 @@ def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], 
     drafts = [tmp_path / name for name in ("embedded-hass", "embedded-poss2")]
     for draft, allocation in zip(drafts, ([4], [2, 2]), strict=True):
         tiny_draft(target, allocation).save_pretrained(draft)
-    write_store(tmp_path / "store", target, talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20)
+    write_store(tmp_path / "store", target, talks(), **SIZES)
     trainer = functools.partial(lightning.Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     monkeypatch.setattr(lightning, "Trainer", lambda max_steps: trainer(max_steps=min(max_steps, 1), **quiet))

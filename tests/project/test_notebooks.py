@@ -17,6 +17,7 @@ from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
 from tests.support.lab import CHOICES, DEPTH, SEEDS
 from tests.support.synthetic import make_records
+from tests.support.talks import SIZES
 from tests.support.tiny import tiny_draft
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -42,8 +43,7 @@ def given(tiny_folder, tmp_path_factory) -> dict:
     target = Target.load(tiny_folder, "float32")
     tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
     talk = [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four legs."}]
-    sizes = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
-    write_store(folder / "store", target, [Conversation("talk/0", talk)], **sizes)
+    write_store(folder / "store", target, [Conversation("talk/0", talk)], **SIZES)
     return {
         "TARGET": tiny_folder,
         "DRAFT": str(folder / "draft"),
