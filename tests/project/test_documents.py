@@ -106,7 +106,7 @@ def wrong(command: Command) -> str | None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_command_parses_and_names_files_that_are_there(document, desk):
+def test_every_command_and_experiment_parses_and_names_files_that_exist(document, desk):
     text = document.read_text()
     here, found = desk(text), {}
     for command in commands(everywhere(text)):
@@ -116,6 +116,10 @@ def test_every_command_parses_and_names_files_that_are_there(document, desk):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("{model: {allocation: [1]}, data: {store: any}}")
     assert not any(found.values()), {line: error for line, error in found.items() if error}
+    for file in sweeps(text):
+        experiment = Sweep.load(here / file)
+        for cell in experiment.cells(here)[: len(experiment.choices)]:
+            parsed(Command(0, "poss", ["fit", *command_line(*cell.layers)]))
 
 
 def test_the_test_files_that_documents_name_exist():
@@ -123,16 +127,6 @@ def test_the_test_files_that_documents_name_exist():
     named = {document.name: {*re.findall(r"\btest_\w+\.py\b", document.read_text())} for document in DOCUMENTS}
     missing = {name: files - existing for name, files in named.items()}
     assert not any(missing.values()), missing
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
-    text = document.read_text()
-    here = desk(text)
-    for file in sweeps(text):
-        own = Sweep.load(here / file)
-        for cell in own.cells(here)[: len(own.choices)]:
-            parsed(Command(0, "poss", ["fit", *command_line(*cell.layers)]))
 
 
 @pytest.mark.parametrize(

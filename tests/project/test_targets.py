@@ -19,61 +19,20 @@ from poss_lightning.training.flops import count_parameters, count_specialist_par
 from poss_lightning.training.plan import TARGETS, token_bytes
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 
-LLAMA_3 = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps",
+)  # fmt: skip
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {"rope_scaling": SCALING | {"original_max_position_embeddings": 8192}}
 PUBLISHED = {  # what sizes depend on in a config.json; and millions of all weights, and of a specialist's
-    "llama-3-8b": (LLAMA_3, 8030.3, 218.1),
-    "llama-3.1-8b": (
-        LLAMA_3
-        | {
-            "max_position_embeddings": 131072,
-            "rope_scaling": SCALING | {"original_max_position_embeddings": 8192},
-        },
-        8030.3,
-        218.1,
-    ),
-    "llama-2-13b": (
-        LLAMA_3
-        | {
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-            "vocab_size": 32000,
-            "max_position_embeddings": 4096,
-            "rope_theta": 10000.0,
-        },
-        13015.9,
-        317.2,
-    ),
-    "qwen3-8b": (
-        LLAMA_3
-        | {
-            "model_type": "qwen3",
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000.0,
-            "rms_norm_eps": 1e-6,
-        },
-        8190.7,
-        192.9,
-    ),
+    name: ({"tie_word_embeddings": False} | dict(zip(FIELDS, values, strict=True)) | more, *millions)
+    for name, values, more, millions in (
+        ("llama-3-8b", ("llama", 4096, 14336, 32, 32, 8, 128256, 8192, 5e5, 1e-5), {}, (8030.3, 218.1)),
+        ("llama-3.1-8b", ("llama", 4096, 14336, 32, 32, 8, 128256, 131072, 5e5, 1e-5), SCALED, (8030.3, 218.1)),
+        ("llama-2-13b", ("llama", 5120, 13824, 40, 40, 40, 32000, 4096, 1e4, 1e-5), {}, (13015.9, 317.2)),
+        ("qwen3-8b", ("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, 1e6, 1e-6), {"head_dim": 128}, (8190.7, 192.9)),
+    )
 }
 OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-3-8b", "qwen3-8b")]
 EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": ([2] * 4, 8), "poss3": ([3] * 4, 12)}
