@@ -123,7 +123,7 @@ def explain(
         text = f"{option}: {cause}"
     if not any(word.startswith(f"--{option}") for word in arguments):
         places = [file for file in files if _has_option(read_config(file), option)]
-        text += f"; it stands in {' and '.join(places)}" if places else ""
+        text += f"; it is set in {' and '.join(places)}" if places else ""
     if option not in known:
         near = [name for name in known if name.endswith(f".{option}")] or get_close_matches(option, known, 1)
         text += f"; did you mean {' or '.join(near)}?" if near else ""

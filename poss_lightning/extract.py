@@ -60,8 +60,8 @@ def extract(
         shard_mb: size of a shard, in MiB of features.
         dtype: number format of the target, and of the features when they are read: auto (what this device multiplies
             fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these; with several ranks on a machine, cuda is each
-            one's own GPU.
+        device: auto (cuda, else mps, else cpu), or one of these; of several ranks on a machine, cuda gives each a
+            GPU of its own.
         stored: exact, or float8: e4m3 with one scale per token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.

@@ -159,7 +159,7 @@ def sweep(folder: str, shard: str = "1/1") -> None:
 
 
 def _train(cell: Cell, experiment: Path) -> bool:
-    """Train, measure and pack a cell; or return False where another process does so or has just done it."""
+    """Train, measure and pack a cell; or return False if another process does so or has just done it."""
     work = Work(experiment / FOLDERS)
     with work.part(f"{cell.choice}/seed-{cell.seed}/training") as acquired:
         if not acquired:

@@ -73,9 +73,9 @@ BAD = [  # one of each kind; the tests of each room have the others
     ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; Input should be a valid integer"),
     (
         ("generate", "Hi", "--config", "{inputs}/number.yaml"),
-        "draft: Expected a <class 'str'>. Got value: 1; it stands in",
+        "draft: Expected a <class 'str'>. Got value: 1; it is set in",
     ),
-    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it stands in {inputs}/group.yaml; did you mean model."),
+    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it is set in {inputs}/group.yaml; did you mean model."),
     (("replay", "out", "--store", "{inputs}/store"), "store is given by its place, without --store: see the usage"),
     ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML, line 2: found character '\\t'"),
     # a number: before anything is loaded, and where the target decides

@@ -53,10 +53,10 @@ def test_a_number_outside_its_range_is_refused_by_name_in_calls_and_by_the_parse
     with pytest.raises(ValueError) as caught:
         work(**options)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(ArgumentError) as told:  # which does not say where in a list or dict the number is
+    with pytest.raises(ArgumentError) as refused:  # which does not say where in a list or dict the number is
         check_options(work, options)
     name, _, rest = words.partition(" is ")
-    assert str(told.value).startswith(name.partition(".")[0]) and rest.split("; ")[1][:20] in str(told.value)
+    assert str(refused.value).startswith(name.partition(".")[0]) and rest.split("; ")[1][:20] in str(refused.value)
 
 
 def test_a_number_inside_its_range_is_taken():
@@ -99,8 +99,8 @@ def test_a_module_and_a_config_refuse_numbers_of_their_dicts_and_sizes(target):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model": {"loss": {"token": 1e300}}}, r"model.loss is 1e\+300; it must lie .*; it stands in .*a.yaml"),
-        ({"seed_everything": -1}, "seed_everything is -1; it must lie .*; it stands in .*a.yaml"),
+        ({"model": {"loss": {"token": 1e300}}}, r"model.loss is 1e\+300; it must lie .*; it is set in .*a.yaml"),
+        ({"seed_everything": -1}, "seed_everything is -1; it must lie .*; it is set in .*a.yaml"),
     ],
 )
 def test_the_file_of_a_number_is_named_when_a_training_is_parsed(tmp_path, options, words):

@@ -480,12 +480,12 @@ def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_training_apart_ends_with_its_sweep(tmp_path):
     """Otherwise it would write into a folder whose lock is free."""
-    python, said = tmp_path / "python", tmp_path / "said"
-    python.write_text(f"#!/bin/sh\necho $$ > {said}.tmp; mv {said}.tmp {said}; exec sleep 60\n")
+    python, pid = tmp_path / "python", tmp_path / "pid"
+    python.write_text(f"#!/bin/sh\necho $$ > {pid}.tmp; mv {pid}.tmp {pid}; exec sleep 60\n")
     python.chmod(0o755)
     parent = subprocess.Popen(apart(python))
-    _until(said.exists)
-    facts = Path("/proc") / said.read_text().strip() / "stat"
+    _until(pid.exists)
+    facts = Path("/proc") / pid.read_text().strip() / "stat"
     parent.kill()
     parent.wait()
     _until(lambda: not facts.exists() or " Z " in facts.read_text())
