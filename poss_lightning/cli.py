@@ -1,4 +1,4 @@
-"""The one entry point, `poss`. A command's constructor or function is its configuration, and its docstring the help.
+"""The entry point `poss`: a command's function is its configuration, and its docstring the help.
 
 Nothing heavy is imported before the command is known, so `poss --help` answers at once.
 """
@@ -13,14 +13,13 @@ from importlib import import_module
 from typing import Any
 
 from poss_lightning.files import without_secrets
-from poss_lightning.terminal import announced, is_told, mute_deepspeed, one_line, printable
+from poss_lightning.terminal import announced, is_user_error, mute_deepspeed, one_line, printable
 from poss_lightning.versions import versions
 
 TRAINER = {
     "fit": "train specialists on a feature store",
     "validate": "losses, pos-acc and drift of a checkpoint, by depth",
 }
-VALUES = ("true", "false", "null")  # of a switch
 TOOLS = {
     "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
     "synthesize": ("poss_lightning.synthesize", "the target answers your prompts, or writes whole conversations"),
@@ -44,8 +43,8 @@ def main() -> None:
     try:
         _run_line()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, `head` for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+    except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at exit
 
 
 def _run_line() -> None:
@@ -61,24 +60,23 @@ def _run_line() -> None:
         sys.exit(f"poss: no command {command!r}; {near}there are {', '.join(known)}")
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
-    logger.handlers = [Lines()]
+    logger.handlers = [LineHandler()]
     mute_deepspeed()
     try:
         run(command, sys.argv[2:])
-    except ArgumentError as error:
-        sys.exit(f"poss {command}: {without_secrets(one_line(error))} (poss {command} --help tells its options)")
+    except KeyboardInterrupt:
+        sys.exit(f"poss {command}: interrupted")
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not is_told(error):
+        if not is_user_error(error):
             raise
-        sys.exit(f"poss {command}: {without_secrets(one_line(error))}")
-    except KeyboardInterrupt:
-        sys.exit(f"poss {command}: interrupted")
+        help = f" (poss {command} --help tells its options)" if isinstance(error, ArgumentError) else ""
+        sys.exit(f"poss {command}: {without_secrets(one_line(error))}{help}")
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Run a command with its arguments, as the terminal gives them."""
+    """Run a command with the arguments of a terminal."""
     import jsonargparse
 
     from poss_lightning.configs import config_files, explain, get_types, locate_configs, set_up_parser
@@ -93,7 +91,7 @@ def run(command: str, arguments: list[str]) -> None:
     types = get_types(tool)
     arguments = _complete_switches(arguments, types)
     if command == "list" and arguments and not arguments[0].startswith("-"):
-        arguments = ["--name", *arguments]  # jsonargparse has no place for what may be left out
+        arguments = ["--name", *arguments]  # jsonargparse has no optional positional arguments
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
@@ -101,20 +99,19 @@ def run(command: str, arguments: list[str]) -> None:
         raise explain(error, config_files(arguments), types, arguments) from error
 
 
-class Lines(logging.Handler):
-    """Shows what the package tells as plain lines on stderr."""
+class LineHandler(logging.Handler):
+    """Shows the package's log records as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(without_secrets(printable(record.getMessage())), file=sys.stderr, flush=True)
 
 
 def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]:
-    """`--chat=true` for a bare `--chat`, which jsonargparse wants."""
-    following = [*arguments[1:], ""]
+    """`--chat=true` for a bare `--chat`, as jsonargparse wants it."""
     switches = {f"--{name}" for name, kind in types.items() if kind in (bool, bool | None)}
     return [
-        f"{argument}=true" if argument in switches and then.lower() not in VALUES else argument
-        for argument, then in zip(arguments, following, strict=False)
+        f"{word}=true" if word in switches and following.lower() not in ("true", "false", "null") else word
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
 
 

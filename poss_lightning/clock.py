@@ -1,4 +1,4 @@
-"""Seconds of the parts of some work, on any device."""
+"""Seconds by part of some work, on any device."""
 
 import time
 from collections import defaultdict
@@ -9,11 +9,11 @@ import torch
 
 from poss_lightning.machine import synchronize
 
-Part = Callable[[str], AbstractContextManager[None]]  # opens a part of the work by its name
+Timer = Callable[[str], AbstractContextManager[None]]  # times what is done within, under that name
 
 
 class Clock:
-    """Seconds by part. On CUDA, parts are measured by events, for which nothing waits before the end."""
+    """Seconds by part. On CUDA, events measure the parts, so nothing waits for the device before the end."""
 
     def __init__(self, device: torch.device):
         self.device, self.began = device, time.perf_counter()
@@ -22,7 +22,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what is done inside."""
+        """Time the block."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -37,8 +37,8 @@ class Clock:
 
     @contextmanager
     def excluded(self, name: str | None = None) -> Iterator[None]:
-        """Leave what is done inside out of the total; with a name, it is a part all the same. Waits for the device."""
-        synchronize(self.device)  # what was asked for before belongs to the total
+        """Leave the block out of the total; with a name, it is still a part. Waits for the device."""
+        synchronize(self.device)  # what was queued before belongs to the total
         start = time.perf_counter()
         yield
         synchronize(self.device)
@@ -48,7 +48,7 @@ class Clock:
             self.seconds[name] += took
 
     def total(self) -> dict[str, float]:
-        """Seconds of every part, and of all since the clock was made; waits for the device."""
+        """Seconds of every part, and "total", those since the clock was made. Waits for the device."""
         synchronize(self.device)
         for name, start, end in self.events:
             self.seconds[name] += start.elapsed_time(end) / 1000

@@ -16,6 +16,8 @@ from poss_lightning.files import find_config
 from poss_lightning.ranges import describe
 
 FLAGS = ("--config", "-c")
+# How jsonargparse names the option of an error.
+OPTION = re.compile(r"""(?:unrecognized arguments: --|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""")
 
 
 def get_types(function: Callable[..., Any]) -> dict[str, Any]:
@@ -24,36 +26,36 @@ def get_types(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def set_up_parser() -> None:
-    """What all parsers of options have in common: `${trainer.max_steps}` is looked for in the whole of the options."""
+    """Settings of every parser: `${trainer.max_steps}` refers to the options as a whole."""
     jsonargparse.set_parsing_settings(
         docstring_parse_attribute_docstrings=False, omegaconf_absolute_to_relative_paths=True
     )
 
 
 def locate_configs(arguments: list[str]) -> list[str]:
-    """The arguments with `--config` files of conf/ as paths: a user of the wheel has no conf/ beside him.
+    """The arguments with each `--config` file of conf/ as a path: an installed wheel has no conf/ beside its user.
 
     Raises:
-        ValueError: as of `read_config`.
+        ValueError: as `read_config`, which reads each file once so that a broken one is named.
     """
 
-    def place(name: str) -> str:
+    def locate(name: str) -> str:
         try:
             return find_config(name)
-        except OSError:  # the parser says so, of what the user typed
+        except OSError:  # the parser reports the name that the user typed
             return name
 
     located = [
-        place(word) if before in FLAGS else re.sub("^--config=(.*)", lambda file: f"--config={place(file[1])}", word)
+        locate(word) if before in FLAGS else re.sub("^--config=(.*)", lambda file: f"--config={locate(file[1])}", word)
         for before, word in zip(["", *arguments], arguments, strict=False)
     ]
     for file in config_files(located):
-        read_config(file)  # a broken one is named
+        read_config(file)
     return located
 
 
 def config_files(arguments: list[str]) -> list[str]:
-    """The files given as `--config FILE` and `--config=FILE`; options may stand in the place of a file."""
+    """The files given as `--config FILE` or `--config=FILE`, without options that are given in place of a file."""
     pairs = zip(["", *arguments], arguments, strict=False)
     given = [
         word.removeprefix("--config=") for before, word in pairs if before in FLAGS or word.startswith("--config=")
@@ -62,10 +64,10 @@ def config_files(arguments: list[str]) -> list[str]:
 
 
 def read_config(file: str) -> dict[str, Any]:
-    """The options in a YAML file; none where there is no file, which the parser reports.
+    """The options in a YAML file; none if there is no such file, which the parser reports.
 
     Raises:
-        ValueError: it is not valid YAML, or no mapping.
+        ValueError: it is not valid YAML, not a mapping, or names a group twice.
     """
     if not Path(file).is_file():
         return {}
@@ -85,7 +87,7 @@ def read_config(file: str) -> dict[str, Any]:
 
 
 def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of `function` that these options are, its defaults included.
+    """The keyword arguments that `function` would get from these options, defaults included.
 
     Raises:
         ArgumentError: an option that it does not have, or a value that it does not take.
@@ -101,48 +103,40 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
 def explain(
     error: ArgumentError, files: Iterable[str], known: Mapping[str, Any], arguments: Iterable[str] = ()
 ) -> ArgumentError:
-    """The error with the files that its option stands in, and the nearest option where there is none of that name.
+    """A parser's error with the file that has the option, and the nearest known option if there is none of that name.
 
     Args:
         error: of the parser.
-        files: that were given as `--config`.
+        files: given as `--config`.
         known: options and their types.
-        arguments: of the terminal; an option that stands there is not looked for in the files.
+        arguments: of the command line; an option that is among them is not looked for in the files.
     """
     text = str(error)
-    named = re.findall(r"--([\w.]+)", text) if "unrecognized arguments" in text else []
-    if placed := [name for name in named if name in known]:
-        places, options = " and ".join(placed), " and ".join(f"--{name}" for name in placed)
-        return ArgumentError(None, f"{places} stand in their places, without {options}: see the usage")
-    match = re.search(r"""(?:unrecognized arguments: --|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""", text)
-    if not match:
+    if not (match := OPTION.search(text)):
         return error
-    option, first = match[1], _first_cause(error)
-    if isinstance(first, ValidationError):
-        text = describe(first, option)
-    elif option not in str(first):
-        text = f"{option}: {first}"
-    typed = any(word.startswith(f"--{option}") for word in arguments)
-    places = [] if typed else [file for file in files if _has(read_config(file), option)]
-    stands = f"; it stands in {' and '.join(places)}" if places else ""
-    near = [] if option in known else _nearest(option, known)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return ArgumentError(None, f"{text}{stands}{hint}")
+    option, cause = match[1], _first_cause(error)
+    if option in known and "unrecognized arguments" in text:
+        return ArgumentError(None, f"{option} is given by its place, without --{option}: see the usage")
+    if isinstance(cause, ValidationError):
+        text = describe(cause, option)
+    elif option not in str(cause):
+        text = f"{option}: {cause}"
+    if not any(word.startswith(f"--{option}") for word in arguments):
+        places = [file for file in files if _has_option(read_config(file), option)]
+        text += f"; it is set in {' and '.join(places)}" if places else ""
+    if option not in known:
+        near = [name for name in known if name.endswith(f".{option}")] or get_close_matches(option, known, 1)
+        text += f"; did you mean {' or '.join(near)}?" if near else ""
+    return ArgumentError(None, text)
 
 
 def _first_cause(error: Exception) -> Exception:
-    """The error of the value that led to this one: that of the first type, where an option may have several."""
+    """The error that led to this one: of an option with several types, that of the first."""
     cause = error.__cause__
     return _first_cause(cause) if isinstance(cause, ValueError | TypeError | ArgumentError) else error
 
 
-def _nearest(option: str, known: Iterable[str]) -> list[str]:
-    """The options of that name in some group, or else the one spelt most like it."""
-    known = list(known)
-    return [name for name in known if name.endswith(f".{option}")] or get_close_matches(option, known, 1)
-
-
-def _has(options: object, option: str) -> bool:
-    """Whether a dotted option is among those, nested or dotted."""
+def _has_option(options: object, option: str) -> bool:
+    """Whether a dotted option is among nested or dotted ones."""
     head, _, rest = option.partition(".")
-    return isinstance(options, dict) and (option in options or _has(options.get(head), rest))
+    return isinstance(options, dict) and (option in options or _has_option(options.get(head), rest))

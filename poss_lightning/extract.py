@@ -42,34 +42,34 @@ def extract(
 ) -> None:
     """Write the feature store of a corpus.
 
-    A killed run resumes where it stopped when the command is given again, and ends with the same bytes. Started by
-    torchrun or srun, every rank takes its share of the shards; the last one finishes the store.
+    If a run is killed, give the same command again: it resumes, and ends with the same bytes. Started by torchrun or
+    srun, every rank takes its share of the shards; the last one finishes the store.
 
     Args:
         corpus: file of conversations (JSON lines, a JSON array, parquet), a folder, or a hub id of `datasets`, with
             options as in `ID?config=NAME&revision=COMMIT`.
         out: folder to write.
         target: "embedded", a local folder or a hub id.
-        split: of a folder or hub data set.
-        limit: read that many conversations only.
-        max_length: tokens a conversation is cut at; the target's context at most.
+        split: split of a folder or hub data set.
+        limit: number of conversations to read; all by default.
+        max_length: tokens at which a conversation is cut; the target's context at most.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        strict: a malformed record, or one that the chat template refuses, is an error; otherwise one is left out,
-            counted and named, up to a tenth of them.
-        batch_tokens: tokens of a forward, padding included.
+        strict: treat a malformed record, or one that the chat template refuses, as an error; otherwise such records
+            are left out, counted and named, up to a tenth of all.
+        batch_tokens: tokens of a forward pass, padding included.
         shard_mb: size of a shard, in MiB of features.
-        dtype: of the target and of the features when they are read back: auto (what this device multiplies fastest),
-            bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these; with several ranks on a machine, cuda is each
-            one's own GPU.
-        stored: exact, or float8: e4m3 with one scale a token, half of bfloat16's bytes.
+        dtype: number format of the target, and of the features when they are read: auto (what this device multiplies
+            fastest), bfloat16, float16 or float32.
+        device: auto (cuda, else mps, else cpu), or one of these; of several ranks on a machine, cuda gives each a
+            GPU of its own.
+        stored: exact, or float8: e4m3 with one scale per token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
+        parallel: none if the target fits on one device; layers spreads it over all GPUs of this process.
         engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
             does not fit on one GPU. The features are the same up to rounding.
-        tensor_parallel: GPUs that vLLM splits the target over.
-        verify: only read the finished store `out`, or the address of one, and check every byte of it.
+        tensor_parallel: number of GPUs over which vLLM splits the target.
+        verify: write nothing, but check every byte of the finished store `out`, a folder or an address.
     """
     if verify:
         verify_files(local_copy(out))
@@ -109,12 +109,14 @@ def extract(
 
 
 def _check_engine(engine: str, tensor_parallel: int, parallel: Parallel) -> None:
-    """Raise ValueError where engine and processes do not go together."""
-    if tensor_parallel > 1 and engine != "vllm":
-        raise ValueError(f"tensor_parallel is {tensor_parallel}; it must be 1 without --engine vllm")
-    if engine == "vllm" and parallel != "none":
+    """Raise ValueError if engine and processes do not fit together."""
+    if engine != "vllm":
+        if tensor_parallel > 1:
+            raise ValueError(f"tensor_parallel is {tensor_parallel}; it must be 1 without --engine vllm")
+        return
+    if parallel != "none":
         raise ValueError(f"parallel is {parallel!r}, with which vLLM does nothing: give --tensor_parallel instead")
-    if engine == "vllm" and (world := this_rank().world) > 1:
+    if (world := this_rank().world) > 1:
         raise ValueError(
             f"engine is 'vllm' in one of {world} processes, and starts its own: give the command by itself, once "
             "for each group of GPUs (CUDA_VISIBLE_DEVICES); they share the shards"

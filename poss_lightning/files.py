@@ -1,7 +1,7 @@
-"""Files: written so that none is ever half-written, a temporary name first; found, here or on the hub.
+"""Files: written completely or not at all; read, and found, here or on the hub.
 
-Nothing that this package did not write is ever removed. What is not finished stands in a folder of its own with the
-file `MARK`: `.poss.HOST.XXXXXXXX.tmp` beside what one process writes, and those of `work.py`. Only these are cleared.
+Nothing that this package did not write is ever removed. Unfinished output is in a folder with the file `MARK`:
+`.poss.HOST.XXXXXXXX.tmp` beside what one process writes, and the folders of `work.py`. Only these are cleared.
 """
 
 import errno
@@ -21,22 +21,22 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-ANYWHERE = ".poss."  # begins the name of a temporary folder, of whichever machine
+ANYWHERE = ".poss."  # how the names of temporary folders begin, on any machine
 PREFIX = f"{ANYWHERE}{socket.gethostname()}."
 MARK = "work.lock"  # in every folder that is ours to clear
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on files
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
 
 
 @contextmanager
 def atomic(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary file; when the block ends well it becomes `path`, on disk, else it is removed."""
+    """Yield a temporary file, which becomes `path`, on disk, when the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _private(path.parent) as folder:
+    with _scratch_folder(path.parent) as folder:
         temporary = folder / path.name
         temporary.touch()
         mode = temporary.stat().st_mode & 0o777
-        with _full_disk_named(path, temporary):
+        with _name_full_disk(path, temporary):
             yield temporary
             temporary.chmod(mode)  # the user's umask; some writers leave a file that only they may read
             _sync(temporary)
@@ -46,25 +46,25 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield an empty temporary folder; when the block ends well it becomes `path`, on disk, else it is removed.
+    """Yield a temporary folder, which becomes `path`, on disk, when the block ends without an error.
 
     Raises:
-        FileExistsError: there is something at `path`.
+        FileExistsError: `path` exists.
     """
     path = Path(path)
     check_new(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _private(path.parent) as folder:
+    with _scratch_folder(path.parent) as folder:
         temporary = folder / path.name
         temporary.mkdir()
-        with _full_disk_named(path, temporary / "rest"):
+        with _name_full_disk(path, temporary / "rest"):
             yield temporary
             for each in [*temporary.rglob("*"), temporary]:
                 if each.is_file():
                     each.chmod(temporary.stat().st_mode & 0o666)
                 _sync(each)
-        check_new(path)  # of two that began at once the first to end has it
         try:
+            check_new(path)  # of two processes the first to finish has it
             temporary.rename(path)
         except OSError:
             check_new(path)
@@ -73,8 +73,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _private(parent: Path) -> Iterator[Path]:
-    """Yield a new folder, with a lock in it that tells that this process lives; it is removed at the end."""
+def _scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new folder, removed at the end, with a lock that shows that this process is alive."""
     remove_leftovers(parent)
     lock = None
     while lock is None:
@@ -95,7 +95,7 @@ def _private(parent: Path) -> Iterator[Path]:
 
 
 def remove(folder: Path, *names: str) -> None:
-    """Remove files of ours, by name or pattern, and then the folder unless it has files of others."""
+    """Remove our files, by name or pattern, and then the folder unless it has files of others."""
     for path in (path for name in names for path in folder.glob(name)):
         path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -103,9 +103,9 @@ def remove(folder: Path, *names: str) -> None:
 
 
 def remove_leftovers(parent: Path, prefix: str = PREFIX) -> None:
-    """Remove the temporary folders of killed processes: those that have a lock which nobody holds.
+    """Remove the temporary folders of killed processes, whose locks nobody holds.
 
-    Those of this machine: not every file system that several machines share lets them lock each other out.
+    By default those of this machine alone: not every shared file system locks across machines.
     """
     for folder in parent.glob(f"{glob.escape(prefix)}*.tmp"):
         with suppress(Timeout, OSError):
@@ -113,7 +113,7 @@ def remove_leftovers(parent: Path, prefix: str = PREFIX) -> None:
                 with FileLock(folder / MARK, blocking=False):
                     _remove(folder)
             else:
-                folder.rmdir()  # of a process that was killed before it had the lock, or after
+                folder.rmdir()  # of a process that was killed before it had the lock, or while it removed this
 
 
 def _remove(folder: Path) -> None:
@@ -128,22 +128,22 @@ def _remove(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk, whatever then happens to the power."""
+    """Wait until a file, or the names in a folder, are on disk: they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        if path.is_file():  # not every file system can do so for a folder
+        if path.is_file():  # not every file system can sync a folder
             raise
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def _full_disk_named(path: Path, temporary: Path) -> Iterator[None]:
-    """Where the disk is full, let it be an OSError that names `path`, whatever the library says that writes.
+def _name_full_disk(path: Path, temporary: Path) -> Iterator[None]:
+    """Turn any error of a writing library into an OSError that names `path`, if the disk is full.
 
-    Each has errors of its own, of which some do not tell why. So the file system is asked, by writing on.
+    Some libraries do not say why they failed, so one more write asks the file system.
     """
     try:
         yield
@@ -161,18 +161,18 @@ def _full_disk_named(path: Path, temporary: Path) -> Iterator[None]:
 
 
 def check_new(path: str | Path) -> None:
-    """Raise FileExistsError where there is something at `path`; other errors as of `check_name`."""
+    """Raise FileExistsError if `path` exists; other errors as `check_name`."""
     if check_name(path):
         remove_leftovers(Path(path).parent)
         raise FileExistsError(f"{path} is there already: choose another name or remove it")
 
 
 def check_file(path: str | Path, *endings: str) -> None:
-    """Whether a file may be written at `path`, over another one or not.
+    """Refuse a path where no file may be written; an existing file may be.
 
     Raises:
-        IsADirectoryError: a folder is there.
-        OSError, ValueError: as of `check_name`; or the name has none of the endings.
+        IsADirectoryError: it is a folder.
+        OSError, ValueError: as `check_name`; or the name has none of the endings.
     """
     check_name(path)
     name = Path(path).name
@@ -185,37 +185,37 @@ def check_file(path: str | Path, *endings: str) -> None:
 
 
 def check_folder(path: str | Path, *ours: str) -> None:
-    """Whether a folder may be written at `path`: a new one, an empty one, or one to resume.
+    """Refuse a path where no folder may be written; it may be new, empty, or one to resume.
 
     Args:
         path: of the folder.
         ours: names, one of which is in every folder that the same command has begun: a file, or a folder of `Work`.
 
     Raises:
-        FileExistsError: a file is there, or a folder with files of others.
-        OSError, ValueError: as of `check_name`.
+        FileExistsError: it is a file, or a folder with files of others.
+        OSError, ValueError: as `check_name`.
     """
     if not check_name(path):
         return
     if not Path(path).is_dir():
         raise FileExistsError(f"{path} is a file: name a folder")
     remove_leftovers(Path(path))
-    # In this order: another process may finish it meanwhile.
+    # In this order, as another process may finish it meanwhile.
     if any(Path(path).iterdir()) and not any(_is_ours(Path(path) / name) for name in ours):
         raise FileExistsError(f"{path} is not empty and holds nothing to resume: choose another folder")
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether there is a file, or a folder that has the mark, or soon will have it."""
+    """Whether it is a file, or a folder that has the mark or, as it is empty, is about to get it."""
     return path.is_file() or (path.is_dir() and (not any(path.iterdir()) or (path / MARK).is_file()))
 
 
 def check_name(path: str | Path) -> bool:
-    """Whether there is something at `path`, a name under which something may be written.
+    """Whether `path` exists.
 
     Raises:
         ValueError: the name is empty.
-        OSError: there can be nothing of that name: it is too long, or below a file; or it may not be written.
+        OSError: it cannot be written: the name is too long, it is below a file, or permission is missing.
     """
     if not str(path).strip():
         raise ValueError(f"out is {str(path)!r}; it must be the name of what to write")
@@ -226,7 +226,7 @@ def check_name(path: str | Path) -> bool:
         nearest = next(parent for parent in Path(path).absolute().parents if parent.exists())
     remove_leftovers(nearest)
     try:
-        TemporaryFile(dir=nearest).close()  # permissions do not tell: root has all of them, in /proc too
+        TemporaryFile(dir=nearest).close()  # permissions alone do not tell: root has them all, even in /proc
     except OSError as error:
         if error.errno in FULL:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
@@ -235,15 +235,10 @@ def check_name(path: str | Path) -> bool:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not JSON, or no object; the message names the file.
-    """
+    """The object in a JSON file. Raises ValueError, with the file's name, if there is none in it."""
     try:
         content = json.loads(Path(path).read_bytes())
-    except ValueError as error:  # of bytes that are not UTF-8 too
+    except ValueError as error:  # also of bytes that are not UTF-8
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is a {type(content).__name__}; it must be a JSON object")
@@ -251,18 +246,18 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def sha256(path: str | Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Hex digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def user_cache() -> Path:
-    """Where large files are kept between runs: POSS_CACHE, or ~/.cache/poss_lightning."""
+    """Folder of large files that are kept between runs: POSS_CACHE, or ~/.cache/poss_lightning."""
     return Path(os.environ.get("POSS_CACHE", Path.home() / ".cache" / "poss_lightning"))
 
 
 def conf(name: str) -> Path:
-    """A file of conf/: beside the package in a checkout, inside it where it was installed from a wheel."""
+    """A file of conf/, which is beside the package in a checkout, and inside it in a wheel."""
     package = Path(str(files("poss_lightning")))
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / name).is_file():
@@ -278,25 +273,18 @@ def conf_names() -> list[str]:
 
 
 def find_config(name: str) -> str:
-    """The YAML file of that path, or else of that name in conf/, which may stand before it.
-
-    Raises:
-        FileNotFoundError: neither.
-    """
+    """The YAML file of that path, or else of that name in conf/. Raises FileNotFoundError if there is neither."""
     return name if Path(name).is_file() else str(conf(name.removeprefix("conf/")))
 
 
 def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> Path:
-    """A local folder, or a hub id's after its download.
-
-    Args:
-        what: it should be, for the message; as `otherwise`, which follows.
-        patterns: of the files to download.
+    """A local folder, or that of a hub id after the download of files with these patterns.
 
     Raises:
-        FileNotFoundError: neither; the message has the hub's own reason.
+        FileNotFoundError: `source` is neither; the message begins with `what`, gives the hub's reason, and ends with
+            `otherwise`.
     """
-    from huggingface_hub import snapshot_download  # `poss --help` need not wait for it
+    from huggingface_hub import snapshot_download  # `poss --help` does not wait for it
 
     if Path(source).is_dir():
         return Path(source)
@@ -309,13 +297,13 @@ def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> P
         ) from error
 
 
-# --- how files of others, and addresses, are written down ---
+# --- addresses and paths that strangers may read ---
 
 URL = re.compile(r"([a-zA-Z][\w+.-]*://)([^\s'\"<>]*)")
 
 
 def without_secrets(text: str) -> str:
-    """The text with no user, password or query in its addresses: `s3://KEY:SECRET@bucket/a` becomes `s3://bucket/a`."""
+    """The text without user, password and query in its addresses: `s3://KEY:SECRET@bucket/a` becomes `s3://bucket/a`."""
 
     def strip(match: re.Match[str]) -> str:
         protocol, rest = match.groups()
@@ -328,7 +316,7 @@ def without_secrets(text: str) -> str:
 
 
 def public_name(address: str | Path) -> str:
-    """An address or path as strangers may read it: without secrets, and of a path outside this folder its last name."""
+    """An address without secrets; a path as it is below the current folder, and elsewhere its last name alone."""
     text = without_secrets(str(address))
     if "://" in text and not text.startswith(("file://", "local://")):
         return text

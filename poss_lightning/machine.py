@@ -1,7 +1,4 @@
-"""What `auto` means on this machine: the device to compute on, and the number format that it multiplies fast.
-
-And what must be installed to compile for it.
-"""
+"""What `auto` means on this machine: the device to compute on, and the number format that it multiplies fast."""
 
 import logging
 import os
@@ -20,16 +17,15 @@ from torch.torch_version import TorchVersion
 Key = TypeVar("Key", bound=Hashable)
 
 DTYPES = ("bfloat16", "float16", "float32")
-GPU_TORCH = "2.11"  # the oldest that computes on a GPU what this package asks for
-ROWS, WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; 0.1 to 0.2 s
-logger = logging.getLogger(__name__)
+GPU_TORCH = "2.11"  # the oldest that can run this package on a GPU
+ROWS, WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; takes 0.1 to 0.2 s
+SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPU has no float64
 
-# Of sums that a module takes along to its device: Apple's GPU has no float64.
-SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64
+logger = logging.getLogger(__name__)
 
 
 def choose_device(name: str = "auto") -> str:
-    """The device of that name; of `auto` CUDA's, else Apple's (mps), else the CPU.
+    """The device of that name; for `auto` cuda if there is one, else mps (Apple's), else cpu.
 
     Raises:
         ValueError: no tensor can be made there, or this torch is too old for it.
@@ -48,65 +44,47 @@ def choose_device(name: str = "auto") -> str:
     return device
 
 
-def check_dtype(name: str) -> None:
-    """Raise ValueError unless `name` is `auto` or one of `DTYPES`."""
-    if name not in ("auto", *DTYPES):
-        raise ValueError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-
-
 def choose_dtype(name: str, device: str) -> str:
-    """The dtype of that name; of `auto` what `fast_dtype` says of the device, which is logged in one line.
-
-    Raises:
-        ValueError: as `check_dtype`.
-    """
-    check_dtype(name)
-    if name != "auto":
+    """The dtype of that name; for `auto` that of `fast_dtype`, which is logged. Raises ValueError for other names."""
+    if name in DTYPES:
         return name
+    if name != "auto":
+        raise ValueError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     dtype, reason = fast_dtype(device)
-    _announce(f"{dtype}: {reason}")
+    _log_once(f"{dtype}: {reason}")
     return dtype
 
 
 def choose_precision(accelerator: str, dtype: str = "auto") -> str:
-    """Lightning's `precision` for a trainer's `accelerator`: bf16-mixed where `dtype` is bfloat16, else 32-true.
-
-    Of `auto` it is bfloat16 where that is fast.
-    """
+    """Lightning's `precision` for a trainer's `accelerator`: bf16-mixed if `dtype` is, or `auto` chooses, bfloat16."""
     device = {"gpu": "cuda"}.get(accelerator, accelerator)
     if device == "auto":
         device = choose_device()
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        return "32-true"  # autocast elsewhere is not ours to trust; a GPU that is missing Lightning names itself
+        return "32-true"  # autocast elsewhere is not tested; Lightning itself reports a missing GPU
     return "bf16-mixed" if choose_dtype(dtype, device) == "bfloat16" else "32-true"
 
 
 def check_kernel_tools() -> None:
-    """Raise ValueError unless kernels for a GPU of Nvidia can be compiled here, as torch.compile does at a first step.
-
-    Raises:
-        ValueError: Triton, a C compiler or Python's header is missing, all of which Triton needs.
-    """
+    """Raise ValueError unless torch.compile can compile for an Nvidia GPU here, as Triton does at the first step."""
     header = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks
-    for missing, remedy in (
-        (find_spec("triton") is None, "the package triton; it comes with torch for CUDA: pip install torch"),
-        (
-            not any(map(shutil.which, compilers)),
-            f"a C compiler, here {' or '.join(compilers)}: apt-get install gcc, or set CC to yours",
-        ),
-        (not header.is_file(), f"Python's header {header}: apt-get install python3-dev"),
+    names = " or ".join(compilers)
+    for found, needed in (
+        (find_spec("triton"), "the package triton; it comes with torch for CUDA: pip install torch"),
+        (any(map(shutil.which, compilers)), f"a C compiler, here {names}: apt-get install gcc, or set CC to yours"),
+        (header.is_file(), f"Python's header {header}: apt-get install python3-dev"),
     ):
-        if missing:
-            raise ValueError(f"on a GPU attention is compiled before the first step, which needs {remedy}")
+        if not found:
+            raise ValueError(f"on a GPU attention is compiled before the first step, which needs {needed}")
 
 
 @cache
 def fast_dtype(device: str) -> tuple[str, str]:
-    """The dtype that a device multiplies fastest, and why, in words.
+    """The dtype that a device multiplies fastest, and the reason in words.
 
-    A GPU of Nvidia says so itself. Elsewhere a product of `ROWS` rows is timed in bfloat16 and in float32: many CPUs
-    have bfloat16 only as numbers that are stored, and take two to five times as long to multiply them.
+    An Nvidia GPU reports it. Elsewhere a product of `ROWS` rows is timed in bfloat16 and in float32, because many CPUs
+    only store bfloat16, and take two to five times as long to multiply it.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -122,7 +100,7 @@ def fast_dtype(device: str) -> tuple[str, str]:
 
 
 def bfloat16_over_float32(device: str) -> float:
-    """Seconds of a product in bfloat16 over those in float32; inf where the device has no bfloat16."""
+    """Seconds of a product in bfloat16 over those in float32; inf if the device has no bfloat16."""
 
     def product(dtype: torch.dtype) -> Callable[[], object]:
         features, weights = (torch.ones(rows, WIDTH, dtype=dtype, device=device) for rows in (ROWS, WIDTH))
@@ -141,12 +119,9 @@ def best_seconds(
     device: str | torch.device = "cpu",
     enough: float = float("inf"),
 ) -> dict[Key, float]:
-    """Seconds of each work, the least of `repeats`, done in turn after a first that is not counted.
+    """Seconds of each work, the least of `repeats`: all are done in turn, after a first time that is not counted.
 
-    Args:
-        works: by any name.
-        repeats: how often; fewer, but one, where `enough` seconds have passed.
-        device: that is waited for.
+    After `enough` seconds there are no more repeats, but at least one.
     """
     runs: list[dict[Key, float]] = []
     began = time.perf_counter()
@@ -164,7 +139,7 @@ def _seconds(work: Callable[[], object], device: str | torch.device) -> float:
 
 
 def free_bytes(device: str | torch.device) -> int | None:
-    """Bytes that a GPU of CUDA has free, or that this machine has in all; None where nothing says."""
+    """Free bytes of a CUDA GPU, or all bytes of this machine's memory; None if the system does not say."""
     kind = torch.device(device).type
     if kind == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -174,7 +149,7 @@ def free_bytes(device: str | torch.device) -> int | None:
 
 
 def synchronize(device: str | torch.device) -> None:
-    """Wait until a device has done all it was asked for; a CPU always has."""
+    """Wait until a device has finished all queued work; a CPU has no queue."""
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.synchronize(device)
@@ -183,6 +158,5 @@ def synchronize(device: str | torch.device) -> None:
 
 
 @cache
-def _announce(line: str) -> None:
-    """Say it once a process."""
+def _log_once(line: str) -> None:
     logger.info(line)

@@ -1,9 +1,10 @@
-"""Every curve, interval and bar that is drawn: on the page of `poss compare`, in TensorBoard, documents and notebooks.
+"""Every curve, interval and bar: on the page of `poss compare`, in TensorBoard, documents and notebooks.
 
-A function gives a figure of matplotlib, without a display and without pyplot's state. Values come with the ends of
-their 95 % intervals, nan where there is none.
+Each function returns a figure of matplotlib, without a display and without pyplot's state. Values come with the ends of
+their 95 % intervals, which are nan if there is none.
 """
 
+import html
 import io
 import math
 import re
@@ -19,10 +20,10 @@ from matplotlib.ticker import MaxNLocator
 
 INK, QUIET = "#222222", "#8a8a8a"
 COLOURS = ("#2f6fd0", "#d2691e", "#1f9d6b", "#b04fb0", "#a08400", "#1692a8", "#d0465d", "#7a8694")
-LARGER, SMALLER = "#1f9d6b", "#d0465d"  # effects that are shown
-DASHES = ("-", "--", ":", "-.")  # after the eighth series, colours repeat, dashed
-MARKED = 12  # points of a curve that has its points marked and intervals as bars; more have a band
-SIZE = (4.4, 3.3)  # inches of a panel: its letters stay readable on a phone
+LARGER, SMALLER = "#1f9d6b", "#d0465d"  # of effects
+DASHES = ("-", "--", ":", "-.")  # from the ninth series on, colours repeat, dashed
+MARKED = 12  # points that a curve marks, with bars for intervals; a curve of more has a band
+SIZE = (4.4, 3.3)  # inches of a panel, readable on a phone
 STYLE: Any = {
     "font.size": 9,
     "text.parse_math": False,  # a $ in a name is a $
@@ -60,7 +61,7 @@ class Value(NamedTuple):
 
 
 class Gain(Point, Protocol):
-    """A comparison; `direction` is `larger` or `smaller` where it is shown, else nothing."""
+    """A comparison; `direction` is "larger", "smaller", or empty if neither is shown."""
 
     @property
     def direction(self) -> str: ...
@@ -78,18 +79,20 @@ def curves(
     colours: Mapping[str, str] | None = None,
     size: tuple[float, float] = SIZE,
 ) -> Figure:
-    """Curves with their intervals, panels side by side with the same y axis and one legend.
+    """Curves with their intervals, in panels side by side with one y axis and one legend.
 
     Curves that coincide in every panel are drawn once, under all their names.
 
     Args:
-        panels: by title.
-        share: values lie between 0 and 1, and so does the axis.
-        colours: by name; else in order, the same in all panels.
+        panels: curves by title.
+        share: whether to limit the axis to 0 to 1.
+        colours: by name; otherwise in order, the same in all panels.
     """
     names = list(dict.fromkeys(name for drawn in panels.values() for name in drawn))
-    looks = {name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)}
-    looks |= {name: (colour, "-") for name, colour in (colours or {}).items()}
+    styles = {
+        name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)
+    }
+    styles |= {name: (colour, "-") for name, colour in (colours or {}).items()}
     called = _coinciding(panels, names)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")
@@ -98,7 +101,7 @@ def curves(
             shown = [name for name in drawn if name in called]
             for place, name in enumerate(shown):
                 aside = min(0.06, 0.5 / len(shown)) * (place - (len(shown) - 1) / 2)
-                _curve(axes, called[name], drawn[name], looks[name], aside)
+                _curve(axes, called[name], drawn[name], styles[name], aside)
             if all(float(x).is_integer() for points in drawn.values() for x in points):
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set(xlabel=x_label, title=title)
@@ -113,7 +116,7 @@ def curves(
 
 
 def forest(gains: Mapping[str, Gain], title: str, no_effect: float = 0.0) -> Figure:
-    """A forest plot: a row for each effect, the largest on top, and a line at no effect."""
+    """A forest plot: one row per effect, the largest on top, and a line at no effect."""
     known = sorted((gain.value, name) for name, gain in gains.items() if math.isfinite(gain.value))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(known)), layout="constrained")
@@ -131,7 +134,7 @@ def forest(gains: Mapping[str, Gain], title: str, no_effect: float = 0.0) -> Fig
 
 
 def bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
-    """A horizontal bar for each row, made of its parts."""
+    """One horizontal bar per row, made of its parts."""
     parts = list(dict.fromkeys(part for values in rows.values() for part in values))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 1.1 + 0.28 * len(rows)), layout="constrained")
@@ -149,21 +152,21 @@ def bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """The figure as inline SVG for a page: letters are text, ink takes the page's colour, nothing is asked for."""
+    """The figure as inline SVG: its letters are text, its ink has the page's colour, and it loads nothing."""
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that its own font lacks: the page's has them
+        warnings.simplefilter("ignore")  # about letters that matplotlib's font lacks; the page's has them
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     drawn = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
     _, _, inside = drawn.partition("<svg")
     opening, _, inside = inside.partition(">")
     box = re.search(r'viewBox="[^"]*"', opening)
-    start = f'<svg {box[0] if box else ""} role="img" aria-label="{_attribute(label)}">'
+    start = f'<svg {box[0] if box else ""} role="img" aria-label="{html.escape(label)}">'
     return start + inside.replace(INK, "currentColor").strip()
 
 
 def _coinciding(panels: Mapping[str, Curves], names: list[str]) -> dict[str, str]:
-    """The label of each curve, which names those too that have its values in every panel; those it has none for."""
+    """Labels by curve; of curves with the same values in every panel the first has a label, which names them all."""
     alike: dict[str, list[str]] = {}
     for name in names:
         values = [
@@ -173,18 +176,15 @@ def _coinciding(panels: Mapping[str, Curves], names: list[str]) -> dict[str, str
     return {same[0]: " = ".join(same) + " (identical)" * (len(same) > 1) for same in alike.values()}
 
 
-def _curve(axes: Axes, name: str, points: Mapping[float, Point], look: tuple[str, str], aside: float) -> None:
-    """A line; with few points these are marked, and bars stand a little beside those of other curves."""
+def _curve(axes: Axes, name: str, points: Mapping[float, Point], style: tuple[str, str], aside: float) -> None:
+    """Draw a line; few points are marked, and their bars are shifted by `aside` from those of other curves."""
     few = len(points) <= MARKED
     places = [x + (aside if few else 0.0) for x in points]
     values, lows, highs = ([getattr(point, end) for point in points.values()] for end in ("value", "low", "high"))
-    style: dict[str, Any] = {"color": look[0], "linestyle": look[1], "linewidth": 1.4, "label": name}
-    axes.plot(places, values, marker="o" if few else "", markersize=3.5, **style)
+    colour, dashes = style
+    marker = "o" if few else ""
+    axes.plot(places, values, dashes, marker=marker, markersize=3.5, color=colour, linewidth=1.4, label=name)
     if few:
-        axes.vlines(places, lows, highs, color=look[0], linewidth=1)
+        axes.vlines(places, lows, highs, color=colour, linewidth=1)
     else:
-        axes.fill_between(places, lows, highs, color=look[0], alpha=0.18, linewidth=0)
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+        axes.fill_between(places, lows, highs, color=colour, alpha=0.18, linewidth=0)

@@ -1,11 +1,12 @@
-"""The range of each number that people give, in one place; a number outside is refused before anything is loaded.
+"""The range of each number that people give, as aliases for annotations.
 
-@check_numbers
-def generate(prompt: str, *, depth: Position | None = None, seed: Seed = 0) -> None: ...
+    @check_numbers
+    def generate(prompt: str, *, depth: Position | None = None, seed: Seed = 0) -> None: ...
 
-depth is 65; it must lie between 1 and 64
+    depth is 65; it must lie between 1 and 64
 
-pydantic enforces them, in options, lists and dicts too: for the parser of the command line, and in calls from Python.
+pydantic enforces them, also within lists and dicts: for the command line's parser, before anything is loaded, and by
+`check_numbers` in calls from Python.
 """
 
 import reprlib
@@ -24,20 +25,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` to `most`.
-
-    Args:
-        least: of them.
-        most: of them.
-        reason: why no more, in words.
-        zero: what 0 means, where it is allowed beside them.
-    """
+    """Numbers from `least` to `most`; `zero` is what 0 means, where it is allowed beside them."""
 
     __module__ = "pydantic"  # by which jsonargparse tells what pydantic enforces
 
     least: float
     most: float
-    reason: str = ""
     zero: str = ""
 
     def __contains__(self, number: float) -> bool:
@@ -46,34 +39,36 @@ class Range:
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(self._check, handler(kind))
 
-    def _check(self, given: Any, read: Callable[[Any], float]) -> float:
-        number = read(given)
+    def _check(self, given: Any, convert: Callable[[Any], float]) -> float:
+        number = convert(given)
         if isinstance(given, bool) or number not in self:
-            raise PydanticCustomError("range", "it must {range}", {"range": str(self)})
+            zero = f"be 0 ({self.zero}) or " if self.zero else ""
+            words = f"it must {zero}lie between {_format(self.least)} and {_format(self.most)}"
+            raise PydanticCustomError("range", "{words}", {"words": words})
         return number
 
-    def __str__(self) -> str:
-        zero, reason = f"be 0 ({self.zero}) or " * bool(self.zero), f" ({self.reason})" * bool(self.reason)
-        return f"{zero}lie between {_spell(self.least)} and {_spell(self.most)}{reason}"
-
     def __repr__(self) -> str:  # as `--help` shows it
-        return f"{'0 or ' if self.zero else ''}{_spell(self.least)} to {_spell(self.most)}"
+        return f"{'0 or ' if self.zero else ''}{_format(self.least)} to {_format(self.most)}"
+
+
+def _format(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:.10g}"
 
 
 # --- whole numbers ---
 
 Count = Annotated[int, Range(1, 10**9)]  # conversations, questions, steps
-Seed = Annotated[int, Range(0, 2**32 - 1, "as numpy's generators take it")]
-Tokens = Annotated[int, Range(1, 2**20, "no target reads more")]  # of a text
-BatchTokens = Annotated[int, Range(1, 2**24, "they must fit the memory")]
+Seed = Annotated[int, Range(0, 2**32 - 1)]  # as numpy's generators take it
+Tokens = Annotated[int, Range(1, 2**20)]  # of a text
+BatchTokens = Annotated[int, Range(1, 2**24)]
 Mebibytes = Annotated[int, Range(1, 2**20)]
-Rows = Annotated[int, Range(1, 4096, "their caches must fit the memory")]  # texts side by side
-POSITIONS = Range(1, 64, "no target accepts a longer path")  # of a draft, all together
+Rows = Annotated[int, Range(1, 4096)]  # texts side by side, whose caches must fit the memory
+POSITIONS = Range(1, 64)  # of a draft, all together: no target accepts a longer path
 Position = Annotated[int, POSITIONS]  # and so a depth
 Layer = Annotated[int, Range(1, 1024)]  # of a target
-Lookups = Annotated[int, Range(0, 64, "to verify more costs more than it brings")]  # tokens of a continuation
-Nodes = Annotated[int, Range(1, 1024, "to verify more costs more than it brings")]  # of a tree
-TreeWidth = Annotated[int, Range(1, 64, "unlikelier children are not accepted")]
+Lookups = Annotated[int, Range(0, 64)]  # tokens of a continuation
+Nodes = Annotated[int, Range(1, 1024)]  # of a tree
+TreeWidth = Annotated[int, Range(1, 64)]
 Size = Annotated[int, Range(1, 2**24)]  # of a layer or a vocabulary
 TopK = Annotated[int, Range(1, 2**24, zero="all tokens")]
 Processes = Annotated[int, Range(1, 2**20)]
@@ -81,7 +76,7 @@ Workers = Annotated[int, Range(0, 1024)]
 
 # --- others ---
 
-Temperature = Annotated[float, Range(1e-6, 1e6, "logits over it must be finite", zero="greedy")]
+Temperature = Annotated[float, Range(1e-6, 1e6, zero="greedy")]  # logits over it must be finite
 TopP = Annotated[float, Range(1e-9, 1)]
 ShareOrNone = Annotated[float, Range(0, 1)]
 Fraction = Annotated[float, Range(1e-9, 1 - 1e-9)]  # never all of it
@@ -90,8 +85,11 @@ Weight = Annotated[float, Range(0, 1e9)]
 Amount = Annotated[float, Range(1e-12, 1e18)]  # hours, GiB, tokens of a corpus
 
 
+# --- how they are enforced ---
+
+
 def check_numbers(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, which now raises ValueError for an argument outside the range in its annotation, before it runs."""
+    """Let a function raise ValueError, before it runs, for an argument outside the range in its annotation."""
     shape = signature(function)
 
     @wraps(function)
@@ -103,19 +101,16 @@ def check_numbers(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def refuse_numbers(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of a function's arguments, or of a class' fields, outside its range."""
-    hints = {name: parameter.annotation for name, parameter in signature(function).parameters.items()}
-    for name, hint in hints.items():
-        if name in values and has_range(hint):
-            _refuse(name, hint, values[name])
+    """Raise ValueError for the first argument of a function, or field of a class, outside its range."""
+    for name, parameter in signature(function).parameters.items():
+        if name in values and has_range(parameter.annotation):
+            _refuse(name, parameter.annotation, values[name])
 
 
 def refuse_types(record: Any, owner: str = "") -> None:
-    """Raise ValueError for the first field of a dataclass that has another type, as a file from elsewhere may have it.
+    """Raise ValueError for the first field of a dataclass instance with a wrong type, as a file may hold one.
 
-    Args:
-        record: the dataclass' instance.
-        owner: whose field the message says it is, as "target's ".
+    `owner` says in the message whose field it is: "target's ".
     """
     for name, hint in get_type_hints(type(record), include_extras=True).items():
         _refuse(f"{owner}{name}", hint, getattr(record, name), strict=True)
@@ -127,7 +122,7 @@ def has_range(hint: Any) -> bool:
 
 
 def describe(error: ValidationError, *name: str) -> str:
-    """What pydantic refuses, in a line: where it stands, its value, and what would be right."""
+    """What pydantic refuses, in one line: where it is, its value, and what would be right."""
     found = error.errors()
     chosen = next((each for each in found if each["type"] == "range"), found[-1])  # of a union, the last is as good
     places = [str(place) for place in chosen["loc"] if len(found) == 1]
@@ -145,7 +140,3 @@ def _refuse(name: str, hint: Any, value: Any, strict: bool = False) -> None:
         _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
         raise ValueError(describe(error, name)) from None
-
-
-def _spell(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:.10g}"

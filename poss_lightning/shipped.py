@@ -9,14 +9,14 @@ from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.suites import HUB, own_suites, read_suites
 from poss_lightning.files import conf, conf_names
 
-Row = tuple[str, str]  # a name, and what it is
+Row = tuple[str, str]  # a name, and a line about it
 
 
 def list(name: str | None = None) -> None:
     """List configs, drafts and suites of questions by the names that other commands take, with a line about each.
 
     Args:
-        name: of a config, e.g. draft/poss2.yaml: print it instead, to edit it: poss list draft/poss2.yaml > my.yaml
+        name: name of a config, e.g. draft/poss2.yaml, to print instead: poss list draft/poss2.yaml > my.yaml
 
     Raises:
         FileNotFoundError: no config of that name.
@@ -29,16 +29,16 @@ def list(name: str | None = None) -> None:
         'suites of questions, for --suites "[NAME]"; those of the hub need a network': suites(),
     }
     for number, (title, rows) in enumerate(sections.items()):
-        rows = tuple(rows)
-        width = max(len(name) for name, _ in rows)
+        rows = dict(rows)
+        width = max(map(len, rows))
         print("\n" * bool(number) + title)
-        print("\n".join(f"  {name:<{width}}  {line}" for name, line in rows))
+        print("\n".join(f"  {name:<{width}}  {line}" for name, line in rows.items()))
 
 
 def read_config(name: str) -> str:
-    """The text of a config of the package. Raises FileNotFoundError for another name."""
-    known = conf_names()
-    if (short := name.removeprefix("conf/")) not in known:
+    """The text of a config of the package. Raises FileNotFoundError for any other name."""
+    known, short = conf_names(), name.removeprefix("conf/")
+    if short not in known:
         near = "".join(f"did you mean {each}? " for each in get_close_matches(short, known, 1))
         raise FileNotFoundError(f"name is {name!r}, which is not a config of the package; {near}poss list shows them")
     return conf(short).read_text()
@@ -51,7 +51,7 @@ def configs() -> Iterator[Row]:
 
 
 def drafts() -> Iterator[Row]:
-    """Each shipped draft; its config.json says what it is."""
+    """Each shipped draft, described by its config.json."""
     for name in shipped():
         path = SHIPPED / name / CONFIG
         config = DraftConfig.from_json(path.read_text(), path)
@@ -65,12 +65,10 @@ def suites() -> Iterator[Row]:
     """The project's own suites, each with its first question, and those of the hub, each with its data set."""
     for name in own_suites():
         questions = read_suites([name])
-        yield name, f"{len(questions)} questions: {_shorten(questions[0].turns[0])}"
+        first = " ".join(questions[0].turns[0].split())
+        if len(first) > 60:
+            first = first[:60].rsplit(" ", 1)[0] + " …"
+        yield name, f"{len(questions)} questions: {first}"
     for name, suite in KNOWN.items():
         place = ", ".join(filter(None, (suite.repo, suite.config, suite.split)))
         yield HUB + name, f"{suite.questions} questions of {place}"
-
-
-def _shorten(text: str, most: int = 60) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"

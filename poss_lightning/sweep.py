@@ -9,8 +9,6 @@ NAME/
 
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import product
@@ -23,29 +21,29 @@ from tqdm import tqdm
 
 from poss_lightning.configs import read_config
 from poss_lightning.evaluation.cell import Cell
-from poss_lightning.evaluation.cells import FOLDERS, PackedCell, pack, packed_cells
+from poss_lightning.evaluation.cells import FOLDERS, pack, packed_cells
 from poss_lightning.evaluation.records import check_names, read_records, read_runs
 from poss_lightning.files import find_config
 from poss_lightning.ranges import Seed, describe
 from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
-from poss_lightning.terminal import is_told
+from poss_lightning.terminal import is_user_error
 from poss_lightning.work import Work
 
-SETTINGS, SEED = "sweep.yaml", "${seed}"
+SETTINGS = "sweep.yaml"
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What `sweep.yaml` says.
+    """The content of `sweep.yaml`.
 
     Attributes:
-        choices: by name, the options that make it, nested as those of `poss fit`; `config` lists YAML files.
-        seeds: of weights, order and noise; `${seed}` stands for it anywhere in fit, choices and measures.
-        fit: what all choices have in common, in the same form.
-        replay: options of `poss replay`, or
-        benchmark: options of `poss benchmark`: one of the two.
+        choices: by name, the options of `poss fit` that make each, nested; `config` lists YAML files.
+        seeds: of weights, order and noise; `${seed}` stands for the seed anywhere in fit, choices and measure.
+        fit: options that all choices have in common, in the same form.
+        replay: options of `poss replay`; or
+        benchmark: options of `poss benchmark`.
         reference: the choice that the others are compared with.
     """
 
@@ -60,23 +58,24 @@ class Sweep:
 
     @classmethod
     def load(cls, file: Path) -> "Sweep":
-        """Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is not a sweep; the message names file and field.
+        """The sweep in a YAML file.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: it is not a sweep; the message names file and field.
         """
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
         try:
             experiment = TypeAdapter(cls).validate_python(read_config(str(file)))
             experiment.check()
-        except ValidationError as error:
-            raise ValueError(f"{file} is not a sweep: {describe(error)}") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is not a sweep: {error}") from error
+            reason = describe(error) if isinstance(error, ValidationError) else error
+            raise ValueError(f"{file} is not a sweep: {reason}") from error
         return experiment
 
     def check(self) -> None:
-        """Raise ValueError where a field cannot be, OSError where a config is not there; the message names it."""
+        """Raise ValueError for a wrong field, OSError for a missing config; the message names it."""
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; name none twice")
         check_names(self.choices)
@@ -95,27 +94,30 @@ class Sweep:
     def cells(self, experiment: Path) -> list[Cell]:
         """Every choice of the first seed, then of the second, and so on."""
         packed = {cell.key: cell for cell in packed_cells(experiment)}
-        pairs = product(map(int, self.seeds), self.choices)
-        return [self._cell(experiment / FOLDERS, choice, seed, packed.get((choice, seed))) for seed, choice in pairs]
-
-    def _cell(self, folder: Path, choice: str, seed: int, packed: PackedCell | None) -> Cell:
         measure = "replay" if self.benchmark is None else "benchmark"
-        common, special = (_with_seed(options or {}, seed) for options in (self.fit, self.choices[choice]))
-        configs = [*common.pop("config", []), *special.pop("config", [])]
-        layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
-        place = folder / choice / f"seed-{seed}"
-        return Cell(choice, seed, place, layers, measure, _with_seed(getattr(self, measure), seed), packed)
+        cells = []
+        for seed, choice in product(map(int, self.seeds), self.choices):
+            given = (self.fit, self.choices[choice], getattr(self, measure))
+            common, special, options = (_with_seed(each or {}, seed) for each in given)
+            configs = [*common.pop("config", []), *special.pop("config", [])]
+            layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
+            folder = experiment / FOLDERS / choice / f"seed-{seed}"
+            cells.append(Cell(choice, seed, folder, layers, measure, options, packed.get((choice, seed))))
+        return cells
 
 
 def _with_seed(options: Any, seed: int) -> Any:
-    """Options with the seed in the place of `${seed}`."""
-    if isinstance(options, dict):
-        return {name: _with_seed(value, seed) for name, value in options.items()}
-    if isinstance(options, list):
-        return [_with_seed(value, seed) for value in options]
-    if options == SEED:
-        return seed
-    return options.replace(SEED, str(seed)) if isinstance(options, str) else options
+    """Options with the seed in place of `${seed}`: a number, or digits within a text."""
+    match options:
+        case dict():
+            return {name: _with_seed(value, seed) for name, value in options.items()}
+        case list():
+            return [_with_seed(value, seed) for value in options]
+        case "${seed}":
+            return seed
+        case str():
+            return options.replace("${seed}", str(seed))
+    return options
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:
@@ -124,35 +126,25 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     Several processes, or the jobs of an array, may share an experiment: each takes its shard.
 
     Args:
-        folder: of the experiment, with a sweep.yaml.
+        folder: folder of the experiment, with a sweep.yaml.
         shard: i/n, the i-th of n shares of the trainings.
     """
     experiment = Sweep.load(Path(folder) / SETTINGS)
     cells = experiment.cells(Path(folder))
     share, seconds, failed = _share(cells, shard), [], []
     _check(Path(folder), cells, share)
-    work = Work(Path(folder) / FOLDERS)
     for number, cell in enumerate(share, 1):
         if cell.is_done:
             continue
         remaining = sum(not other.is_done for other in share[number - 1 :])
         expected = f", {timedelta(seconds=round(fmean(seconds) * remaining))} left" if seconds else ""
         print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
+        began = time.monotonic()
         try:
-            with work.part(f"{cell.choice}/seed-{cell.seed}/training") as acquired:
-                if not acquired:
-                    print("another process is at it")
-                    continue
-                if cell.key in {packed.key for packed in packed_cells(folder)}:  # another process has just done it
-                    continue
-                began = time.monotonic()
-                cell.claim()
-                cell.run()
-                with work.exclusive():
-                    _pack(cell, Path(folder))
+            if _train(cell, Path(folder)):
                 seconds.append(time.monotonic() - began)
-        except Exception as error:  # of whatever kind: the other trainings need not wait for it
-            if not is_told(error):
+        except Exception as error:  # of any kind: it does not keep the other trainings from running
+            if not is_user_error(error):
                 traceback.print_exc()
             print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
             failed.append(cell.name)
@@ -160,39 +152,53 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     done = [cell for cell in cells if cell.is_done]
     print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
     if done:
-        _sum_up(done, experiment.reference)
+        reference = experiment.reference if experiment.reference in {cell.choice for cell in done} else None
+        print_findings(find([cell.folder for cell in done], reference=reference), all=True)
     if failed:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
+def _train(cell: Cell, experiment: Path) -> bool:
+    """Train, measure and pack a cell; or return False if another process does so or has just done it."""
+    work = Work(experiment / FOLDERS)
+    with work.part(f"{cell.choice}/seed-{cell.seed}/training") as acquired:
+        if not acquired:
+            print("another process is training it")
+            return False
+        if cell.key in {packed.key for packed in packed_cells(experiment)}:
+            return False
+        cell.claim()
+        cell.run()
+        scalars = read_scalars(cell.folder)[str(cell.folder)]
+        last = {tag: series[-1] for tag, series in sorted(scalars.items())}
+        (run,) = read_runs(cell.folder).values()
+        rows = [asdict(record) for record in read_records(cell.folder)]
+        with work.exclusive():
+            pack(experiment, cell.choice, cell.seed, cell.note() | {"run": run, "scalars": last}, rows)
+    return True
+
+
 def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
-    """Raise ValueError for a training made with other settings, or one of this share that can only fail; name it."""
+    """Raise ValueError for trainings made with different settings, or one of this share that would fail; name it."""
     changed: dict[Path, list[str]] = {}
-    for cell in cells:
-        with _named(folder, cell):
-            changed |= {cell.folder: names} if (names := cell.changed()) else {}
+    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
+    mine = {cell.key for cell in share if not cell.is_done}
+    for cell in tqdm(cells, desc="check", delay=5, leave=False):
+        try:
+            if names := cell.changed():
+                changed[cell.folder] = names
+            elif not changed and cell.key in mine:
+                cell.check(coming)
+        except Exception as error:
+            if not is_user_error(error):
+                raise
+            raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
     if changed:
         first, names = next(iter(changed.items()))
         raise ValueError(
-            f"{first} was made with other settings ({', '.join(names)}), one of {len(changed)} such of {len(cells)}: "
-            "name the experiment or the choice otherwise, or remove them; of an experiment that you copy, take "
-            f"{SETTINGS} alone"
+            f"{first} was made with other settings ({', '.join(names)}), as {len(changed)} of {len(cells)} were: "
+            f"rename the experiment or the choice, or remove them; to copy an experiment, copy its {SETTINGS} alone"
         )
-    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
-    for cell in tqdm([cell for cell in share if not cell.is_done], desc="check", delay=5, leave=False):
-        with _named(folder, cell):
-            cell.check(coming)
-
-
-@contextmanager
-def _named(folder: Path, cell: Cell) -> Iterator[None]:
-    """Let an error of a cell say whose it is."""
-    try:
-        yield
-    except Exception as error:
-        if not is_told(error):
-            raise
-        raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
@@ -203,18 +209,3 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
     if not 1 <= place <= shares:
         raise ValueError(f"shard is {shard!r}; it must be i/n, for example 1/4, with i from 1 to n")
     return cells[place - 1 :: shares]
-
-
-def _sum_up(done: list[Cell], reference: str | None) -> None:
-    if reference not in {cell.choice for cell in done}:
-        reference = None
-    print_findings(find([cell.folder for cell in done], reference=reference), all=True)
-
-
-def _pack(cell: Cell, experiment: Path) -> None:
-    """Add it to cells.jsonl and records.parquet, with the last of every scalar."""
-    scalars = read_scalars(cell.folder)[str(cell.folder)]
-    last = {tag: series[-1] for tag, series in sorted(scalars.items())}
-    (run,) = read_runs(cell.folder).values()
-    rows = [asdict(record) for record in read_records(cell.folder)]
-    pack(experiment, cell.choice, cell.seed, cell.note() | {"run": run, "scalars": last}, rows)

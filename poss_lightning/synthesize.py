@@ -1,4 +1,4 @@
-"""Conversations that the target writes itself: `poss synthesize`."""
+"""Conversations that the target writes: `poss synthesize`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 
 CONVERSATIONS, DIALOGUES, ANSWERS = 2000, 128, 32  # written by default; side by side, without and with prompts
-PLACES = ("out", "prompts", "conversations", "device", "parallel", "strict")  # the same corpus may differ in them
+PLACES = ("out", "prompts", "conversations", "device", "parallel", "strict")  # in which a resumed run may differ
 
 
 @check_numbers
@@ -42,31 +42,30 @@ def synthesize(
     A draft learns best from its target's own answers. With `--prompts` the target answers these, turn by turn, in
     conversations named SUITE/ID. Without, it writes the user's messages too.
 
-    If a run is killed, give the same command again: it resumes where it stopped, and ends with the same file.
+    If a run is killed, give the same command again: it resumes, and ends with the same file.
 
     Args:
         out: file to write, `.jsonl` or `.jsonl.gz`.
         target: "embedded", a local folder or a hub id.
         prompts: files, folders or suites of prompts, as for `poss benchmark --suites`.
-        conversations: how many to write, 2000 by default; of prompts the first of each suite, all by default.
-        turns: user messages in a conversation; a prompt has its own.
-        temperature: of the user's messages.
-        top_p: sample among the most likely tokens that hold this probability. 1 is the fastest, as tokens need not be
-            sorted.
-        answer_temperature: of the answers; 0 is greedy. A small target with greedy answers repeats itself, and a draft
-            learns little from repetitions.
+        conversations: how many to write, 2000 by default; with prompts, how many of each suite, all by default.
+        turns: user messages of a conversation; a prompt has its own number.
+        temperature: sampling temperature of the user's messages.
+        top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
+        answer_temperature: sampling temperature of the answers; 0 is greedy. A small target with greedy answers repeats
+            itself, and a draft learns little from repetitions.
         user_tokens: most tokens of a user's message; a longer one is cut.
         answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        strict: a malformed prompt, or one that the chat template refuses, is an error; otherwise one is left out,
-            counted and named, up to a tenth of them.
-        batch_size: conversations that are written side by side; 128 by default, of prompts 32.
-        openings: file of texts, one a line; each first message begins with one of them, chosen by the seed. Messages
+        strict: treat a malformed prompt, or one that the chat template refuses, as an error; otherwise such prompts
+            are left out, counted and named, up to a tenth of all.
+        batch_size: conversations that are written side by side; 128 by default, with prompts 32.
+        openings: file with one text per line; each first message begins with one of them, chosen by the seed. Messages
             that a target begins itself are less varied than those of users.
         seed: the same seed, target and machine give the same file.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
+        parallel: none if the target fits on one device; layers spreads it over all GPUs of this process.
     """
     batch_size = batch_size or (DIALOGUES if prompts is None else ANSWERS)
     options = {name: value for name, value in locals().items() if name not in PLACES}

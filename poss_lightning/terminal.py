@@ -1,4 +1,4 @@
-"""What a terminal shows: text, bars and warnings of others; and while something takes long, what that is."""
+"""What a terminal shows: errors in one line, the bars of libraries, and what takes long."""
 
 import logging
 import os
@@ -10,32 +10,32 @@ from contextlib import contextmanager
 from functools import partialmethod
 from threading import Event, Thread
 
-VERBOSE = "POSS_VERBOSE"  # where it is 1, libraries show their own bars and warnings, too
-FIRST, NEXT = 3.0, 10.0  # seconds until something that goes on is announced, and announced again
+VERBOSE = "POSS_VERBOSE"  # 1 lets libraries show their own bars and warnings
+FIRST, NEXT = 3.0, 10.0  # seconds until slow work is announced, and announced again
 
-# Errors whose text is enough for a user; libraries' own kinds by name, as nothing else need import them.
+# Errors whose text is enough for a user; those of libraries by name, so that nothing need be imported.
 KINDS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError, ArgumentError)
-OF_LIBRARIES = {
+LIBRARY_KINDS = {
     "OutOfMemoryError",
     "AcceleratorError",
     "SafetensorError",
     "TemplateError",
     "HTTPError",
     "ArrowException",
+    "MisconfigurationException",
 }
-OF_LIBRARIES |= {"MisconfigurationException"}
 
 logger = logging.getLogger(__name__)
 
 
-def is_told(error: BaseException) -> bool:
-    """Whether one line says what a user can do about an error; the others are faults of ours, with a traceback."""
-    return isinstance(error, KINDS) or any(kind.__name__ in OF_LIBRARIES for kind in type(error).__mro__)
+def is_user_error(error: BaseException) -> bool:
+    """Whether an error's text tells a user what to do; any other error is a bug, and keeps its traceback."""
+    return isinstance(error, KINDS) or any(kind.__name__ in LIBRARY_KINDS for kind in type(error).__mro__)
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    # As jsonargparse words it that a class cannot be made, one of Lightning's loggers for example.
+    """The text of an error in one line."""
+    # As jsonargparse words it that a class cannot be made, for example one of Lightning's loggers.
     if needs := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*Requirement '([^']+)' not met", str(error)):
         return f"{needs[1]} needs {needs[2]}, which is not installed: pip install '{needs[2]}'"
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
@@ -43,13 +43,13 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with its control characters spelt out, but for line ends and tabs: they might steer the terminal."""
+    """The text with control characters spelt out, which might steer the terminal; line ends and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Log what is done within the block if it takes long, and again with its seconds until it is done."""
+    """Log what the block does if it takes long, and its seconds again and again until it ends."""
     done, began = Event(), time.monotonic()
 
     def announce() -> None:
@@ -68,14 +68,14 @@ def announced(what: str) -> Iterator[None]:
 
 
 def is_verbose() -> bool:
-    """Whether libraries may show what they like."""
+    """Whether the user asks for the bars and warnings of libraries."""
     return os.environ.get(VERBOSE, "").lower() not in ("", "0", "false")
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Within the block no bar of tqdm is shown, whoever makes it, unless the user asks for it."""
-    from tqdm import tqdm  # `poss --help` need not wait for it
+    """Show no bar of tqdm within the block, whoever makes it, unless the user asks for it."""
+    from tqdm import tqdm  # `poss --help` does not wait for it
 
     usual = tqdm.__init__
     if not is_verbose():
@@ -88,8 +88,8 @@ def without_bars() -> Iterator[None]:
 
 @contextmanager
 def without_retries() -> Iterator[None]:
-    """Within the block the hub's client does not report each failed request, unless the user asks for it."""
-    from huggingface_hub.utils import logging as hub_logging  # `poss --help` need not wait for it
+    """Keep the hub's client from reporting each failed request within the block, unless the user asks for it."""
+    from huggingface_hub.utils import logging as hub_logging  # `poss --help` does not wait for it
 
     usual = hub_logging.get_verbosity()
     if not is_verbose():
@@ -101,7 +101,7 @@ def without_retries() -> Iterator[None]:
 
 
 def mute_deepspeed() -> None:
-    """Drop its line that this machine has no GPU, which it prints wherever it is imported, unless the user asks."""
+    """Drop DeepSpeed's line that this machine has no GPU, printed at every import, unless the user asks for it."""
     if not is_verbose():
         logging.getLogger("DeepSpeed").addFilter(_is_news)
 

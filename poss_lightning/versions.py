@@ -1,4 +1,4 @@
-"""Versions of the package and of what it stands on, read without importing any of it."""
+"""Versions of the package and of what it is built on, read without importing any of it."""
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -9,7 +9,7 @@ STACK = ("torch", "lightning", "transformers", "torchmetrics", "datasets", "deep
 
 
 def versions() -> dict[str, str]:
-    """By name, Python among them; what is not installed is left out (DeepSpeed may be)."""
+    """Versions by name, with Python's; packages that are not installed, as DeepSpeed may not be, are left out."""
     numbers = {"poss-lightning": __version__, "python": ".".join(map(str, sys.version_info[:3]))}
     for name in STACK:
         try:

@@ -2,7 +2,7 @@
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client, so that no test waits for a network
 
 from pathlib import Path
 
@@ -15,14 +15,12 @@ from tests.support import pretended
 from tests.support.inputs import write_inputs
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
-if "POSS_DEVICE" not in os.environ:
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # the same tests wherever they run; `make test-gpu` and `make test-vllm` set it
-    )
-for name in [*os.environ]:  # what a shell, or the cluster's job that the tests run in, would tell them
+if "POSS_DEVICE" not in os.environ:  # as `make test-gpu` and `make test-vllm` set it; other tests use no GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+for name in [*os.environ]:  # settings of the user's shell, or of the cluster's job in which the tests run
     if name.startswith("SLURM_") or name in ("POSS_VERBOSE", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[name]
-torch.set_num_threads(1)  # tiny matrices: threads only cost
+torch.set_num_threads(1)  # for tiny matrices more threads are slower
 os.fsync = lambda descriptor: None  # no test waits for a disk
 pretended.register()
 ROOT = Path(__file__).parents[1]
@@ -30,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session", autouse=True)
 def checkout_stays_as_it_is():
-    """No test leaves a file of its own in the checkout's root, where commands write by default."""
+    """No test leaves a file in the checkout's root, where commands write by default."""
     before = {path.name for path in ROOT.iterdir()}
     yield
     new = {path.name for path in ROOT.iterdir()} - before
@@ -44,7 +42,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> str:
-    """The tiny target as a local folder, as a user would name it on the command line."""
+    """The tiny target as a local folder."""
     folder = tmp_path_factory.mktemp("tiny-target")
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -53,7 +51,7 @@ def tiny_folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def inputs(target, tiny_folder, tmp_path_factory) -> Path:
-    """What commands read, whole and broken; no test changes it."""
+    """Inputs of commands, whole and broken, which no test changes."""
     folder = tmp_path_factory.mktemp("inputs")
     write_inputs(folder, target, tiny_folder)
     return folder
@@ -61,7 +59,7 @@ def inputs(target, tiny_folder, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def convert(request, tiny_folder):
-    """`poss convert` for the target that a test is about, or a `target` given."""
+    """`poss convert` for the target of a test, or for another `target`."""
     own = request.getfixturevalue("deep_folder") if "deep" in request.fixturenames else tiny_folder
 
     def run(*arguments: object, target: str | Path = own) -> None:

@@ -1,4 +1,4 @@
-"""The command line: bad input is answered with one clear line and leaves nothing behind; every YAML in conf/ parses."""
+"""The command line: bad input gets one clear line and leaves nothing behind; every YAML file of conf/ parses."""
 
 import json
 import platform
@@ -10,18 +10,18 @@ from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 
-import lightning
 import pytest
 import yaml
 
-from poss_lightning import __version__, cli, extract
-from poss_lightning.evaluation import benchmark
+from poss_lightning import __version__, cli
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.help import SAID
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.versions import STACK
 from tests.support.command import Poss, Result, left, says
+from tests.support.documents import Command, parsed
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -49,7 +49,7 @@ EXTRACT = ("extract", "{inputs}/corpus.jsonl")
 GENERATE = ("generate", "Hi", *FLOAT)
 FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--model.allocation")
 THREE = ("fit", "--config", "draft/poss2.yaml", "--config", "trainer/cpu.yaml")
-BAD = [  # one of a kind; each room's own tests have the others
+BAD = [  # one of each kind; the tests of each room have the others
     ((*EXTRACT, "out", "--target", "nowhere/at-all"), "target 'nowhere/at-all' is neither a local folder nor a hub id"),
     ((*EXTRACT, "out", "--target", "{inputs}/no-template"), "has no chat template"),
     (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
@@ -67,18 +67,18 @@ BAD = [  # one of a kind; each room's own tests have the others
         "corpus.jsonl is not a complete checkpoint of plain tensors",
     ),
     (("validate", *FIT[1:], "[2]"), "no --ckpt_path: this is the draft before training, of random weights"),
-    # an option: its name, its value, the file that it stands in, the nearest one
+    # an option: its name, its value, its file, the nearest option
     ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
     ((*FIT, "two"), "model.allocation: Expected a <class 'list'>. Got value: two (poss fit --help"),
     ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; Input should be a valid integer"),
     (
         ("generate", "Hi", "--config", "{inputs}/number.yaml"),
-        "draft: Expected a <class 'str'>. Got value: 1; it stands in",
+        "draft: Expected a <class 'str'>. Got value: 1; it is set in",
     ),
-    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it stands in {inputs}/group.yaml; did you mean model."),
-    (("replay", "out", "--store", "{inputs}/store"), "store stand in their places, without --store: see the usage"),
+    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it is set in {inputs}/group.yaml; did you mean model."),
+    (("replay", "out", "--store", "{inputs}/store"), "store is given by its place, without --store: see the usage"),
     ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML, line 2: found character '\\t'"),
-    # a number, before anything is loaded, and one that the target decides
+    # a number: before anything is loaded, and where the target decides
     ((*GENERATE, "--temperature", "1e-40"), "temperature is 1e-40; it must be 0 (greedy) or lie between 1e-06 and"),
     ((*FIT, "[2]", "--model.loss", "{token: 1e300}"), "model.loss is 1e+300; it must lie between 0 and 1000000000"),
     ((*GENERATE, "--top_k", "100000"), "top_k is 100000; the target has 320 tokens, and 0 takes all of them"),
@@ -86,15 +86,15 @@ BAD = [  # one of a kind; each room's own tests have the others
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD)
-def test_bad_input_is_answered_with_one_line_and_leaves_nothing(poss, inputs, tmp_path, arguments, words):
+def test_bad_input_gets_one_line_and_leaves_nothing(poss, inputs, tmp_path, arguments, words):
     before = left(inputs)
     result = poss(*(argument.replace("{inputs}", str(inputs)) for argument in arguments))
     says(result, arguments[0], words.replace("{inputs}", str(inputs)))
     assert left(tmp_path) == [] and left(inputs) == before
 
 
-def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tmp_path):
-    """In the terminal, and quoted in YAML; and one suite needs no list."""
+def test_drafts_may_have_names_like_numbers_and_switches(poss, inputs, tmp_path):
+    """On the command line, and quoted in YAML; and a single suite needs no list."""
     for name in ("1", "on"):
         (tmp_path / name).symlink_to(inputs / "draft")
     (tmp_path / "a.yaml").write_text(f"drafts: {{'1': 'on', b: '1'}}\nsuites: {inputs / 'suite.jsonl'}")
@@ -107,62 +107,53 @@ def test_folders_named_like_numbers_and_switches_are_drafts_too(poss, inputs, tm
     assert poss("compare", "2").code is None
 
 
-def test_an_unknown_command_is_answered_with_those_there_are(poss):
-    for command, near in (
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
         ("predict", ""),
-        ("--verbose", ""),
-        ("fitt", "fit"),
-        ("compere", "compare"),
-        ("answer", "synthesize --prompts"),
-    ):
-        result, hint = poss(command), f"did you mean {near}? " if near else ""
-        assert result.code.startswith(f"poss: no command {command!r}; {hint}there are fit, ")
-        assert "\n" not in result.code
+        ("fitt", "did you mean fit? "),
+        ("answer", "did you mean synthesize --prompts? "),
+    ],
+)
+def test_an_unknown_command_gets_a_list_of_all(poss, command, hint):
+    code = poss(command).code
+    assert code.startswith(f"poss: no command {command!r}; {hint}there are fit, ") and "\n" not in code
 
 
-@pytest.mark.parametrize(("content", "words"), [("[]", "is a list; it must be"), ("{oops", "is not JSON: Expecting")])
-def test_a_run_json_that_is_none_is_named(poss, inputs, tmp_path, content, words):
+def test_a_broken_run_json_is_named(poss, inputs, tmp_path):
     shutil.copytree(inputs / "records", tmp_path / "out")
-    (tmp_path / "out/run.json").write_text(content)
-    says(poss("compare", "out"), "compare", f"out/run.json {words}")
+    (tmp_path / "out/run.json").write_text("[]")
+    words = "out/run.json is a list; it must be"
+    says(poss("compare", "out"), "compare", words)
     again = (argument.replace("{inputs}", str(inputs)) for argument in (*BENCHMARK, "{inputs}/draft"))
-    says(poss(*again), "benchmark", f"out/run.json {words}")
+    says(poss(*again), "benchmark", words)
 
 
-def test_a_target_that_is_not_supported_is_refused_in_a_line(poss, monkeypatch):
-    def load(*_, **__) -> None:
-        raise NotImplementedError("its layers are of kind 'mamba'")
-
-    monkeypatch.setattr("poss_lightning.target.model.Target.load", load)
-    says(poss("generate", "hi"), "generate", "its layers are of kind 'mamba'")
-
-
-def test_the_help_of_a_training_has_what_is_ours_and_all_of_it_when_asked(poss, monkeypatch):
+def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    short, whole = poss("fit", "--help").out, poss("fit", "--help", "all").out
+    short, full = poss("fit", "--help").out, poss("fit", "--help", "all").out
     assert short.count("\n") < 230 and "poss fit --help all has the rest" in short.splitlines()[-1]
-    ours = ("model.allocation", "data.store", "trainer.max_steps")
-    for said in (short, whole):
-        places = [re.search(rf"^  --{option}[ ,]", said, re.MULTILINE).start() for option in ours]
+    listed = [re.findall(r"^  --([\w.]+)", text, re.MULTILINE) for text in (short, full)]
+    for options in listed:
+        places = [options.index(option) for option in ("model.allocation", "data.store", "trainer.max_steps")]
         assert places == sorted(places)
-    options = {said: set(re.findall(r"^  --([\w.]+)", said, re.MULTILINE)) for said in (short, whole)}
-    assert options[short] < options[whole] and "trainer.plugins" not in short
+    in_short, in_full = map(set, listed)
+    assert in_short < in_full and "trainer.plugins" not in short
     signatures = {"model": SpecialistTraining, "data": FeatureData}
-    mine = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
-    assert mine - options[short] == {"model.store"}  # which the data give
-    assert set(SAID) <= options[short]
+    ours = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
+    assert ours - in_short == {"model.store"}  # which the data give
+    assert set(SAID) <= in_short
 
 
 # --- what works ---
 
 
-def test_help_and_version_are_there_at_once():
-    """In a true process, which exits with 0 and has not imported anything heavy."""
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_import_nothing_heavy(option):
     look = "import sys; from poss_lightning import cli; cli.main(); print('torch' in sys.modules, len(sys.modules))"
-    for option in ("--help", "--version"):
-        done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
-        heavy, modules = done.stdout.split()[-2:]
-        assert heavy == "False" and int(modules) < 200 and done.stderr == ""
+    done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
+    heavy, modules = done.stdout.split()[-2:]
+    assert heavy == "False" and int(modules) < 200 and done.stderr == ""
 
 
 def test_tables_of_records_need_no_torch():
@@ -171,7 +162,7 @@ def test_tables_of_records_need_no_torch():
     assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_a_reader_who_has_seen_enough_is_no_error():
+def test_a_reader_that_closes_the_pipe_is_no_error():
     """`poss --help | head -1`"""
     command = [sys.executable, "-m", "poss_lightning.cli", "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -181,19 +172,18 @@ def test_a_reader_who_has_seen_enough_is_no_error():
     assert process.wait() == 0
 
 
-def test_the_version_names_the_stack(poss):
-    said = dict(line.split() for line in poss("--version").out.splitlines())
-    assert said["poss-lightning"] == __version__ and said["python"] == platform.python_version()
-    assert said["torch"] == version("torch") and said["lightning"] == lightning.__version__
-    assert {"transformers", "torchmetrics", "datasets"} <= said.keys()
-
-
-def test_a_true_process_prints_one_line_and_fails(inputs, tmp_path):
+def test_a_real_process_prints_one_line_and_fails(inputs, tmp_path):
     command = [Path(sys.executable).parent / "poss", "extract", inputs / "empty.jsonl", "out"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("poss extract: ")
     assert left(tmp_path) == []
+
+
+def test_the_version_has_those_of_the_libraries(poss):
+    printed = dict(line.split() for line in poss("--version").out.splitlines())
+    assert printed["poss-lightning"] == __version__ and printed["python"] == platform.python_version()
+    assert all(printed[name] == version(name) for name in STACK if name != "deepspeed")
 
 
 @pytest.mark.parametrize("command", [*cli.TRAINER, *cli.TOOLS])
@@ -203,7 +193,7 @@ def test_every_command_has_help(poss, command):
 
 
 def test_the_commands_go_together(poss, inputs, tmp_path):
-    """Write, read, check, answer: with a depth beyond the allocation, which is allowed."""
+    """Write, read, check, answer; with a depth beyond the allocation, which is allowed."""
     target = ("--target", inputs / "target", "--dtype", "float32")
     sizes = ("--conversations", "4", "--batch_size", "4", "--user_tokens", "6", "--answer_tokens", "8")
     assert poss("synthesize", "corpus.jsonl", *target, *sizes).code is None
@@ -213,18 +203,16 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     plain = poss("generate", "Hi", *target, "--max_new_tokens", "9").out
     drafted = poss("generate", "Hi", *target, "--max_new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
     assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "τ" in drafted and "same tokens" in drafted
-    assert left(tmp_path) == sorted(["corpus.jsonl", "store", *(f"store/{name}" for name in FILES)])
+    files = ("store/ends.safetensors", "store/manifest.json", "store/shard-00000.arrow")
+    assert left(tmp_path) == ["corpus.jsonl", "store", *files]
 
 
-def test_replays_of_two_targets_do_not_compare(poss, inputs):
+def test_replays_of_two_targets_are_not_compared(poss, inputs):
     other = ("--target", inputs / "another", "--dtype", "float32")
     assert poss("extract", inputs / "corpus.jsonl", "other", *other, "--limit", "4").code is None
     for out, store, draft in (("a", inputs / "store", "draft"), ("b", "other", "draft-of-another")):
         assert poss("replay", store, out, f"--drafts.{out}", inputs / draft, "--dtype", "float32").code is None
     says(poss("compare", "[a,b]"), "compare", "a was measured on another target than b (")
-
-
-FILES = ("ends.safetensors", "manifest.json", "shard-00000.arrow")
 
 
 # --- the YAML files ---
@@ -268,8 +256,8 @@ def test_trainings_parse_with_a_draft_and_data_and_begin_with_the_base(poss, tra
     assert {"Replay", "DraftFolders"} <= set(callbacks)
 
 
-def test_files_of_conf_are_found_by_name_away_from_a_checkout(poss, tmp_path):
-    """A file of one's own goes first."""
+def test_files_of_conf_are_found_by_name_outside_a_checkout(poss, tmp_path):
+    """The user's own file of that name comes first."""
     config = printed(poss, "--config", "draft/poss2.yaml", "--config=conf/published.yaml")
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["batch_tokens"] == 2048
     (tmp_path / "draft").mkdir()
@@ -278,9 +266,8 @@ def test_files_of_conf_are_found_by_name_away_from_a_checkout(poss, tmp_path):
 
 
 def test_an_interpolation_follows_the_command_line(poss, tmp_path):
-    (tmp_path / "a.yaml").write_text(
-        "model: {allocation: [2], chunk: '${data.batch_tokens}'}\ndata: {batch_tokens: 9}\n"
-    )
+    text = "model: {allocation: [2], chunk: '${data.batch_tokens}'}\ndata: {batch_tokens: 9}\n"
+    (tmp_path / "a.yaml").write_text(text)
     config = printed(poss, "--config", "a.yaml", "--data.batch_tokens", "77")
     assert config["model"]["chunk"] == 77
 
@@ -289,10 +276,8 @@ def test_an_interpolation_follows_the_command_line(poss, tmp_path):
 @pytest.mark.parametrize("tree", TREES, ids=lambda path: path.stem)
 def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
     common = ("--target", inputs / "target", "--dtype", "float32", "--suites", f"[{inputs / 'suite.jsonl'}]")
-    result = poss(
-        "benchmark", "out", "--drafts.d", inputs / "draft", *common, "--max_new_tokens", "9", "--config", tree
-    )
-    assert result.code is None
+    draft = ("--drafts.d", inputs / "draft", "--max_new_tokens", "9")
+    assert poss("benchmark", "out", *draft, *common, "--config", tree).code is None
     facts = json.loads((tmp_path / "out" / "run.json").read_text())
     given = yaml.safe_load(tree.read_text())
     assert {name: facts["methods"]["d"][name] for name in given} == given
@@ -301,29 +286,13 @@ def test_trees_are_benchmarked(poss, inputs, tmp_path, tree):
 
 
 @pytest.mark.parametrize("file", TARGETS, ids=lambda path: path.stem)
-def test_a_target_is_named_by_its_yaml(poss, inputs, monkeypatch, file):
-    asked = []
-
-    def load(*arguments, **_):
-        asked.append(arguments)
-        raise FileNotFoundError("not today")
-
-    monkeypatch.setattr(extract.Target, "load", load)
-    commands = ("extract", inputs / "corpus.jsonl"), ("synthesize",), ("benchmark",)
-    for command, *before in commands:
-        poss(command, *before, "out.jsonl", "--config", file)
+@pytest.mark.parametrize("words", [["extract", "corpus", "out"], ["synthesize", "out.jsonl"], ["benchmark", "out"]])
+def test_a_target_is_named_by_its_yaml(words, file):
+    options = parsed(Command(0, "poss", [*words, "--config", str(file)]))
     given = yaml.safe_load(file.read_text())
-    wanted = given["target"], given.get("dtype", "auto"), given.get("device", "auto"), "none"
-    assert asked == [wanted] * len(commands)
+    assert "target" in given and {name: options[name] for name in given} == given
 
 
-def test_the_six_suites_are_the_hub_s(poss, monkeypatch):
-    asked = []
-
-    def load(*arguments, **_):
-        asked.append(arguments)
-        raise FileNotFoundError("not today")
-
-    monkeypatch.setattr(benchmark, "load_suites", load)
-    poss("benchmark", "out.jsonl", "--config", CONF / "suites/six.yaml")
-    assert [call[:2] for call in asked] == [([f"hub:{name}" for name in SIX], None)]
+def test_the_six_suites_are_the_hub_s():
+    options = parsed(Command(0, "poss", ["benchmark", "out", "--config", str(CONF / "suites/six.yaml")]))
+    assert options["suites"] == [f"hub:{name}" for name in SIX] and options.get("limit") is None

@@ -1,4 +1,4 @@
-"""Commands killed, on a full disk, or beside another: a few cases of `benchmarks/soak.py`."""
+"""Commands that are killed, on a full disk, or beside a second one: a few cases of `benchmarks/faults.py`."""
 
 import re
 from pathlib import Path
@@ -23,19 +23,19 @@ CASES = {
 def check_cases(folder: str, names: list[str]) -> None:
     place = Place(Path(folder))
     for name in names:
-        seen = place.observe(WRITERS[name])
+        observed = place.observe(WRITERS[name])
         for fault in CASES[name]:
-            problem = place.check(WRITERS[name], Fault.parse(fault), seen.whole)
+            problem = place.check(WRITERS[name], Fault.parse(fault), observed.whole)
             assert problem is None, f"python -m benchmarks.faults {name} {fault}: {problem}"
 
 
 @pytest.mark.parametrize("names", [["convert"], pytest.param([*CASES], marks=pytest.mark.nightly)], ids=["one", "all"])
 def test_commands_survive(tmp_path, names):
-    """In a process of its own, off which others are forked."""
+    """In a process of its own, which forks."""
     assert forked(tmp_path / "log", 1, check_cases, str(tmp_path), names) == [0], printed(tmp_path / "log")
 
 
-def test_what_every_command_reads_is_there(tmp_path):
+def test_what_every_command_reads_exists(tmp_path):
     write_inputs(tmp_path / "inputs")
     for writer in [*WRITERS.values(), *MADE.values()]:
         for name in [*re.findall(r"\{inputs\}/([\w.]+)", " ".join(writer.arguments)), *writer.copies]:
@@ -43,6 +43,6 @@ def test_what_every_command_reads_is_there(tmp_path):
 
 
 def test_every_command_that_writes_is_among_them():
-    """All of `poss` but those that only read, print or upload, and the demo, which is made of the others."""
+    """All but those that only read and print, and the demo, which is made of the others."""
     reading = {"list", "plan", "generate", "allocate", "validate", "demo"}
     assert {writer.command for writer in WRITERS.values()} == {*cli.TOOLS, *cli.TRAINER} - reading

@@ -1,6 +1,6 @@
-"""Any options and any corpus end in a result or in one line: never a traceback, never a file left, within seconds.
+"""Any options and any corpus end in a result or in one line: no traceback, no file left behind, within seconds.
 
-A few here, the same in every run; `python -m benchmarks.soak` runs new ones, ten a minute.
+Here a few, the same in every run; `python -m benchmarks.soak` runs new ones.
 """
 
 import os
@@ -17,13 +17,13 @@ from tests.support.fuzz import Command, command_lines, command_lines_over_corpor
 
 COMMANDS = [*cli.TOOLS, *cli.TRAINER]
 TOTAL = int(os.environ.get("POSS_FUZZ", "0"))  # commands of a long run
-SECONDS = 60  # that a command may take, on a busy machine too
+SECONDS = 60  # that a command may take, even on a busy machine
 OPTIONS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 RUN = settings(max_examples=TOTAL // len(COMMANDS) or 1, derandomize=not TOTAL, **OPTIONS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_any_options_end_in_a_result_or_in_a_line(inputs, command):
+def test_any_options_end_in_a_result_or_in_one_line(inputs, command):
     @RUN
     @given(line=command_lines(command))
     def run_any(line: Command) -> None:
@@ -34,12 +34,12 @@ def test_any_options_end_in_a_result_or_in_a_line(inputs, command):
 
 @settings(RUN, max_examples=TOTAL or 6)
 @given(line=command_lines_over_corpora())
-def test_any_corpus_ends_in_a_result_or_in_a_line(inputs, line):
+def test_any_corpus_ends_in_a_result_or_in_one_line(inputs, line):
     check(inputs, line)
 
 
 def check(inputs: Path, line: Command) -> None:
-    """Run a command in a folder of its own, and hold what comes of it against the promise."""
+    """Run a command in a folder of its own, and compare its outcome with the promise."""
     with TemporaryDirectory() as place:
         result, before, after, seconds = run(Path(place), inputs, line)
     note(f"{line.arguments}: {result}")
@@ -50,14 +50,12 @@ def check(inputs: Path, line: Command) -> None:
 
 
 def run(place: Path, inputs: Path, line: Command) -> tuple[Result, list[str], list[str], float]:
-    """What comes of a command, the files before and after it, and its seconds."""
-    shown = place / "inputs"
-    shown.mkdir()
+    """The outcome of a command, the files before and after it, and its seconds."""
+    (place / "inputs" / "mine").mkdir(parents=True)
     for path in inputs.iterdir():
-        (shown / path.name).symlink_to(path)
-    (shown / "mine").mkdir()
+        (place / "inputs" / path.name).symlink_to(path)
     for name, content in line.files.items():
-        (shown / "mine" / name).write_bytes(content)
+        (place / "inputs" / "mine" / name).write_bytes(content)
     (place / "mine").mkdir()
     (place / "mine" / "notes.txt").write_text("mine")
     arguments = [text.replace("{inputs}", "inputs") for text in line.arguments]

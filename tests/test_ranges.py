@@ -1,4 +1,4 @@
-"""Ranges of numbers: read from the annotation, checked before a function runs and by the parser, and told by name."""
+"""Ranges of numbers: read from the annotation, enforced before a function runs and by the parser, and named."""
 
 import inspect
 from argparse import ArgumentError
@@ -32,49 +32,44 @@ def work(
     return depth
 
 
-OUTSIDE = [
-    ({"depth": 0}, "depth is 0; it must lie between 1 and 64 (no target accepts a longer path)"),
-    ({"depth": 10**30}, f"depth is {10**30}; it must lie between 1 and 64"),
-    ({"depth": True}, "depth is True; it must lie between 1 and 64"),
-    ({"depth": 1, "heat": 1e-9}, "heat is 1e-09; it must be 0 (greedy) or lie between 1e-06 and 1000000"),
-    ({"depth": 1, "heat": float("nan")}, "heat is nan; it must be 0 (greedy) or lie"),
-    ({"depth": 1, "heat": float("inf")}, "heat is inf; it must be 0 (greedy) or lie"),
-    ({"depth": 1, "runs": [1, 0]}, "runs.1 is 0; it must lie between 1 and 1,000,000,000"),
-    ({"depth": 1, "share": 1.0}, "share is 1.0; it must lie between 1e-09 and 0.999999999"),
-    ({"depth": 1, "weights": {"token": 1e300}}, "weights.token is 1e+300; it must lie between 0 and 1000000000"),
-    ({"depth": 1, "pair": [0.1, 2.0]}, "pair.1 is 2.0; it must lie between"),
-    ({"depth": 1, "seed": -1}, "seed is -1; it must lie between 0 and 4,294,967,295"),
-    ({"depth": "many"}, "depth is 'many'; Input should be a valid integer"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), OUTSIDE)
-def test_a_number_outside_is_told_with_its_range(options, words):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"depth": 0}, "depth is 0; it must lie between 1 and 64"),
+        ({"depth": 10**30}, f"depth is {10**30}; it must lie between 1 and 64"),
+        ({"depth": True}, "depth is True; it must lie between 1 and 64"),
+        ({"depth": 1, "heat": 1e-9}, "heat is 1e-09; it must be 0 (greedy) or lie between 1e-06 and 1000000"),
+        ({"depth": 1, "heat": float("nan")}, "heat is nan; it must be 0 (greedy) or lie"),
+        ({"depth": 1, "heat": float("inf")}, "heat is inf; it must be 0 (greedy) or lie"),
+        ({"depth": 1, "runs": [1, 0]}, "runs.1 is 0; it must lie between 1 and 1,000,000,000"),
+        ({"depth": 1, "share": 1.0}, "share is 1.0; it must lie between 1e-09 and 0.999999999"),
+        ({"depth": 1, "weights": {"token": 1e300}}, "weights.token is 1e+300; it must lie between 0 and 1000000000"),
+        ({"depth": 1, "pair": [0.1, 2.0]}, "pair.1 is 2.0; it must lie between"),
+        ({"depth": 1, "seed": -1}, "seed is -1; it must lie between 0 and 4,294,967,295"),
+        ({"depth": "many"}, "depth is 'many'; Input should be a valid integer"),
+    ],
+)
+def test_a_number_outside_its_range_is_refused_by_name_in_calls_and_by_the_parser(options, words):
     with pytest.raises(ValueError) as caught:
         work(**options)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("options", "words"), OUTSIDE)
-def test_the_parser_refuses_it_too(options, words):
-    """Which does not say in which place of a list or dict it stands."""
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError) as refused:  # which does not say where in a list or dict the number is
         check_options(work, options)
     name, _, rest = words.partition(" is ")
-    assert str(caught.value).startswith(name.partition(".")[0]) and rest.split("; ")[1][:20] in str(caught.value)
+    assert str(refused.value).startswith(name.partition(".")[0]) and rest.split("; ")[1][:20] in str(refused.value)
 
 
-def test_what_is_inside_goes_through():
+def test_a_number_inside_its_range_is_taken():
     assert work(64) == work(64, 0) == work(64, 1e-6, [1], 0.25) == work(depth=64, runs=None, seed=True) == 64
     assert check_options(work, {"depth": 3, "weights": {"a": 1}})["weights"] == {"a": 1.0}
     assert work.__doc__ == "Does it." and list(inspect.signature(work).parameters)[:2] == ["depth", "heat"]
 
 
-def plain_numbers(annotation) -> bool:
+def has_plain_number(annotation) -> bool:
     """Whether an annotation has an int or a float without a range."""
     if get_origin(annotation) is Annotated:
         return not any(isinstance(each, Range) for each in get_args(annotation))
-    return annotation in (int, float) or any(map(plain_numbers, get_args(annotation)))
+    return annotation in (int, float) or any(map(has_plain_number, get_args(annotation)))
 
 
 TOOLS = [getattr(import_module(module), name) for name, (module, _) in cli.TOOLS.items()]
@@ -82,14 +77,12 @@ TOOLS = [getattr(import_module(module), name) for name, (module, _) in cli.TOOLS
 
 @pytest.mark.parametrize("owner", [*TOOLS, FeatureData, SpecialistTraining], ids=lambda owner: owner.__name__)
 def test_every_number_that_people_give_has_a_range(owner):
-    parameters = inspect.signature(owner).parameters
-    ranged = {name for name, each in parameters.items() if not plain_numbers(each.annotation)}
-    assert ranged == set(parameters)
-    has_numbers = any(has_range(each.annotation) for each in parameters.values())
+    annotations = {name: each.annotation for name, each in inspect.signature(owner).parameters.items()}
+    assert not any(map(has_plain_number, annotations.values()))
+    assert annotations.get("seed", Seed) == Seed
     checked = hasattr(owner.__init__ if inspect.isclass(owner) else owner, "__wrapped__")
-    assert (
-        checked or not has_numbers or owner is SpecialistTraining
-    )  # whose subclasses' hyperparameters want no wrapper
+    wrapped = owner is not SpecialistTraining  # the hyperparameters of its subclasses allow no wrapper
+    assert checked or not wrapped or not any(map(has_range, annotations.values()))
 
 
 def test_a_module_and_a_config_refuse_numbers_of_their_dicts_and_sizes(target):
@@ -103,20 +96,14 @@ def test_a_module_and_a_config_refuse_numbers_of_their_dicts_and_sizes(target):
         replace(config, detach="yes")
 
 
-def test_seeds_are_alike_everywhere():
-    for tool in TOOLS:
-        if "seed" in (parameters := inspect.signature(tool).parameters):
-            assert parameters["seed"].annotation == Seed
-
-
-def test_the_file_of_a_number_is_named(tmp_path):
-    """By what parses a training, so before anything is opened."""
-    file = tmp_path / "a.yaml"
-    for options, words in [
-        ({"model": {"loss": {"token": 1e300}}}, r"model.loss is 1e\+300; it must lie .*; it stands in .*a.yaml"),
-        ({"data": {"noise": -1}}, "data.noise is -1; it must lie .*; it stands in .*a.yaml"),
-        ({"seed_everything": -1}, "seed_everything is -1; it must lie .*; it stands in .*a.yaml"),
-    ]:
-        file.write_text(yaml.safe_dump(options))
-        with pytest.raises(ArgumentError, match=words):
-            compose("draft/poss2.yaml", str(file))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": {"loss": {"token": 1e300}}}, r"model.loss is 1e\+300; it must lie .*; it is set in .*a.yaml"),
+        ({"seed_everything": -1}, "seed_everything is -1; it must lie .*; it is set in .*a.yaml"),
+    ],
+)
+def test_the_file_of_a_number_is_named_when_a_training_is_parsed(tmp_path, options, words):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(options))
+    with pytest.raises(ArgumentError, match=words):
+        compose("draft/poss2.yaml", str(tmp_path / "a.yaml"))

@@ -1,4 +1,4 @@
-"""Where a command may write: each refuses the same places, in one line, and leaves them as they were."""
+"""Places where a command must not write: each refuses them in one line, and leaves them as they were."""
 
 import inspect
 from importlib import import_module
@@ -10,7 +10,7 @@ from poss_lightning import cli
 from tests.support.command import run_in, says, unchanged
 
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
-WRITERS = {  # what comes before the name of what is written, and after
+WRITERS = {  # arguments before the name of the output, and after
     "synthesize": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
     "export": (("{inputs}/draft",), ()),
@@ -20,20 +20,18 @@ WRITERS = {  # what comes before the name of what is written, and after
     "compare": (("{inputs}/suite.jsonl", "--html"), ()),
     "demo": (("--out",), TINY),
 }
-# What these write is a file, the others' a folder.
-ENDINGS = {"synthesize": ".jsonl", "compare": ".html"}
+ENDINGS = {"synthesize": ".jsonl", "compare": ".html"}  # these write a file, the others a folder
 
 
-def test_every_command_that_writes_is_walked():
+def test_every_command_that_writes_is_tested():
     tools = {name: getattr(import_module(module), name) for name, (module, _) in cli.TOOLS.items()}
-    assert {name for name, tool in tools.items() if {"out", "html"} & {*inspect.signature(tool).parameters}} == set(
-        WRITERS
-    )
+    writing = {name for name, tool in tools.items() if {"out", "html"} & {*inspect.signature(tool).parameters}}
+    assert writing == set(WRITERS)
 
 
 @pytest.fixture
 def place(tmp_path, tiny_folder) -> Path:
-    """A file, an empty file of each ending, a folder with a file of somebody's."""
+    """A file, a folder of each ending, and a folder with somebody's file."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "notes.txt").write_text("mine")
@@ -43,7 +41,7 @@ def place(tmp_path, tiny_folder) -> Path:
 
 
 NO_NAME = "it must be the name of what to write"
-PLACES = [  # for a folder, for a file, and what is said
+PLACES = [  # for a folder, for a file, and words of the message
     ("", "", NO_NAME),
     (" ", " ", NO_NAME),
     ("file", "folder{ending}", "file: name a folder|a folder: name a file|there already"),
@@ -51,15 +49,13 @@ PLACES = [  # for a folder, for a file, and what is said
     ("others", "others", "not empty and holds nothing to resume|there already|must end in"),
     ("{inputs}/target", "{inputs}/target", "not empty and holds nothing to resume|there already|must end in"),
     ("a" * 300, "a" * 300 + "{ending}", "File name too long"),
-    ("/proc/a", "/proc/a{ending}", "cannot be written: /proc is not yours to write"),  # root has the permission
+    ("/proc/a", "/proc/a{ending}", "cannot be written: /proc is not yours to write"),  # where root has permission
 ]
-
-
-CASES = [(command, *PLACES[number % len(PLACES)]) for number, command in enumerate(WRITERS)]  # each place at some
+CASES = [(command, *PLACES[number % len(PLACES)]) for number, command in enumerate(WRITERS)]  # each place once
 
 
 @pytest.mark.parametrize(("command", "folder", "file", "words"), CASES, ids=[*WRITERS])
-def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, folder, file, words):
+def test_a_place_that_cannot_be_written_is_refused(inputs, place, command, folder, file, words):
     before, after = WRITERS[command]
     name = (file if command in ENDINGS else folder).replace("{ending}", ENDINGS.get(command, ""))
     arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *after)]
@@ -68,7 +64,7 @@ def test_a_place_where_nothing_of_it_may_be_is_refused(inputs, place, command, f
     says(result, command, next((each for each in words.split("|") if each in str(result.code)), words))
 
 
-REFUSED = {  # what each command that writes finds out last, when it has loaded all
+REFUSED = {  # what each command checks last, when it has loaded everything
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
     "extract": (*TINY, "--layers", "[9]"),
     "export": ("--vocabulary_size", "321", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target"),

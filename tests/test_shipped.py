@@ -11,49 +11,38 @@ from poss_lightning.files import conf, find_config
 from tests.support.command import run_in
 
 
-@pytest.fixture
-def away(tmp_path):
-    """A folder without a conf/, as of a user of the wheel."""
-    return tmp_path
-
-
-def test_every_name_is_one_that_commands_take():
+def test_every_name_is_listed_with_a_line_and_taken_by_commands(tmp_path):
     configs, drafts, suites = (dict(rows) for rows in (shipped.configs(), shipped.drafts(), shipped.suites()))
     files = {path.resolve() for path in conf("demo.yaml").parent.rglob("*.yaml")}
     assert {conf(name).resolve() for name in configs} == files and all(map(find_config, configs))
     assert set(drafts) == {"embedded-hass", "embedded-poss2"} and all(map(find_draft, drafts))
     assert list(suites) == [*own_suites(), *(f"hub:{name}" for name in KNOWN)]
+    result = run_in(tmp_path, "list")
+    assert result.code is None and not list(tmp_path.iterdir())
+    lines = {line.split()[0]: line for line in result.out.splitlines() if line.startswith("  ")}
+    assert all(lines[name].endswith(text) and text for name, text in (configs | drafts | suites).items())
+    assert "3 specialists for 6 positions, allocation [2, 2, 2]; proposes 32,768 tokens" in lines["embedded-poss2"]
 
 
 @pytest.mark.parametrize("name", dict(shipped.configs()))
 def test_the_first_line_of_a_config_says_what_it_is(name):
     first, second = conf(name).read_text().splitlines()[:2]
     assert first.startswith("# ") and len(first) > 8
-    assert not second.startswith("#") or second[2].isupper()  # a sentence does not go on in the second line
+    assert not second.startswith("#") or second[2].isupper()  # a sentence ends with its line
 
 
-def test_the_list_has_a_line_for_each(away):
-    result = run_in(away, "list")
-    assert result.code is None and not list(away.iterdir())
-    lines = {line.split()[0]: line for line in result.out.splitlines() if line.startswith("  ")}
-    for rows in (shipped.configs(), shipped.drafts(), shipped.suites()):
-        assert all(lines[name].endswith(said) and said for name, said in rows)
-    assert "3 specialists for 6 positions, allocation [2, 2, 2]; proposes 32,768 tokens" in lines["embedded-poss2"]
-
-
-def test_a_config_is_printed_edited_and_read(away):
-    printed = run_in(away, "list", "conf/draft/poss2.yaml").out
+def test_a_config_is_printed_edited_and_read(tmp_path):
+    printed = run_in(tmp_path, "list", "conf/draft/poss2.yaml").out
     assert printed == conf("draft/poss2.yaml").read_text()
-    (away / "my.yaml").write_text(printed.replace("[2, 2, 2]", "[3, 3]"))
-    result = run_in(away, "fit", "--config", "my.yaml", "--data.store", "any", "--print_config")
+    (tmp_path / "my.yaml").write_text(printed.replace("[2, 2, 2]", "[3, 3]"))
+    result = run_in(tmp_path, "fit", "--config", "my.yaml", "--data.store", "any", "--print_config")
     assert yaml.safe_load(result.out)["model"]["allocation"] == [3, 3]
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [("draft/pos2.yaml", "did you mean draft/poss2.yaml? "), ("../pyproject.toml", "")],
+    ("name", "near"), [("draft/pos2.yaml", "did you mean draft/poss2.yaml? "), ("../pyproject.toml", "")]
 )
-def test_another_name_is_refused(away, name, near):
-    result = run_in(away, "list", name)
+def test_any_other_name_is_refused(tmp_path, name, near):
+    result = run_in(tmp_path, "list", name)
     words = f"name is {name!r}, which is not a config of the package; {near}poss list shows them"
-    assert result.code == f"poss list: {words}" and not [*away.iterdir()]
+    assert result.code == f"poss list: {words}" and not [*tmp_path.iterdir()]

@@ -1,6 +1,6 @@
-"""A sweep: every choice with every seed, once; killed and resumed; shared out; summed up.
+"""A sweep: every choice with every seed, once; killed and resumed; shared among processes; summed up.
 
-Trainings are pretended, but for those of `trained`: what is trained is `test_roads.py`'s matter.
+With the fixture `commands` trainings are pretended; `test_roads.py` tests what is trained.
 """
 
 import json
@@ -29,10 +29,9 @@ from poss_lightning.files import public_name, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
-from tests.support.talks import talks
+from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
 TRAINER = {
     "max_steps": 2,
@@ -45,19 +44,18 @@ TRAINER = {
     "enable_model_summary": False,
     "enable_progress_bar": False,
 }
-SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 ONE = {"one": {"model": {"allocation": [2]}}}
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("sweep") / "store"
     write_store(folder, tiny_target(), talks(), **SIZES)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def dev(tmp_path_factory):
+def dev(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("sweep") / "dev"
     write_store(folder, tiny_target(), talks()[:4], **SIZES)
     return str(folder)
@@ -65,7 +63,7 @@ def dev(tmp_path_factory):
 
 @pytest.fixture
 def experiment(tmp_path, store, dev):
-    """A folder with a sweep.yaml; returns a function that changes it."""
+    """A function that writes a sweep.yaml, with changes, and returns its folder."""
 
     def write(**changes):
         fit = {"data": {"store": store, "validation": 0.2}, "trainer": TRAINER, "model": {"vocabulary_size": 50}}
@@ -82,43 +80,56 @@ def experiment(tmp_path, store, dev):
     return write
 
 
-@pytest.fixture
-def commands(monkeypatch):
-    """Pretended trainings; what ran, "fit" and "replay", and `before`, called with each and with the cell's folder."""
-    return Commands(monkeypatch)
-
-
 class Commands(list):
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.before, self.built = lambda command, folder: None, []
-        target = tiny_target()
+    """The commands that ran, "fit" and "replay"; `before` is called before each, with name and folder of the cell."""
 
-        def draft(layers):
-            return tiny_draft(target, layers[-1]["model"].get("allocation", [2]))
+    def before(self, command: str, folder: str) -> None:
+        pass
 
-        def pretended_fit(folder, *layers):
-            if not (folder / "finished").exists():
-                self.count("fit", folder)
-                (folder / "fit.yaml").touch()
-                draft(layers).save_pretrained(folder / "draft-last")
-                with SummaryWriter(str(folder)) as writer:
-                    writer.add_scalar("val/loss", 1.0, 1)
-                (folder / "finished").touch()
-            return folder / "draft-last"
-
-        @wraps(replay)  # its options are checked
-        def counted_replay(**options):
-            self.count("replay", options["out"])
-            return replay(**options)
-
-        monkeypatch.setattr(module, "fit_once", pretended_fit)
-        monkeypatch.setattr(module, "build", lambda *layers: draft([each for each in layers if "model" in each]).config)
-        monkeypatch.setitem(module.MEASURES, "replay", counted_replay)
-
-    def count(self, command, folder):
+    def record(self, command: str, folder: str | Path) -> None:
         self.before(command, str(folder))
         self.append(command)
+
+    def fail(self, error: BaseException, command: str, within: str = "") -> None:
+        """Let a command raise an error in the cells whose folders have this in their path."""
+
+        def before(given: str, folder: str) -> None:
+            if given == command and within in folder:
+                raise error
+
+        self.before = before
+
+    def succeed(self) -> None:
+        del self.before
+
+
+@pytest.fixture
+def commands(monkeypatch) -> Commands:
+    """Pretended trainings, and the commands that ran."""
+    ran, target = Commands(), tiny_target()
+
+    def draft(layers):
+        return tiny_draft(target, layers[-1]["model"].get("allocation", [2]))
+
+    def pretended_fit(folder, *layers):
+        if not (folder / "finished").exists():
+            ran.record("fit", folder)
+            (folder / "fit.yaml").touch()
+            draft(layers).save_pretrained(folder / "draft-last")
+            with SummaryWriter(str(folder)) as writer:
+                writer.add_scalar("val/loss", 1.0, 1)
+            (folder / "finished").touch()
+        return folder / "draft-last"
+
+    @wraps(replay)  # its options are checked
+    def recorded_replay(**options):
+        ran.record("replay", options["out"])
+        return replay(**options)
+
+    monkeypatch.setattr(module, "fit_once", pretended_fit)
+    monkeypatch.setattr(module, "build", lambda *layers: draft([each for each in layers if "model" in each]).config)
+    monkeypatch.setitem(module.MEASURES, "replay", recorded_replay)
+    return ran
 
 
 def facts_of(experiment: Path, choice: str, seed: int = 0) -> dict:
@@ -127,7 +138,7 @@ def facts_of(experiment: Path, choice: str, seed: int = 0) -> dict:
 
 
 def unpack(experiment: Path, choice: str, seed: int = 0) -> None:
-    """As if the process had been killed before it wrote down that the cell is done."""
+    """Leave a cell as if its process had been killed before it noted that the cell is done."""
     lines = (experiment / "cells.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if (json.loads(line)["choice"], json.loads(line)["seed"]) != (choice, seed)]
     (experiment / "cells.jsonl").write_text("".join(kept))
@@ -142,7 +153,7 @@ def cell_of(folder: str, choice: str, seed: int = 0):
 
 
 def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_path, capsys):
-    """Truly: the drafts, their scalars, no checkpoints, and nothing twice; seeds differ."""
+    """With real trainings: drafts, scalars, no checkpoints, nothing twice; and seeds differ."""
     folder = experiment(seeds=[3, 4], choices=ONE)
     sweep(folder)
     assert {Path(place).parts[-2:] for place in read_runs(tmp_path / "cells")} == {("one", "seed-3"), ("one", "seed-4")}
@@ -160,24 +171,20 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     first = capsys.readouterr().out
     assert "2 of 2 trainings are done" in first
     shutil.rmtree(tmp_path / "cells")  # as in a fresh clone
-    sweep(folder)  # everything is there: only the table is made anew
+    sweep(folder)  # everything is done: only the table is made again
     assert first.endswith(capsys.readouterr().out) and not (tmp_path / "cells" / "one").exists()
 
 
 @pytest.mark.parametrize("data", [{"data": {"seed": 7}}, {"data.seed": 7}], ids=str)
-def test_the_order_of_the_data_may_be_one_for_all_seeds(experiment, data):
-    folder = experiment(seeds=[0, 1], fit=data)
-    assert {cell_of(folder, "one", seed).training["data"]["seed"] for seed in (0, 1)} == {7}
-
-
-def test_the_seed_may_be_named_anywhere(experiment, store):
-    """In options of the training, alone and in a text, and in those of its measure."""
-    model = {"allocation": [2], "start_from": "runs/${seed}/draft", "warmup": "${seed}"}
-    cell = cell_of(
-        experiment(seeds=[1], choices={"one": {"model": model}}, replay={"store": store, "limit": "${seed}"}), "one", 1
-    )
-    assert (cell.training["model"]["start_from"], cell.training["model"]["warmup"]) == ("runs/1/draft", 1)
-    assert cell.options["limit"] == 1
+def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment, store, data):
+    """In options of the training, alone and within a text, and in those of its measure."""
+    choices = {"one": {"model": {"allocation": [2], "start_from": "runs/${seed}/draft", "warmup": "${seed}"}}}
+    folder = experiment(seeds=[0, 1], fit=data, choices=choices, replay={"store": store, "limit": "${seed}"})
+    for seed in (0, 1):
+        cell = cell_of(folder, "one", seed)
+        model = cell.training["model"]
+        assert (model["start_from"], model["warmup"], cell.options["limit"]) == (f"runs/{seed}/draft", seed, seed)
+        assert cell.training["data"]["seed"] == 7
 
 
 def test_shards_share_the_trainings_out(experiment):
@@ -189,35 +196,26 @@ def test_shards_share_the_trainings_out(experiment):
             _share(cells, wrong)
 
 
-def test_a_killed_sweep_resumes_by_whatever_path_it_is_called(experiment, commands, tmp_path, monkeypatch):
+def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monkeypatch):
     folder = experiment()
-
-    def dies(command, folder):
-        if len(commands) == 3:
-            raise KeyboardInterrupt
-
-    commands.before = dies
+    commands.fail(KeyboardInterrupt(), "replay", "cells/two")
     with pytest.raises(KeyboardInterrupt):
         sweep(folder)
-    commands.before = lambda command, folder: None
+    commands.succeed()
     monkeypatch.chdir(tmp_path)
     sweep(".")
     assert commands == ["fit", "replay", "fit"] + ["replay"]  # of the second training, only the measure was left
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of\nmemory"), NotImplementedError("out of\nmemory")])
-def test_one_failure_does_not_keep_the_others_from_being_done(experiment, tmp_path, capsys, commands, error):
-    def fails(command, folder):
-        if "one/seed-0" in folder:
-            raise error
-
-    commands.before = fails
+def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, capsys, commands, error):
+    commands.fail(error, "fit", "one/seed-0")
     with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
         sweep(experiment())
     assert facts_of(tmp_path, "two")
-    said = capsys.readouterr()
-    assert said.out.count("FAILED one, seed 0: out of memory\n") == 1
-    assert ("Traceback" in said.err) == (type(error) is RuntimeError)  # which nobody foresaw
+    printed = capsys.readouterr()
+    assert printed.out.count("FAILED one, seed 0: out of memory\n") == 1
+    assert ("Traceback" in printed.err) == (type(error) is RuntimeError)  # a bug
 
 
 def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys, commands):
@@ -228,13 +226,13 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys,
         sweep(folder)
     assert not (tmp_path / "cells/one/seed-0/cell.json").exists()
     out = capsys.readouterr().out
-    assert "another process is at it" in out and "1 of 2 trainings are done" in out
+    assert "another process is training it" in out and "1 of 2 trainings are done" in out
 
 
-# --- what was asked for, and of what it is made ---
+# --- settings and inputs ---
 
 
-def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_path, commands):
+def test_a_training_of_different_settings_is_refused(experiment, tmp_path, commands):
     sweep(experiment())
     other = {"choices": {"one": {"model": {"allocation": [1]}}}, "reference": None}
     with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
@@ -243,13 +241,13 @@ def test_a_training_of_other_settings_is_not_taken_for_this_one(experiment, tmp_
     shutil.copytree(tmp_path, mine)
     experiment(seeds=[0, 1], replay={"store": "nowhere"})
     (tmp_path / "sweep.yaml").rename(mine / "sweep.yaml")
-    words = r"one/seed-0 was .*\(replay.nodes, replay.store\), one of 2 such of 4: .*sweep.yaml alone"
+    words = r"one/seed-0 was .*\(replay.nodes, replay.store\), as 2 of 4 were: .*copy its sweep.yaml alone"
     with pytest.raises(ValueError, match=words):
         sweep(str(mine))
 
 
-def test_settings_are_those_that_the_training_has(experiment, tmp_path):
-    """Terms of a loss that a choice replaces are not settings of it."""
+def test_settings_are_those_of_the_training(experiment):
+    """Loss terms that a choice replaces are not among its settings."""
     common = {"model": {"allocation": [1], "loss": {"token": 1, "topk": 1}}, "trainer.max_steps": 3}
     folder = experiment(fit=common, choices={"one": {"model": {"loss": {"feature": 2}}}, "two": None})
     fits = [cell_of(folder, choice).settings()["fit"] for choice in ("one", "two")]
@@ -257,18 +255,14 @@ def test_settings_are_those_that_the_training_has(experiment, tmp_path):
     assert all(fit["trainer"] == {"max_steps": 3} and fit["seed_everything"] == 0 for fit in fits)
 
 
-def test_another_measure_is_refused_only_of_records(experiment, tmp_path, dev, commands):
-    def fails(command, folder):
-        if command == "replay":
-            raise ValueError("no replay")
-
-    commands.before, cell = fails, tmp_path / "cells/one/seed-0"
-    copy = str(shutil.copytree(dev, tmp_path / "dev"))
+def test_a_different_measure_is_refused_only_if_there_are_records(experiment, tmp_path, dev, commands):
+    commands.fail(ValueError("no replay"), "replay")
+    cell, copy = tmp_path / "cells/one/seed-0", str(shutil.copytree(dev, tmp_path / "dev"))
     with pytest.raises(ValueError, match="1 of 1 trainings failed"):
         sweep(experiment(choices=ONE, replay={"store": copy}))
     (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
     (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
-    commands.before = lambda command, folder: None
+    commands.succeed()
     sweep(experiment(choices=ONE, replay={"store": copy, "nodes": 9}))
     assert commands == ["fit", "replay"] and facts_of(tmp_path, "one")["run"]["methods"]["one"]["nodes"] == 9
     unpack(tmp_path, "one")
@@ -276,25 +270,22 @@ def test_another_measure_is_refused_only_of_records(experiment, tmp_path, dev, c
         sweep(experiment(choices=ONE, replay={"store": copy, "nodes": 10}))
 
 
-def test_a_training_that_left_nothing_may_have_other_settings(experiment, tmp_path, commands):
-    def fails(command, folder):
-        raise ValueError("no step")
-
-    commands.before = fails
+def test_a_training_that_left_nothing_may_get_different_settings(experiment, tmp_path, commands):
+    commands.fail(ValueError("no step"), "fit")
     with pytest.raises(ValueError, match="1 of 1 trainings failed"):
         sweep(experiment(choices=ONE))
-    commands.before = lambda command, folder: None
+    commands.succeed()
     sweep(experiment(choices={"one": {"model": {"allocation": [1]}}}))
     assert Specialists.from_pretrained(tmp_path / "cells/one/seed-0/draft-last").config.allocation == (1,)
 
 
-def test_what_is_finished_needs_no_store(experiment, tmp_path, store, commands, capsys):
+def test_a_finished_training_needs_no_store(experiment, tmp_path, store, commands, capsys):
     copy = shutil.copytree(store, tmp_path / "all")
     given = {"fit": {"data": {"store": str(copy), "validation": 0.2}, "trainer": TRAINER}, "choices": ONE}
     sweep(experiment(**given))
     shutil.rmtree(copy)
     unpack(tmp_path, "one")
-    sweep(experiment(**given))  # the measure is left
+    sweep(experiment(**given))  # only the measure is left
     assert commands == ["fit", "replay", "replay"]
     given["replay"] = {"store": str(tmp_path / "gone"), "nodes": 20}
     line = facts_of(tmp_path, "one")
@@ -305,7 +296,7 @@ def test_what_is_finished_needs_no_store(experiment, tmp_path, store, commands, 
     assert len(commands) == 3 and "1 of 1 trainings are done" in capsys.readouterr().out
 
 
-def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, store, capsys, commands):
+def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, store, capsys, commands):
     sweep(experiment())
     line = facts_of(tmp_path, "one")
     assert line["inputs"][store] == sha256(Path(store) / "manifest.json") and "trainer/base.yaml" in line["inputs"]
@@ -318,13 +309,13 @@ def test_a_training_knows_what_it_was_made_of_and_by_whom(experiment, tmp_path, 
         sweep(experiment())
     assert f"one/seed-0 was begun with another {store} than is here now" in capsys.readouterr().out
     (tmp_path / "cells.jsonl").write_text(packed.replace(line["inputs"][store], "another", 1))
-    sweep(experiment())  # a table of such is made, with a warning
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"WARNING: not comparable: these trainings had 2 different {public_name(store)}" in said
+    sweep(experiment())  # these are still compared, with a warning
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"WARNING: not comparable: these trainings had 2 different {public_name(store)}" in printed
 
 
 def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experiment, tmp_path, commands):
-    """A draft folder is rewritten by every validation, so one of a training that failed half-way is not begun with."""
+    """Every validation rewrites the draft's folder, so that of an unfinished training is no start."""
     start = str(tmp_path / "cells/one/seed-${seed}/draft-last")
     (tmp_path / "start.yaml").write_text(f"model: {{start_from: {start.replace('${seed}', '3')}}}")
     for two in (
@@ -341,7 +332,7 @@ def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experimen
         sweep(experiment(seeds=[3], choices=two, reference="two"))
 
 
-def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(experiment, tmp_path, monkeypatch):
+def test_a_shipped_start_is_digested_unless_there_is_a_folder_of_that_name(experiment, tmp_path, monkeypatch):
     cell = cell_of(experiment(choices={"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}), "one")
     shipped = cell.inputs()["embedded-hass"]
     assert shipped == sha256(SHIPPED / "embedded-hass" / "model.safetensors")
@@ -351,7 +342,7 @@ def test_a_shipped_start_is_digested_unless_a_folder_of_that_name_is_there(exper
     assert cell.inputs()["embedded-hass"] == sha256("embedded-hass/model.safetensors") != shipped
 
 
-def test_text_that_is_trained_and_measured_on_is_digested(experiment, tmp_path):
+def test_the_text_of_training_and_measure_is_digested(experiment, tmp_path):
     corpus, suite = tmp_path / "talks.jsonl", tmp_path / "asked.jsonl"
     for file in (corpus, suite):
         file.write_text(f"{file.name}\n")
@@ -360,7 +351,7 @@ def test_text_that_is_trained_and_measured_on_is_digested(experiment, tmp_path):
     assert inputs[str(corpus)] == sha256(corpus) and inputs[str(suite)] == sha256(suite) and "maths" not in inputs
 
 
-# --- what can only fail is refused first ---
+# --- what would fail is refused first ---
 
 HOPELESS = [
     ({"replay": {"store": "missing"}}, "one, seed 0: missing is not a finished feature store"),
@@ -377,7 +368,7 @@ HOPELESS = [
 
 
 @pytest.mark.parametrize(("changes", "words"), HOPELESS, ids=lambda x: str(x)[:60])
-def test_what_can_only_fail_is_refused_before_anything_is_trained(experiment, tmp_path, store, changes, words):
+def test_what_would_fail_is_refused_before_anything_is_trained(experiment, tmp_path, store, changes, words):
     places = {"STORE": store, "OTHER": str(tmp_path / "other"), "BROKEN": str(tmp_path / "broken.yaml")}
     (tmp_path / "broken.yaml").write_text("a: [1")
     if "OTHER" in (given := json.dumps(changes)):
@@ -390,7 +381,7 @@ def test_what_can_only_fail_is_refused_before_anything_is_trained(experiment, tm
     assert not (tmp_path / "cells").exists()
 
 
-def test_inner_layers_are_there_for_the_measure_too(experiment, tmp_path):
+def test_the_store_of_the_measure_must_have_the_inner_layers_too(experiment, tmp_path):
     for name, layers in (("all", (1, 2)), ("dev", ())):
         write_store(tmp_path / name, tiny_target(num_hidden_layers=4), talks(), **SIZES, layers=layers)
     fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
@@ -417,7 +408,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda x: str(x)[:20])
-def test_what_is_no_sweep_is_refused(experiment, tmp_path, changes, words):
+def test_a_wrong_sweep_is_refused_by_file_and_field(experiment, tmp_path, changes, words):
     with pytest.raises(ValueError, match=words) as error:
         sweep(experiment(**changes))
     assert str(tmp_path / "sweep.yaml") in str(error.value)
@@ -428,30 +419,27 @@ def test_what_is_no_sweep_is_refused(experiment, tmp_path, changes, words):
 
 
 def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, store, monkeypatch, capsys):
-    """Lightning's other processes would run the first one's command line, which is then that of a fit alone."""
-    started, environments = [], []
+    """Lightning's other processes run the first one's command line, so that must be that of a fit alone."""
+    started = []
     fit = {"data": {"store": store, "validation": 0.2}, "trainer": {**TRAINER, "devices": 2}}
     folder = experiment(fit=fit, choices=ONE)
 
     def start(command, **options):
-        started.append(command)
-        environments.append(options["env"])
+        started.append((command[:5], options["env"]["PYTHONSAFEPATH"]))  # set for the processes that it starts, too
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
     monkeypatch.setattr(training, "Popen", start)
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(folder)
     assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
-    assert [command[:5] for command in started] == [[sys.executable, "-P", "-m", "poss_lightning.cli", "fit"]]
-    assert environments[0]["PYTHONSAFEPATH"] == "1"  # and so in the processes that it starts
+    assert started == [([sys.executable, "-P", "-m", "poss_lightning.cli", "fit"], "1")]
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
 
 
 @pytest.mark.nightly
-def test_no_module_of_the_current_folder_runs_in_a_training_apart(tmp_path, monkeypatch):
-    """Nor in the processes that it starts."""
-    (tmp_path / "tqdm.py").write_text("import pathlib; pathlib.Path('ran').touch()")
-    (tmp_path / "yaml.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+def test_a_training_apart_imports_no_module_of_the_current_folder(tmp_path, monkeypatch):
+    for name in ("tqdm.py", "yaml.py"):
+        (tmp_path / name).write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="exit code"):
         training._fit_apart(["--config", "gone.yaml"])
@@ -459,26 +447,26 @@ def test_no_module_of_the_current_folder_runs_in_a_training_apart(tmp_path, monk
 
 
 def apart(python: Path) -> list[str]:
-    """A process that trains apart, by another Python."""
+    """The command of a process that trains apart, by the given Python."""
     code = f"import sys; from poss_lightning.training import fit; sys.executable = '{python}'; fit._fit_apart([])"
     return [sys.executable, "-c", code]
 
 
 @pytest.mark.nightly
 def test_ctrl_c_of_a_sweep_waits_for_a_training_apart(tmp_path):
-    """The terminal tells both; the training writes its checkpoint behind the step."""
+    """The terminal interrupts both; the training writes its checkpoint after the step."""
     python, began, saved = (tmp_path / name for name in ("python", "began", "saved"))
     wait = "while true; do sleep 0.1; done"
     python.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {saved}; exit 130' INT; touch {began}; {wait}\n")
     python.chmod(0o755)
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # of a job in the background nobody does
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background do not
     parent = subprocess.Popen(apart(python), start_new_session=True, preexec_fn=listens, stderr=subprocess.DEVNULL)
     _until(began.exists)
     os.killpg(parent.pid, signal.SIGINT)
     assert parent.wait() and saved.exists()
 
 
-def test_a_summary_that_cannot_be_made_says_what_differs(experiment, tmp_path, commands):
+def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
     sweep(experiment())
     line, lines = facts_of(tmp_path, "two"), (tmp_path / "cells.jsonl").read_text()
     (tmp_path / "cells.jsonl").write_text(lines.replace(line["inputs"]["trainer/base.yaml"], "another", 1))
@@ -491,13 +479,13 @@ def test_a_summary_that_cannot_be_made_says_what_differs(experiment, tmp_path, c
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_training_apart_ends_with_its_sweep(tmp_path):
-    """So that none goes on writing into a folder whose lock is free."""
-    python, said = tmp_path / "python", tmp_path / "said"
-    python.write_text(f"#!/bin/sh\necho $$ > {said}.tmp; mv {said}.tmp {said}; exec sleep 60\n")
+    """Otherwise it would write into a folder whose lock is free."""
+    python, pid = tmp_path / "python", tmp_path / "pid"
+    python.write_text(f"#!/bin/sh\necho $$ > {pid}.tmp; mv {pid}.tmp {pid}; exec sleep 60\n")
     python.chmod(0o755)
     parent = subprocess.Popen(apart(python))
-    _until(said.exists)
-    facts = Path("/proc") / said.read_text().strip() / "stat"
+    _until(pid.exists)
+    facts = Path("/proc") / pid.read_text().strip() / "stat"
     parent.kill()
     parent.wait()
     _until(lambda: not facts.exists() or " Z " in facts.read_text())
@@ -506,20 +494,17 @@ def test_a_training_apart_ends_with_its_sweep(tmp_path):
 def _until(condition) -> None:
     end = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end
         time.sleep(0.05)
 
 
-# --- true trainings that end otherwise ---
+# --- real trainings and benchmarks ---
 
 
 @pytest.mark.nightly
 def test_a_kill_in_the_last_validation_costs_no_training(experiment, tmp_path, monkeypatch):
-    """What was left is trained again: a checkpoint behind the last step would leave nothing to do."""
-    last = {
-        "class_path": "poss_lightning.training.callbacks.LastCheckpoint",
-        "init_args": {"every_n_train_steps": 1},
-    }
+    """The last step is trained again, as after it there would be nothing left to do."""
+    last = {"class_path": "poss_lightning.training.callbacks.LastCheckpoint", "init_args": {"every_n_train_steps": 1}}
     fit = {"trainer": {**TRAINER, "callbacks": [CALLBACK, last]}}
     whole = experiment(choices={"one": {"model": {"allocation": [2]}, **fit}})
 

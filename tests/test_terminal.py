@@ -1,4 +1,4 @@
-"""What takes long is announced until it is done; bars and lines of libraries are shown to who asks for them."""
+"""Slow work is announced until it is done; bars and lines of libraries are shown to those who ask for them."""
 
 import io
 import logging
@@ -13,73 +13,66 @@ from tqdm import tqdm
 from tqdm.auto import tqdm as auto
 
 from poss_lightning import terminal
-from poss_lightning.terminal import announced, is_told, mute_deepspeed, one_line, without_bars
+from poss_lightning.terminal import announced, is_user_error, mute_deepspeed, one_line, without_bars
 
 
-class Twice(logging.Handler):
-    """Sets an event at the second record."""
+class Recorder(logging.Handler):
+    """Keeps messages, and sets an event at the second."""
 
     def __init__(self):
         super().__init__()
-        self.said, self.heard = [], Event()
+        self.messages, self.second = [], Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-        if len(self.said) == 2:
-            self.heard.set()
+        self.messages.append(record.getMessage())
+        if len(self.messages) == 2:
+            self.second.set()
 
 
-def test_what_takes_long_is_announced_until_it_is_done(monkeypatch, caplog):
+def test_slow_work_is_announced_until_it_is_done(monkeypatch, caplog):
     caplog.set_level("INFO", "poss_lightning")
     with announced("adding"):
         assert 1 + 1 == 2
     assert caplog.messages == []
-    handler = Twice()
+    recorder = Recorder()
     monkeypatch.setattr(terminal, "FIRST", 0.001)
     monkeypatch.setattr(terminal, "NEXT", 0.001)
-    monkeypatch.setattr(terminal.logger, "handlers", [handler])
+    monkeypatch.setattr(terminal.logger, "handlers", [recorder])
     with pytest.raises(KeyError), announced("waiting"):
-        assert handler.heard.wait(60)
+        assert recorder.second.wait(60)
         raise KeyError
-    said = list(handler.said)
-    assert set(said) == {"waiting: 0 s"} and handler.said == said
+    at_the_end = list(recorder.messages)
+    assert set(at_the_end) == {"waiting: 0 s"} and recorder.messages == at_the_end
 
 
 @pytest.mark.parametrize("bar", [tqdm, auto])
-def test_bars_of_libraries_are_shown_to_who_asks(bar, monkeypatch):
-    def shown() -> str:
-        return bar(total=1, file=(file := io.StringIO())).close() or file.getvalue()
-
-    with without_bars():
-        assert shown() == ""
-    assert "0/1" in shown()
-    monkeypatch.setenv(terminal.VERBOSE, "1")
-    with without_bars():
-        assert "0/1" in shown()
-
-
 @pytest.mark.parametrize(
     ("value", "verbose"), [(None, False), ("", False), ("0", False), ("False", False), ("1", True), ("true", True)]
 )
-def test_libraries_speak_where_the_user_says_so(value, verbose, monkeypatch):
+def test_bars_of_libraries_are_shown_on_demand(bar, value, verbose, monkeypatch):
+    def shown() -> bool:
+        bar(total=1, file=(file := io.StringIO())).close()
+        return "0/1" in file.getvalue()
+
     monkeypatch.delenv(terminal.VERBOSE, raising=False)
     if value is not None:
         monkeypatch.setenv(terminal.VERBOSE, value)
-    assert terminal.is_verbose() == verbose
+    with without_bars():
+        assert shown() == verbose
+    assert shown()
 
 
-def test_deepspeed_says_on_no_machine_that_it_has_no_gpu(monkeypatch):
-    logger, handler = logging.getLogger("DeepSpeed"), Twice()
-    monkeypatch.setattr(logger, "handlers", [handler])
+def test_deepspeed_reports_a_missing_gpu_on_demand(monkeypatch):
+    logger, recorder = logging.getLogger("DeepSpeed"), Recorder()
+    monkeypatch.setattr(logger, "handlers", [recorder])
     monkeypatch.setattr(logger, "filters", [])
-    monkeypatch.setenv(terminal.VERBOSE, "1")
-    mute_deepspeed()
-    logger.warning("Setting accelerator to CPU. If you have GPU")
-    monkeypatch.delenv(terminal.VERBOSE)
-    mute_deepspeed()
-    logger.warning("Setting accelerator to CPU. If you have GPU")
+    line = "Setting accelerator to CPU. If you have GPU"
+    for value in ("1", "0"):
+        monkeypatch.setenv(terminal.VERBOSE, value)
+        mute_deepspeed()
+        logger.warning(line)
     logger.warning("the loss overflowed")
-    assert handler.said == ["Setting accelerator to CPU. If you have GPU", "the loss overflowed"]
+    assert recorder.messages == [line, "the loss overflowed"]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +87,10 @@ def test_deepspeed_says_on_no_machine_that_it_has_no_gpu(monkeypatch):
     ],
     ids=repr,
 )
-def test_what_a_user_can_mend_is_one_line(error, line):
-    assert is_told(error) and one_line(error) == line
+def test_an_error_that_a_user_can_fix_is_one_line(error, line):
+    assert is_user_error(error) and one_line(error) == line
 
 
-def test_a_fault_of_ours_is_not():
-    assert not any(map(is_told, (KeyError("x"), TypeError("x"), AttributeError("x"), RuntimeError("x"))))
+@pytest.mark.parametrize("kind", [KeyError, TypeError, AttributeError, RuntimeError])
+def test_a_bug_keeps_its_traceback(kind):
+    assert not is_user_error(kind("x"))

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from poss_lightning.clock import Clock, Part
+from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.blocks import make_drafter
@@ -148,7 +148,7 @@ class Speculative(Decoder):
         key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
-    def _draft_verify_commit(self, budget: Budget, part: Part) -> tuple[Round, Tensor]:
+    def _draft_verify_commit(self, budget: Budget, part: Timer) -> tuple[Round, Tensor]:
         depth, root = budget.plan[0] if budget.plan else self.drafter.depth, self.cache.slots.lengths
         depth, found, looked_up = max(depth, self.lookup.count), None, 0
         with part("draft"):

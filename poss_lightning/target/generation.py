@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from poss_lightning.clock import Clock, Part
+from poss_lightning.clock import Clock, Timer
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from poss_lightning.target.cache import TreeCache, step_of
 from poss_lightning.target.graphs import Graphs
@@ -202,7 +202,7 @@ class PlainLoop:
         """Read `self.tokens`, and put the next ones in their place."""
         target, slots, tokens = self.target, self.cache.slots, self.tokens
 
-        def forward(part: Part) -> None:
+        def forward(part: Timer) -> None:
             with part("verify"):
                 last = target.tree_features(tokens[:, None], self.alone, self.cache)[:, 0]
                 slots.advance_device(1)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from poss_lightning.clock import Clock, Part
+from poss_lightning.clock import Clock, Timer
 
 MOST = 32  # captures that are kept: each holds memory; a text needs one for every 512 tokens
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ class Graphs:
         self.captured.clear()
         self.pool = None  # it holds nothing any more
 
-    def run(self, key: Hashable, work: Callable[[Part], Result], state: list[Tensor], clock: Clock) -> Result:
+    def run(self, key: Hashable, work: Callable[[Timer], Result], state: list[Tensor], clock: Clock) -> Result:
         """Do `work`.
 
         Args:
@@ -71,13 +71,13 @@ class Graphs:
     def run_alone(self, key: Hashable, work: Callable[[], Result]) -> Result:
         """`run` for work of one part that needs no state, and is timed from outside."""
 
-        def one_part(part: Part) -> Result:
+        def one_part(part: Timer) -> Result:
             with part("work"):
                 return work()
 
         return self.run(key, one_part, [], Clock(self.device))
 
-    def _try_to_capture(self, key: Hashable, work: Callable[[Part], Any], state: list[Tensor]) -> None:
+    def _try_to_capture(self, key: Hashable, work: Callable[[Timer], Any], state: list[Tensor]) -> None:
         if len(self.captured) >= MOST:
             del self.captured[next(iter(self.captured))]
         try:
@@ -89,7 +89,7 @@ class Graphs:
             self.enabled = False
 
     def _capture(
-        self, work: Callable[[Part], Any], state: list[Tensor]
+        self, work: Callable[[Timer], Any], state: list[Tensor]
     ) -> tuple[list[tuple[str, Callable[[], None]]], Any]:
         """Record what `work` does: how to do each part again, and where its result is."""
         parts: list[tuple[str, Callable[[], None]]] = []

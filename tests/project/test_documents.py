@@ -16,6 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from poss_lightning import cli
+from poss_lightning.features.writing import write_store
 from poss_lightning.losses.terms import TERMS
 from poss_lightning.sweep import Sweep
 from poss_lightning.training.fit import command_line
@@ -32,10 +33,12 @@ from tests.support.documents import (
     parsed,
     shell,
 )
+from tests.support.stores import contents
+from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 
 MAKEFILE = (ROOT / "Makefile").read_text()
-TOLD = {"--help", "--version"}
+ASKING = {"--help", "--version"}
 
 
 def page(name: str) -> str:
@@ -44,7 +47,7 @@ def page(name: str) -> str:
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch) -> Callable[[str], Path]:
-    """Makes a folder to be in: conf/ and experiments/ as in the checkout, and the files that a document shows."""
+    """Fills the current folder with conf/ and experiments/ of the checkout, and the files that a text shows."""
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     (tmp_path / "experiments").mkdir()
     for folder in filter(Path.is_dir, (ROOT / "experiments").iterdir()):
@@ -68,10 +71,10 @@ def sweeps(text: str) -> list[str]:
     return [name for name in files(text) if name.endswith("sweep.yaml")]
 
 
-# --- every message is one that the code has ---
+# --- every message of troubles.md is in the code ---
 
 
-def test_the_messages_of_troubles_are_those_of_the_code():
+def test_the_messages_of_troubles_are_in_the_code():
     text, known = page("troubles.md"), messages()
     table = re.findall(r"^\| `(.+?)` \|", text.partition("\n## ")[0], re.MULTILINE)
     assert len(table) > 20
@@ -83,18 +86,18 @@ def test_the_messages_of_troubles_are_those_of_the_code():
 
 
 def wrong(command: Command) -> str | None:
-    """What is wrong with a command, if anything."""
+    """The error of a command, if it has one."""
     name, *words = command.words
     if command.program == "make":
         names = [name, *(word.partition("=")[0] for word in words)]
         known = re.findall(r"^([a-z-]+):|\$\((\w+)\)", MAKEFILE, re.MULTILINE)
         return None if {*names} <= {word for pair in known for word in pair} else "the Makefile does not have it"
-    if name in TOLD or name.isupper():  # COMMAND stands for any
+    if name in ASKING or name.isupper():  # COMMAND stands for any
         return None
     if name not in cli.TRAINER | cli.TOOLS:
         return "there is no such command"
     try:
-        given = parsed(command) if words and not TOLD & {*words} else {}
+        given = parsed(command) if words and not ASKING & {*words} else {}
         if name == "sweep" and given:
             Sweep.load(Path(given["folder"]) / "sweep.yaml")
     except Exception as error:
@@ -103,69 +106,63 @@ def wrong(command: Command) -> str | None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_command_parses_and_names_files_that_are_there(document, desk):
+def test_every_command_and_experiment_parses_and_names_files_that_exist(document, desk):
     text = document.read_text()
     here, found = desk(text), {}
     for command in commands(everywhere(text)):
         found[str(command)] = wrong(command)
-        if "--name" in command.words:  # a training leaves its settings to the lines behind it
+        if "--name" in command.words:  # the next lines read the settings of this training
             file = here / "runs" / command.words[command.words.index("--name") + 1] / "config.yaml"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("{model: {allocation: [1]}, data: {store: any}}")
-    assert not (told := {line: why for line, why in found.items() if why}), told
-
-
-def test_the_test_files_that_documents_name_are_there():
-    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    told = [document for document in DOCUMENTS if document.name != "LOG.md"]  # which tells of days past
-    missing = {document.name: {*re.findall(r"\btest_\w+\.py\b", document.read_text())} - there for document in told}
-    assert not any(missing.values()), missing
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_choice_of_an_experiment_that_is_shown_parses(document, desk):
-    text = document.read_text()
-    here = desk(text)
+    assert not any(found.values()), {line: error for line, error in found.items() if error}
     for file in sweeps(text):
-        own = Sweep.load(here / file)
-        for cell in own.cells(here)[: len(own.choices)]:
+        experiment = Sweep.load(here / file)
+        for cell in experiment.cells(here)[: len(experiment.choices)]:
             parsed(Command(0, "poss", ["fit", *command_line(*cell.layers)]))
 
 
+def test_the_test_files_that_documents_name_exist():
+    existing = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    named = {document.name: {*re.findall(r"\btest_\w+\.py\b", document.read_text())} for document in DOCUMENTS}
+    missing = {name: files - existing for name, files in named.items()}
+    assert not any(missing.values()), missing
+
+
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "error"),
     [
         ("poss extract a b --tarrget x", "--tarrget"),
         ("poss fit --config conf/draft/gone.yaml …", "does not exist"),
         ("make test ARG=1", "the Makefile does not have it"),
     ],
 )
-def test_a_wrong_command_is_seen(line, why, desk):
+def test_a_wrong_command_is_found_wherever_it_stands(line, error, desk):
     desk("")
     for text in (f"a\n```bash\n{line}\n```\n", f"a\n\n    {line}\n", f"`{line}`"):
         (command,) = commands(everywhere(text))
-        assert why in (wrong(command) or "")
+        assert error in (wrong(command) or "")
 
 
-# --- what a document says is printed is printed ---
+# --- what a document shows as output is printed ---
 
 
 def printed() -> Iterator[tuple[str, str]]:
-    """Commands in `console` blocks, and what stands below each."""
+    """Commands of `console` blocks, and the output below each."""
     for document in DOCUMENTS:
         for block in blocks(document.read_text(), "console"):
             for part in block.text.removeprefix("$ ").split("\n\n$ "):
-                command, _, said = part.partition("\n")
-                yield command, said.rstrip()
+                command, _, output = part.partition("\n")
+                yield command, output.rstrip()
 
 
-@pytest.mark.parametrize(("command", "said"), printed(), ids=lambda text: text[:48])
-def test_what_is_said_to_be_printed_is_printed(command, said, capsys, monkeypatch):
+@pytest.mark.parametrize(("command", "output"), printed(), ids=lambda text: text[:48])
+def test_the_output_in_a_document_is_what_is_printed(command, output, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     poss, name, *words = shlex.split(command)
     assert poss == "poss"
     cli.run(name, words)
-    assert "\n".join(line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()) == said
+    assert "\n".join(line.rstrip() for line in capsys.readouterr().out.rstrip().splitlines()) == output
 
 
 # --- worked examples run, on the tiny target and in one step ---
@@ -187,7 +184,7 @@ FIT = {
         ],
     },
 }
-SMALL = {  # a line's own options come first, so these have the last word
+SMALL = {  # appended to a command's own options, so these win
     "synthesize": [*HERE, "--conversations", "40", "--user_tokens", "6", "--answer_tokens", "8"],
     "extract": HERE,
     "generate": [*HERE, "--max_new_tokens", "8"],
@@ -197,19 +194,15 @@ SMALL = {  # a line's own options come first, so these have the last word
 
 
 def shrink(file: Path) -> None:
-    """Leave of a sweep one seed and its reference."""
+    """Reduce a sweep to its reference and one seed."""
     given = yaml.safe_load(file.read_text())
     given["choices"] = {given["reference"]: given["choices"][given["reference"]]}
     file.write_text(OmegaConf.to_yaml(OmegaConf.merge(given, {"seeds": [0], "fit": FIT})))
 
 
-def left(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
-
-
 @pytest.mark.nightly
 def test_the_worked_examples_run(desk, tiny_folder, capsys):
-    """Page by page, each in the folder that those before have left: every command of their shell blocks, in order."""
+    """Page by page, in one folder: every command of their shell blocks, in order."""
     for name in ("own-target.md", "experiments.md", "extending.md"):
         text = page(name)
         here = desk(text)
@@ -218,9 +211,9 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
             shrink(here / file)
         for command in commands(shell(text), T=tiny_folder):
             verb, *words = command.words
-            before = left(here) if verb == "validate" else None
+            before = contents(here) if verb == "validate" else None
             cli.run(verb, [*words, *SMALL.get(verb, [])])
-            assert before is None or before == left(here)  # it only looks
+            assert before is None or before == contents(here)
     for run in ("eagle", "poss2"):
         for promised in ("draft-best", "draft-last", "checkpoints/last.ckpt", "config.yaml"):
             assert (here / "runs" / run / promised).exists()
@@ -231,16 +224,11 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
 
 @pytest.fixture
 def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], dict]:
-    """Runs Python that a document shows, on the tiny target, a draft and a store of it, and for one step."""
+    """Runs a document's Python on the tiny target, with a draft and a store of it, for one step."""
     drafts = [tmp_path / name for name in ("embedded-hass", "embedded-poss2")]
     for draft, allocation in zip(drafts, ([4], [2, 2]), strict=True):
         tiny_draft(target, allocation).save_pretrained(draft)
-    lines = [
-        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": "it " * 9}]}
-        for n in range(30)
-    ]
-    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    cli.run("extract", ["text.jsonl", "store", "--target", tiny_folder, *HERE])
+    write_store(tmp_path / "store", target, talks(), **SIZES)
     trainer = functools.partial(lightning.Trainer, accelerator="cpu", logger=False, enable_checkpointing=False)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     monkeypatch.setattr(lightning, "Trainer", lambda max_steps: trainer(max_steps=min(max_steps, 1), **quiet))
@@ -261,7 +249,7 @@ def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], 
     "document",
     [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("decoding", "own-target", "extending"))],
 )
-def test_python_that_a_document_shows_runs(document, python):
+def test_the_python_of_a_document_runs(document, python):
     given = python(blocks(document.read_text(), "python")[0].text)
     if "output" in given:
         assert given["output"].shape[1] > 8
@@ -270,12 +258,12 @@ def test_python_that_a_document_shows_runs(document, python):
 
 
 def test_the_family_of_the_worked_example_is_tested():
-    (own,) = [block.text for block in blocks(page("extending.md"), "python") if "FAMILIES" in block.text]
-    exec(own, given := {})
+    (example,) = [block.text for block in blocks(page("extending.md"), "python") if "FAMILIES" in block.text]
+    exec(example, given := {})
     assert given["FAMILIES"].items() <= families.FAMILIES.items()
 
 
-def test_the_pages_of_the_api_name_what_is_there():
+def test_the_pages_of_the_api_name_what_exists():
     named = [
         (page.name, line.removeprefix("::: "))
         for page in (ROOT / "docs" / "api").glob("*.md")

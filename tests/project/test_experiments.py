@@ -1,4 +1,4 @@
-"""The committed experiments: what each asks for is what its records say, and the shipped drafts are those measured."""
+"""The committed experiments: their records are what their settings ask for, and of the drafts that are shipped."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from poss_lightning.sweep import Sweep
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 SWEEPS = sorted(file.parent for file in EXPERIMENTS.rglob("sweep.yaml"))
-FIRST = EXPERIMENTS / "scratch"  # tried by default
+FIRST = EXPERIMENTS / "scratch"  # the only one that is tried by default
 MOST_BYTES, MOST_FILES = 3_000_000, 130
 
 
@@ -26,15 +26,14 @@ MOST_BYTES, MOST_FILES = 3_000_000, 130
     [pytest.param(each, marks=() if each == FIRST else pytest.mark.nightly) for each in SWEEPS],
     ids=[str(each.relative_to(EXPERIMENTS)) for each in SWEEPS],
 )
-def test_a_sweep_asks_for_what_its_records_are_of(folder):
-    own = Sweep.load(folder / "sweep.yaml")
-    done = [cell for cell in own.cells(folder) if cell.is_done]
+def test_the_records_of_a_sweep_have_its_settings(folder):
+    done = [cell for cell in Sweep.load(folder / "sweep.yaml").cells(folder) if cell.is_done]
     assert done and not any(cell.changed() for cell in done)
 
 
 @pytest.mark.nightly
-def test_every_record_is_read_and_every_experiment_has_an_answer():
-    """Each folder of records has a table; trainings of one were made of the same inputs, or its README says so."""
+def test_all_records_are_read_and_every_experiment_has_a_readme():
+    """Each folder of records gives a table; its trainings had the same inputs, except where its README explains it."""
     places = {file.parent for name in ("cells.jsonl", "records.jsonl.gz") for file in EXPERIMENTS.rglob(name)}
     for folder in sorted(places):
         sources = read_sources(folder)
@@ -53,7 +52,7 @@ def test_experiments_stay_small():
     assert len((EXPERIMENTS / "LOG.md").read_text().splitlines()) <= 150
 
 
-def test_no_prompt_of_the_own_suites_was_trained_on():
+def test_no_prompt_of_our_suites_is_in_the_training_text():
     asked = {turn for question in read_suites() for turn in question.turns}
     with gzip.open(EXPERIMENTS / "data" / "varied.jsonl.gz", "rt", encoding="utf-8") as lines:
         trained = {message["content"] for line in lines for message in json.loads(line)["messages"]}

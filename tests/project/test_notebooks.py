@@ -1,4 +1,4 @@
-"""Notebooks run as they are committed, on a tiny target and a made-up sweep, and their files read well in a diff."""
+"""Notebooks run as they are committed, on a tiny target and a made-up sweep, and are committed without output."""
 
 import ast
 import json
@@ -17,6 +17,7 @@ from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
 from tests.support.lab import CHOICES, DEPTH, SEEDS
 from tests.support.synthetic import make_records
+from tests.support.talks import SIZES
 from tests.support.tiny import tiny_draft
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -31,7 +32,7 @@ read, executed, stripped, text = (execute[name] for name in ("read", "executed",
 
 @pytest.fixture(scope="module")
 def given(tiny_folder, tmp_path_factory) -> dict:
-    """A value for every name that a parameters cell may set."""
+    """A value for every name of a notebook's parameters."""
     folder = tmp_path_factory.mktemp("notebooks")
     for place, choice in enumerate(CHOICES):
         for seed in range(SEEDS):
@@ -42,8 +43,7 @@ def given(tiny_folder, tmp_path_factory) -> dict:
     target = Target.load(tiny_folder, "float32")
     tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
     talk = [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four legs."}]
-    sizes = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
-    write_store(folder / "store", target, [Conversation("talk/0", talk)], **sizes)
+    write_store(folder / "store", target, [Conversation("talk/0", talk)], **SIZES)
     return {
         "TARGET": tiny_folder,
         "DRAFT": str(folder / "draft"),
@@ -59,8 +59,8 @@ def given(tiny_folder, tmp_path_factory) -> dict:
 
 
 @pytest.fixture
-def nobodys_home(tmp_path, monkeypatch):
-    """What a kernel writes of itself goes nowhere else."""
+def kernel_home(tmp_path, monkeypatch):
+    """Lets a kernel write its own files into the test's folder."""
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -68,29 +68,29 @@ def nobodys_home(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
-def test_a_notebook_runs(file, given, nobodys_home):
-    """From its first cell to its last, as it is committed but for what it reads; what it shows names no place."""
+def test_a_notebook_runs(file, given, kernel_home):
+    """From its first cell to its last, with other parameters; and its output names no place of this machine."""
     notebook = read(file)
     names = assigned(parameters(notebook).source)
     parameters(notebook).source = "\n".join(f"{name} = {given[name]!r}" for name in names)
     done = stripped(executed(notebook, NOTEBOOKS))
-    shown = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert shown and not ABSOLUTE.search(json.dumps(shown))
-    figures = sum("image/png" in output.get("data", {}) for output in shown)
+    outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs and not ABSOLUTE.search(json.dumps(outputs))
+    figures = sum("image/png" in output.get("data", {}) for output in outputs)
     assert figures == {"quickstart": 0, "span_ablation": 2, "feature_drift": 3}[file.stem]
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
 def test_a_notebook_is_committed_stripped(file):
-    notebook, said = read(file), file.read_text(encoding="utf-8")
-    assert text(stripped(notebook)) == said, f"{file.name}: write it with notebooks/execute.py"
-    assert not (found := ABSOLUTE.search(said)), f"{file.name} names a place of one machine: {found and found.group()}"
-    assert len(said) < MOST
+    notebook, committed = read(file), file.read_text(encoding="utf-8")
+    assert text(stripped(notebook)) == committed, f"{file.name}: write it with notebooks/execute.py"
+    assert not (found := ABSOLUTE.search(committed)), f"{file.name} names a place of one machine: {found}"
+    assert len(committed) < MOST
     assert parameters(notebook) is next(cell for cell in notebook.cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
-def test_what_it_imports_is_there(file):
+def test_what_a_notebook_imports_exists(file):
     code = "\n".join(cell.source for cell in read(file).cells if cell.cell_type == "code")
     lines = ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE)))
     for line in (line for line in lines if isinstance(line, ast.ImportFrom)):
@@ -100,13 +100,13 @@ def test_what_it_imports_is_there(file):
 
 
 def parameters(notebook):
-    """The one cell that says what the notebook reads."""
+    """The one cell that says what a notebook reads."""
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     return cell
 
 
 def assigned(source: str) -> list[str]:
-    """The names that plain assignments of plain values give."""
+    """The names that a source assigns, which must be to literals."""
     lines = ast.parse(source).body
     for line in lines:
         ast.literal_eval(line.value)

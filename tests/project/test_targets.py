@@ -1,4 +1,4 @@
-"""The real targets at their real sizes, without weights; and docs/reproduce.md, command by command."""
+"""Real targets at their real sizes, without weights; and docs/reproduce.md, command by command."""
 
 import inspect
 import shlex
@@ -19,63 +19,22 @@ from poss_lightning.training.flops import count_parameters, count_specialist_par
 from poss_lightning.training.plan import TARGETS, token_bytes
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 
-LLAMA_3 = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+FIELDS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings", "rope_theta", "rms_norm_eps",
+)  # fmt: skip
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-PUBLISHED = {  # of their config.json, what sizes depend on; and all their weights, and a specialist's, in millions
-    "llama-3-8b": (LLAMA_3, 8030.3, 218.1),
-    "llama-3.1-8b": (
-        LLAMA_3
-        | {
-            "max_position_embeddings": 131072,
-            "rope_scaling": SCALING | {"original_max_position_embeddings": 8192},
-        },
-        8030.3,
-        218.1,
-    ),
-    "llama-2-13b": (
-        LLAMA_3
-        | {
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-            "vocab_size": 32000,
-            "max_position_embeddings": 4096,
-            "rope_theta": 10000.0,
-        },
-        13015.9,
-        317.2,
-    ),
-    "qwen3-8b": (
-        LLAMA_3
-        | {
-            "model_type": "qwen3",
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000.0,
-            "rms_norm_eps": 1e-6,
-        },
-        8190.7,
-        192.9,
-    ),
+SCALED = {"rope_scaling": SCALING | {"original_max_position_embeddings": 8192}}
+PUBLISHED = {  # what sizes depend on in a config.json; and millions of all weights, and of a specialist's
+    name: ({"tie_word_embeddings": False} | dict(zip(FIELDS, values, strict=True)) | more, *millions)
+    for name, values, more, millions in (
+        ("llama-3-8b", ("llama", 4096, 14336, 32, 32, 8, 128256, 8192, 5e5, 1e-5), {}, (8030.3, 218.1)),
+        ("llama-3.1-8b", ("llama", 4096, 14336, 32, 32, 8, 128256, 131072, 5e5, 1e-5), SCALED, (8030.3, 218.1)),
+        ("llama-2-13b", ("llama", 5120, 13824, 40, 40, 40, 32000, 4096, 1e4, 1e-5), {}, (13015.9, 317.2)),
+        ("qwen3-8b", ("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, 1e6, 1e-6), {"head_dim": 128}, (8190.7, 192.9)),
+    )
 }
-OTHERS = ("llama-3-8b", "qwen3-8b")  # tried at night
+OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-3-8b", "qwen3-8b")]
 EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": ([2] * 4, 8), "poss3": ([3] * 4, 12)}
 THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj", "down_proj")  # of a specialist
@@ -113,20 +72,25 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
 
 
-@pytest.mark.parametrize("name", ["llama-2-13b", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
+def empty(config: DraftConfig) -> Specialists:
+    """The draft without numbers; its sizes are those that are counted."""
+    size = config.vocabulary_size
+    with torch.device("meta"):
+        draft = Specialists(config, None if size is None else torch.arange(size, device="cpu"))
+    assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
+    assert count_parameters(config) == sum(p.numel() for p in draft.parameters())
+    return draft
+
+
+@pytest.mark.parametrize("name", ["llama-2-13b", *OTHERS])
 def test_the_drafts_of_a_target_s_experiment(name):
-    cells, spec, depths = experiment(name), TARGETS[name], THIRTEEN_B if name == "llama-2-13b" else EIGHT_B
-    assert {
-        choice: tuple(c.training["model"][key] for key in ("allocation", "depth")) for choice, c in cells.items()
-    } == depths
+    trained = {choice: cell.training["model"] for choice, cell in experiment(name).items()}
+    depths = THIRTEEN_B if name == "llama-2-13b" else EIGHT_B
+    assert {choice: (model["allocation"], model["depth"]) for choice, model in trained.items()} == depths
     for allocation, depth in depths.values():
-        config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth)
-        with torch.device("meta"):
-            draft = Specialists(config)
+        config = DraftConfig(target=TARGETS[name], allocation=tuple(allocation), depth=depth)
         keys = [f"layers.{i}.{part}.weight" for i in range(len(allocation)) for part in PARTS]
-        assert list(draft.state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
-        assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
-        assert count_parameters(config) == sum(p.numel() for p in draft.parameters())
+        assert list(empty(config).state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
         assert not config.unreached(depth)
         assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
@@ -142,12 +106,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
         model = cell.training["model"]
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
         config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
-        vocabulary = torch.arange(32000)
-        with torch.device("meta"):
-            draft = Specialists(config, vocabulary)
-        total = len(config.allocation) * layer + around
-        assert count_parameters(config) == sum(p.numel() for p in draft.parameters()) == total
-        assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
+        assert sum(p.numel() for p in empty(config).parameters()) == len(config.allocation) * layer + around
         assert config.layers == (2, 16, 29) and not config.unreached(8)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
 
@@ -157,7 +116,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_an_experiment_trains_as_published_from_the_head_that_it_trains_first(name):
+def test_an_experiment_trains_as_published_from_the_layer_that_it_trains_first(name):
     cells, conf = experiment(name), yaml.safe_load((ROOT / f"conf/target/{name}.yaml").read_text())
     assert conf["target"].rpartition("/")[2].lower().removeprefix("meta-").startswith(name)
     first, *others = cells.values()
@@ -167,19 +126,16 @@ def test_an_experiment_trains_as_published_from_the_head_that_it_trains_first(na
 
 
 def test_eagle_3_and_speed_are_trained_as_published():
-    """Each in turn from the one before; the files of draft/ have the last word over published.yaml."""
+    """Three start from the first; the files of draft/ override published.yaml."""
     cells = experiment("llama-3.1-8b-speed")
-    found = {choice: cell.training for choice, cell in cells.items()}
-    law = ("learning_rate", "warmup", "gamma", "detach", "mean_over", "normalise")
-    said = {choice: tuple(own["model"][name] for name in law) for choice, own in found.items()}
+    assert [cell.training["trainer"]["max_epochs"] for cell in cells.values()] == [40, 20, 20, 20]
+    models = {choice: cell.training["model"] for choice, cell in cells.items()}
+    names = ("learning_rate", "warmup", "gamma", "detach", "mean_over", "normalise")
     eagle3, speed = (5e-5, 12 / 800, 0.9, False, "tokens", False), (1e-4, 0.015, 0.9, False, "tokens", False)
-    assert said == {"eagle3": eagle3, "eagle3-on": speed, "speed": speed, "speed134": speed}
-    assert [own["trainer"]["max_epochs"] for own in found.values()] == [40, 20, 20, 20]
-    assert [own["model"]["allocation"] for own in found.values()] == [[8], [8], [3, 3, 2], [1, 3, 4]]
-    first, *others = found.values()
-    assert first["model"]["start_from"] is None
-    starts = {own["model"]["start_from"] for own in others}
-    assert starts == {str(cells["eagle3"].folder / "draft-last")}
+    assert [tuple(model[name] for name in names) for model in models.values()] == [eagle3, speed, speed, speed]
+    assert [model["allocation"] for model in models.values()] == [[8], [8], [3, 3, 2], [1, 3, 4]]
+    start = str(cells["eagle3"].folder / "draft-last")
+    assert [model["start_from"] for model in models.values()] == [None, start, start, start]
 
 
 def test_the_published_settings():
@@ -196,26 +152,25 @@ def test_the_published_settings():
 
 
 def lines(target: str) -> Iterator[list[str]]:
-    """The command lines of docs/reproduce.md, in order, as the shell would have them for a target."""
+    """The command lines of docs/reproduce.md, in order, as a shell would split them, for a target."""
     for _, line in expanded(shell((ROOT / "docs/reproduce.md").read_text()), T=target):
         yield shlex.split(line)
 
 
 OUTPUTS = dict.fromkeys(("convert", "extract", "synthesize", "benchmark", "replay"), "out")
-INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what is there already
+INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what must exist
 
 
-@pytest.mark.parametrize(
-    "target", ["llama-3.1-8b", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)]
-)
-def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monkeypatch):
+@pytest.mark.parametrize("target", ["llama-3.1-8b", *OTHERS])
+def test_every_command_to_reproduce_parses_and_reads_what_exists(target, monkeypatch):
     monkeypatch.chdir(ROOT)
-    made, seen = set(), []
+    made, ran = set(), []
     for line in lines(target):
         if line[0] == "torchrun":
-            line = [(ran := get_args_parser().parse_args(line[1:])).training_script, *ran.training_script_args]
-            assert ran.no_python and ran.nproc_per_node == "8"
-        seen.append(" ".join(line[:2]))
+            launch = get_args_parser().parse_args(line[1:])
+            line = [launch.training_script, *launch.training_script_args]
+            assert launch.no_python and launch.nproc_per_node == "8"
+        ran.append(" ".join(line[:2]))
         if line[:2] == ["hf", "download"]:
             made.add(downloaded(line[2:]))
         elif line[0] == "poss":
@@ -226,22 +181,24 @@ def test_every_command_to_reproduce_parses_and_reads_what_is_there(target, monke
             for place in read:
                 assert place in made or (ROOT / place).exists(), f"{' '.join(line)}: nothing has written {place}"
             made.add(given.get(OUTPUTS.get(line[1])))
-            if line[1] == "benchmark":  # every file on the line was heard
+            if line[1] == "benchmark":  # the options of every file have arrived
                 assert (given["nodes"], given["max_new_tokens"], len(given["suites"])) == (60, 1024, 6)
                 assert given["depth"] == (8 if "speed" in given["out"] else 6)
-                own = Path(given["out"]).parts[1]
-                assert given["target"] == yaml.safe_load((ROOT / f"conf/target/{own}.yaml").read_text())["target"]
+                config = yaml.safe_load((ROOT / f"conf/target/{Path(given['out']).parts[1]}.yaml").read_text())
+                assert given["target"] == config["target"]
         elif line[0] == "cp":
             assert (ROOT / line[1]).is_file()
             made |= {line[2], str(Path(line[2]).parent)}
         else:
             assert line[0] in ("make", "mkdir") or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
-    asked = {f"poss {name}" for name in ("convert", "extract", "synthesize", "sweep", "benchmark", "compare", "replay")}
-    assert asked <= set(seen) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
+    needed = {
+        f"poss {name}" for name in ("convert", "extract", "synthesize", "sweep", "benchmark", "compare", "replay")
+    }
+    assert needed | {"poss replay"} <= set(ran) and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
 
 def sweep_reads(name: str, made: set[str]) -> list[str]:
-    """The stores of an experiment; what it writes goes to `made`, and its starts must be there in time."""
+    """The stores of an experiment; adds what it writes to `made`, where each of its starts must already be."""
     cells = experiment(name).values()
     for cell in cells:
         assert cell.training["model"]["start_from"] in {None, *made}
@@ -250,7 +207,7 @@ def sweep_reads(name: str, made: set[str]) -> list[str]:
 
 
 def downloaded(line: list[str]) -> str:
-    """The file that `hf download` writes, its options being options of it."""
+    """The file that `hf download` writes; each of its options must exist."""
     (repo, file), options = line[:2], dict(zip(line[2::2], line[3::2], strict=True))
     known = {f"--{name.replace('_', '-')}" for name in inspect.signature(download).parameters}
     assert options.keys() <= known and "/" in repo

@@ -1,7 +1,6 @@
-"""`poss` as a test runs it: in this process, in a folder, and what came of it."""
+"""`poss` run by a test, in this process and in a folder, and its outcome."""
 
 import io
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
@@ -14,7 +13,7 @@ from poss_lightning import cli
 
 @dataclass
 class Result:
-    code: int | str | None  # what a SystemExit carries: a text is printed, and makes the exit code 1
+    code: int | str | None  # of a SystemExit: a text is printed, and makes the exit code 1
     out: str
     err: str
 
@@ -36,7 +35,7 @@ def run_in(folder: Path, *arguments: object, stdin: str = "") -> Result:
 
 
 def says(result: Result, command: str, words: str) -> None:
-    """One clear line, and no other talk of failure."""
+    """Assert that a command ended with one clear line that has these words, and no other output of failure."""
     assert isinstance(result.code, str), f"exit code {result.code}, {result.err}"
     assert result.code.startswith(f"poss {command}: ") and "\n" not in result.code
     assert words in result.code
@@ -44,18 +43,18 @@ def says(result: Result, command: str, words: str) -> None:
 
 
 def left(folder: Path) -> list[str]:
-    """Names of all that is in a folder."""
+    """Names of everything in a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @contextmanager
 def unchanged(*folders: Path) -> Iterator[None]:
-    """Nothing in these folders is written, removed or changed within the block."""
-    before = [_state(folder) for folder in folders]
+    """Assert that the block writes, removes and changes nothing in these folders."""
+
+    def times() -> list[dict[Path, int]]:
+        paths = ([folder / name for name in left(folder)] for folder in folders)
+        return [{path: path.is_file() and path.stat().st_mtime_ns for path in each} for each in paths]
+
+    before = times()
     yield
-    assert [_state(folder) for folder in folders] == before
-
-
-def _state(folder: Path) -> dict[str, object]:
-    """What is in a folder, with the time of each file."""
-    return {name: (folder / name).is_dir() or os.stat(folder / name).st_mtime_ns for name in left(folder)}
+    assert times() == before

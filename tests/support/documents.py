@@ -1,4 +1,4 @@
-"""What a Markdown document tells its reader to run: commands of `poss` and `make`; and the blocks that it shows."""
+"""Commands of `poss` and `make`, files and blocks in a Markdown document; and messages in the code."""
 
 import ast
 import functools
@@ -6,9 +6,9 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,36 +25,33 @@ DOCUMENTS = [
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4,}\S(?:.*\\\n)*.*$", re.MULTILINE)
-SHELL = re.compile(r"^\S(?:.*\\\n)*.*$", re.MULTILINE)  # a line that ends in a backslash goes on
+SHELL = re.compile(r"^\S(?:.*\\\n)*.*$", re.MULTILINE)  # with the lines after a backslash
 SPAN = re.compile(r"`((?:poss|make)\s[^`]+)`")
 SETTING = re.compile(r"([A-Z])=(\S+)(\s+#.*)?")  # T=…, which later lines call $T
-REST = {"…", "..."}  # and so on
+ELLIPSES = {"…", "..."}
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A fenced block."""
 
     line: int  # of the document, from 1
-    language: str
     text: str
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command as the shell would have it."""
+class Command(NamedTuple):
+    """A command as a shell would split it."""
 
     line: int
     program: str  # poss or make
-    words: list[str]  # what follows
-    whole: bool = True  # False where the document leaves the rest to its reader
+    words: list[str]  # its arguments
+    complete: bool = True  # False if an ellipsis leaves the rest to the reader
 
     def __str__(self) -> str:
         return f"line {self.line}: {shlex.join([self.program, *self.words])}"
 
 
 def messages() -> list[str]:
-    """Every text in the package's code but its docstrings, with … for each value that is put into it."""
+    """Every text in the package's code but its docstrings, with … for each value that is inserted."""
     trees = (ast.parse(path.read_text()) for path in (ROOT / "poss_lightning").rglob("*.py"))
     nodes = [node for tree in trees for node in ast.walk(tree)]
     docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
@@ -63,7 +60,7 @@ def messages() -> list[str]:
 
 
 def _text(node: ast.AST) -> str | None:
-    """Of a string, or of an f-string."""
+    """The text of a string or f-string."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -72,9 +69,8 @@ def _text(node: ast.AST) -> str | None:
 
 
 def blocks(text: str, language: str) -> list[Block]:
-    """All of a language."""
-    every = (Block(_line(text, found.start(3)), found[2], found[3]) for found in FENCED.finditer(text))
-    return [block for block in every if block.language == language]
+    """All fenced blocks of a language."""
+    return [Block(_line(text, found.start(3)), found[3]) for found in FENCED.finditer(text) if found[2] == language]
 
 
 def files(text: str) -> dict[str, str]:
@@ -84,18 +80,14 @@ def files(text: str) -> dict[str, str]:
 
 
 def shell(text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of every command line of its bash blocks."""
-    for block in blocks(text, "bash"):
-        for found in SHELL.finditer(block.text):
-            yield block.line + _line(block.text, found.start()) - 1, found[0]
+    """Line and text of every command line of the bash blocks."""
+    return _found(SHELL, text, "bash")
 
 
 def everywhere(text: str) -> Iterator[tuple[int, str]]:
-    """As `shell`, and of other places: console and indented blocks, and spans that begin with a program."""
+    """As `shell`, and of console blocks, indented blocks, and spans that begin with a program."""
     yield from shell(text)
-    for block in blocks(text, "console"):
-        for found in re.finditer(r"^\$ (.*)$", block.text, re.MULTILINE):
-            yield block.line + _line(block.text, found.start()) - 1, found[1]
+    yield from _found(re.compile(r"(?<=^\$ ).*$", re.MULTILINE), text, "console")
     text = FENCED.sub(_blank, text)
     for found in INDENTED.finditer(text):
         yield _line(text, found.start()), found[0].strip()
@@ -104,8 +96,14 @@ def everywhere(text: str) -> Iterator[tuple[int, str]]:
         yield _line(text, found.start()), found[1]
 
 
+def _found(pattern: re.Pattern[str], text: str, language: str) -> Iterator[tuple[int, str]]:
+    for block in blocks(text, language):
+        for found in pattern.finditer(block.text):
+            yield block.line + _line(block.text, found.start()) - 1, found[0]
+
+
 def expanded(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[tuple[int, str]]:
-    """The same in order, with `$T` replaced by what T=… says; `names` have, by their letter, what stands for that."""
+    """The lines in order, with `$T` replaced by the value of T=…; `names` replaces values, by letter."""
     given = {}
     for number, line in sorted(lines):
         for name, value in given.items():
@@ -117,15 +115,15 @@ def expanded(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[tuple[i
 
 
 def commands(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[Command]:
-    """Commands of `poss` and `make`, alone or behind another program."""
+    """Commands of `poss` and `make`, alone or after another program."""
     for number, line in expanded(lines, **names):
         for part in line.partition("$(")[0].split(" && "):
-            words = shlex.split(part.partition(" > ")[0], comments=True)  # what is printed may go into a file
+            words = shlex.split(part.partition(" > ")[0], comments=True)  # output may go into a file
             begin = next((place for place, word in enumerate(words) if Path(word).name in ("poss", "make")), None)
             if begin is not None:
                 program, *words = words[begin:]
-                own = [word for word in words if word not in REST]
-                yield Command(number, Path(program).name, own, len(own) == len(words))
+                given = [word for word in words if word not in ELLIPSES]
+                yield Command(number, Path(program).name, given, given == words)
 
 
 class Parsed(Exception):
@@ -133,12 +131,12 @@ class Parsed(Exception):
 
 
 def parsed(command: Command) -> dict:
-    """What a tool's function would be called with; of a training nothing, but it is parsed too. Nothing is run."""
+    """The arguments that a tool's function would get, none of a training; the command is parsed but not run."""
     (name, *words), given = command.words, {}
     with pytest.MonkeyPatch.context() as patch:
         if name in cli.TRAINER:
             patch.setattr(Training, "before_instantiate_classes", _stop)
-            words = words if command.whole else ["--data.store", "any", "--model.allocation", "[1]", *words]
+            words = words if command.complete else ["--data.store", "any", "--model.allocation", "[1]", *words]
         else:
             module = import_module(cli.TOOLS[name][0])
             tool = getattr(module, name)
@@ -163,4 +161,4 @@ def _line(text: str, place: int) -> int:
 
 
 def _blank(found: re.Match) -> str:
-    return "\n" * found[0].count("\n")  # what follows keeps its line
+    return "\n" * found[0].count("\n")  # so that line numbers stay

@@ -1,15 +1,14 @@
-"""What may go wrong while a command writes, and a command that is run while it does.
+"""Faults while a command writes, and the command in a forked process that meets them.
 
-A process forked for it runs the command with an audit hook, which sees every file operation below its folder before it
-is done, and counts them. A fault is `KIND:AT`:
+An audit hook sees and counts every file operation below the command's folder before it happens. A fault is `KIND:AT`:
 
-  kill:N       the process ends at once before its N-th operation
+  kill:N       the process ends before its N-th operation
   foreign:N    the same, and then somebody puts files into every folder, and beside what is written
   torn:N       the same, and the file that it was writing has half of its bytes
   time:S       the process is killed after S seconds
-  full:N       from the N-th operation on the disk is full, as the hook says
+  full:N       from the N-th operation on, the disk is full
   limit:BYTES  no file may become larger
-  beside:N     the process stands still before its N-th operation, while another runs the same command
+  beside:N     the process stops before its N-th operation, while another one runs the same command
 """
 
 import errno
@@ -30,12 +29,12 @@ from typing import NamedTuple, NoReturn
 
 from poss_lightning import cli
 
-SECONDS = 120  # that a command of tiny sizes may take, on a busy machine too
-PATIENCE = 4  # seconds that a second writer may wait for one that stands still
+SECONDS = 120  # that a command of tiny sizes may take, even on a busy machine
+PATIENCE = 4  # seconds that a second writer may wait for one that is stopped
 KILLED = 137
-CREATES = ("open", "append", "os.mkdir", "os.link", "os.symlink")  # these need space
+CREATES = ("open", "append", "os.mkdir", "os.link", "os.symlink")  # operations that need space
 CHANGES = (*CREATES, "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate")
-STORE = "store"  # in the folder of a command: the one that it reads, if it reads one
+STORE = "store"  # that a command reads in its folder
 
 
 class Operation(NamedTuple):
@@ -57,8 +56,8 @@ class Fault(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    code: int  # of the exit, or less than 0: the signal that ended it
-    text: str  # all that it printed
+    code: int  # exit code; below 0, the signal that ended the process
+    text: str  # everything printed
 
     @property
     def last(self) -> str:
@@ -66,7 +65,7 @@ class Outcome(NamedTuple):
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def is_refusal(self, command: str) -> bool:
-        """Whether it ended with one clear line."""
+        """Whether the command ended with one clear line."""
         return self.code == 1 and self.last.startswith(f"poss {command}: ") and "Traceback" not in self.text
 
 
@@ -74,7 +73,7 @@ class Outcome(NamedTuple):
 
 
 class Child:
-    """A forked process that runs `poss` with arguments in a folder, under a fault if there is one."""
+    """A forked process that runs `poss` in a folder, and meets the fault if one is given."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Child:
         os.close(writing)
 
     def wait(self, seconds: float = SECONDS) -> Outcome | None:
-        """What came of it; None where it stands still, or is not at its end after so many seconds."""
+        """Its outcome; None if it is stopped, or still runs after so many seconds."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if select.select([self._pipe], [], [], 0.01)[0] and (piece := os.read(self._pipe, 2**16)):
@@ -113,14 +112,14 @@ class Child:
         return None
 
     def end(self) -> Outcome:
-        """What came of it, or `SIGKILL` if it does not end."""
+        """Its outcome; it is killed if it does not end."""
         if (outcome := self.wait()) is None:
             self.kill()
             outcome = self.wait()
             assert outcome is not None
         return outcome
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -128,16 +127,13 @@ class Child:
 
 
 def _run(folder: Path, arguments: list[str], fault: Fault | None, record: Path | None) -> NoReturn:
-    """Run `poss`, and end this process."""
+    """Run `poss` and end this process."""
     code, operations = 1, []
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["poss", *arguments]
     try:
         with chdir(folder):
-            if fault is None:
-                watch(folder, operations.append)
-            else:
-                arm(fault, folder)
+            watch(folder, operations.append) if fault is None else arm(fault, folder)
             cli.main()
         code = 0
     except SystemExit as stop:
@@ -153,7 +149,7 @@ def _run(folder: Path, arguments: list[str], fault: Fault | None, record: Path |
 
 
 def recorded(record: Path) -> tuple[list[Operation], list[str]]:
-    """The operations of a command that ended well, and the modules that it had imported by then."""
+    """The operations of a finished command, and the modules that it had imported."""
     operations, modules = json.loads(record.read_text())
     return [Operation(*operation) for operation in operations], modules
 
@@ -162,7 +158,7 @@ def recorded(record: Path) -> tuple[list[Operation], list[str]]:
 
 
 def watch(folder: Path, see: Callable[[Operation], object]) -> None:
-    """Call `see` before each operation below a folder; for as long as this process lives."""
+    """Call `see` before each operation below a folder, as long as this process lives."""
     inside, busy = f"{folder}{os.sep}", False
 
     def hook(event: str, arguments: tuple) -> None:
@@ -185,7 +181,7 @@ def watch(folder: Path, see: Callable[[Operation], object]) -> None:
 
 
 def _absolute(event: str, arguments: tuple) -> str:
-    """The path that an operation changes; of a link and of a renaming the source."""
+    """The path that an operation changes; of a rename, its source."""
     path = os.fsdecode(arguments[1] if event in ("os.link", "os.symlink") else arguments[0])
     if event in ("os.remove", "os.rmdir") and arguments[-1] not in (-1, None):
         path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[-1]}"), path)
@@ -193,22 +189,21 @@ def _absolute(event: str, arguments: tuple) -> str:
 
 
 def arm(fault: Fault, folder: Path) -> None:
-    """Let the fault happen in this process."""
+    """Make this process meet the fault."""
     if fault.kind == "time":
-        signal.setitimer(signal.ITIMER_REAL, fault.at)  # nobody handles SIGALRM, so it ends the process
+        signal.setitimer(signal.ITIMER_REAL, fault.at)  # SIGALRM, which nobody handles, ends the process
     elif fault.kind == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.at), resource.RLIM_INFINITY))
     else:
-        number, writes = 0, folder
-        act = ACTS[fault.kind]
+        number, written = 0, folder
 
         def see(operation: Operation) -> None:
-            nonlocal number, writes
+            nonlocal number, written
             number += 1
             if number == fault.at or (number > fault.at and fault.kind == "full"):
-                act(operation, Path(operation.path if operation.event == "os.chmod" else writes))
+                ACTS[fault.kind](operation, Path(operation.path if operation.event == "os.chmod" else written))
             if operation.event == "open":
-                writes = operation.path
+                written = operation.path
 
         watch(folder, see)
 

@@ -1,6 +1,6 @@
-"""Commands that nobody would write: any options of any command, over any corpus, drawn by Hypothesis.
+"""Random command lines: any options of any command, over any corpus, drawn by Hypothesis.
 
-What is allowed of each is small, so that a command that runs ends within seconds; all else must be refused.
+Valid sizes are small, so that a command that runs ends within seconds; everything else must be refused.
 """
 
 import json
@@ -15,24 +15,8 @@ from hypothesis import strategies as st
 from poss_lightning import cli
 
 SMALL = [1, 2, 3, 5]
-ODD = [
-    0,
-    -1,
-    10**9 + 1,
-    10**30,
-    -(10**30),
-    "1e23",
-    "nan",
-    "inf",
-    "-inf",
-    "1e-40",
-    "1e-320",
-    0.5,
-    "five",
-    "",
-    "null",
-    "[",
-]
+ODD = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "five", "", "null", "["]
+ODD += ["1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
 TEXTS = [
     "",
     " ",
@@ -51,18 +35,8 @@ TEXTS = [
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
 PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "acceptance.jsonl", "mine"]
-OUTS = [
-    "out",
-    "out.jsonl",
-    "out.jsonl.gz",
-    "out.html",
-    "deep/er/out",
-    "",
-    " ",
-    "mine",
-    "mine/notes.txt",
-    "mine/notes.txt/x",
-]
+OUTS = ["out", "out.jsonl", "out.jsonl.gz", "out.html", "deep/er/out", "", " "]
+OUTS += ["mine", "mine/notes.txt", "mine/notes.txt/x"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\x00", "\ud800", "\u2028", "<script>", "\x1b[2J", " ", "a" * 3000]
 
 
@@ -78,7 +52,7 @@ class Command(NamedTuple):
 
 
 def value(hint: Any) -> st.SearchStrategy[str]:
-    """A value for an option of that type, good or bad."""
+    """A value for an option of that type, valid or not."""
     inner, kind = get_args(hint), get_origin(hint)
     odd = st.sampled_from(ODD).map(str)
     if kind is Annotated:
@@ -99,7 +73,7 @@ def value(hint: Any) -> st.SearchStrategy[str]:
 
 
 def text() -> st.SearchStrategy[str]:
-    """A text, or the name of something that is there, whole or broken."""
+    """A text, or the name of something that exists, whole or broken."""
     drawn = st.text(st.characters(exclude_characters="\x00"), max_size=12)
     return st.sampled_from(TEXTS) | st.sampled_from(PLACES).map("{{inputs}}/{}".format) | drawn
 
@@ -108,13 +82,11 @@ def text() -> st.SearchStrategy[str]:
 
 
 def record() -> st.SearchStrategy[Any]:
-    """A conversation or a question, or what only looks like one."""
+    """A conversation or a question, or something similar."""
     content = st.sampled_from(SPECIAL) | st.text(max_size=20) | st.none() | st.integers()
     role = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", 3])
-    turn = st.fixed_dictionaries({"role": role, "content": content}) | st.fixed_dictionaries(
-        {"from": role, "value": content}
-    )
-    turns = st.lists(turn, max_size=4)
+    dialects = ({"role": role, "content": content}, {"from": role, "value": content})
+    turns = st.lists(st.one_of(map(st.fixed_dictionaries, dialects)), max_size=4)
     names = {"id": st.none() | st.integers() | st.text(max_size=5), "question_id": st.integers(0, 3)}
     forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3), "prompt": content}
     good = st.builds(_talk, st.lists(st.sampled_from(SPECIAL) | st.text(max_size=20), min_size=2, max_size=4))
@@ -127,7 +99,7 @@ def _talk(contents: list[str]) -> dict:
 
 
 def corpus() -> st.SearchStrategy[bytes]:
-    """Lines of records, and some that are none."""
+    """Lines of records, and some of bytes."""
     line = record().map(lambda each: json.dumps(each).encode()) | st.binary(max_size=20)
     return st.lists(line, min_size=1, max_size=4).map(b"\n".join)
 
@@ -135,7 +107,7 @@ def corpus() -> st.SearchStrategy[bytes]:
 # --- command lines ---
 
 TINY = {"target": "{inputs}/target", "dtype": "float32", "device": "cpu"}
-LIKELY = {  # by option: what makes a command run at all, tried as often as anything
+LIKELY = {  # by option: values with which a command can run at all, tried as often as any others
     **TINY,
     "draft": "{inputs}/draft",
     "drafts.d": "{inputs}/draft",
@@ -145,21 +117,19 @@ LIKELY = {  # by option: what makes a command run at all, tried as often as anyt
     "source": "{inputs}/draft",
     "records": "{inputs}/records",
     "corpus": "{inputs}/mine/corpus.jsonl",
-    "run": "{inputs}/mine",
     "folder": "{inputs}/mine",
     "name": "draft/poss2.yaml",
-    "repo": "OWNER/draft",
     "out": "out",
 }
 SUITES = "[{inputs}/suite.jsonl]"
-ALWAYS = {  # or a command may take minutes, or print pages
+ALWAYS = {  # without which a command may take minutes, or print pages
     "synthesize": {"conversations": "2", "batch_size": "4", "user_tokens": "4", "answer_tokens": "4"},
     "benchmark": {"limit": "1", "max_new_tokens": "4", "drafts.d": "{inputs}/draft", "suites": SUITES},
     "generate": {"max_new_tokens": "4"},
     "convert": {"output_format": "poss"},
     "extract": {"batch_tokens": "64"},
     "replay": {"drafts.d": "{inputs}/draft"},
-    "demo": {"minutes": "nan"},  # it trains for minutes: only refusals are looked at
+    "demo": {"minutes": "nan"},  # refused, as a demo takes minutes
 }
 SHORT = ("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--trainer.logger=false")
 FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
@@ -167,7 +137,7 @@ FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--t
 
 @st.composite
 def command_lines(draw: Callable, name: str) -> Command:
-    """A command line of a command."""
+    """Any command line of a command."""
     files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
         names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
@@ -185,7 +155,7 @@ def command_lines(draw: Callable, name: str) -> Command:
 
 
 def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:
-    """What a user may take for a config: of these options, or of none; or None, mostly."""
+    """A config with some of these options, or bytes; mostly None."""
     leaf = st.none() | st.booleans() | st.sampled_from([*SMALL, *ODD]) | st.sampled_from(TEXTS)
     option = st.recursive(leaf, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("a"), inner))
     good = st.dictionaries(st.sampled_from(names), option, max_size=2).map(lambda options: json.dumps(options).encode())
@@ -209,7 +179,7 @@ def _argument(parameter: Parameter) -> st.SearchStrategy[str]:
 
 
 def _training() -> st.SearchStrategy[list[str]]:
-    """Options of a training: one step, of numbers that mostly cannot be."""
+    """Options of a training of one step, most of them out of range."""
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.training.module import SpecialistTraining
 
@@ -226,16 +196,16 @@ def _training() -> st.SearchStrategy[list[str]]:
 
 @st.composite
 def command_lines_over_corpora(draw: Callable) -> Command:
-    """A good command line of a command that reads conversations or questions, of any kind."""
-    reading = {
-        "extract": ["{inputs}/mine/corpus.jsonl", "out"],
-        "synthesize": ["out.jsonl"],
-        "benchmark": ["out"],
-    }
-    name = draw(st.sampled_from(list(reading)))
-    given = TINY | ALWAYS[name]
-    if name != "extract":
-        given |= {"suites" if name == "benchmark" else "prompts": "[{inputs}/mine/corpus.jsonl]"}
-    parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
-    options = [f"--{option}={text}" for option, text in given.items() if option.partition(".")[0] in parameters]
-    return Command([name, *reading[name], *options], {"corpus.jsonl": draw(corpus())})
+    """A valid command line of a command that reads conversations or questions, which may be anything."""
+    corpora = "{inputs}/mine/corpus.jsonl"
+    name, arguments, more = draw(
+        st.sampled_from(
+            [
+                ("extract", [corpora, "out"], {}),
+                ("synthesize", ["out.jsonl"], {"prompts": f"[{corpora}]"}),
+                ("benchmark", ["out"], {"suites": f"[{corpora}]"}),
+            ]
+        )
+    )
+    options = [f"--{option}={text}" for option, text in (TINY | ALWAYS[name] | more).items()]
+    return Command([name, *arguments, *options], {"corpus.jsonl": draw(corpus())})

@@ -1,6 +1,6 @@
-"""Catch us cheating: faults put in on purpose, one by one, and the first test that fails of each. `make mutants`
+"""Plants faults, one by one, and names the first test that fails of each: `make mutants`.
 
-Several are those of the published code (docs/METHOD.md, 8). Where no test sees one, it says so and exits with 1.
+Several are faults of the published code (docs/METHOD.md, 8). It exits with 1 if no test sees one.
 """
 
 import shutil
@@ -15,17 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Mutant(NamedTuple):
-    """A fault: in `file` of the package `right` stands once, and `wrong` takes its place."""
+    """A fault: `wrong` replaces `right`, which `file` of the package has once."""
 
     fault: str
     file: str
     right: str
     wrong: str
-    tests: str  # where it should be seen
+    tests: str  # one of which must fail
 
 
 def load() -> list[Mutant]:
-    """Those of mutants.txt, which says how it is read."""
+    """The faults of mutants.txt, which explains its format."""
     _, *blocks = Path(__file__).with_suffix(".txt").read_text().split("\n\n")
     found = []
     for fault, place, *lines in (block.removesuffix("\n").split("\n") for block in blocks):
@@ -39,17 +39,17 @@ MUTANTS = load()
 
 
 def failing(folder: Path, tests: Sequence[str]) -> list[str]:
-    """Which of these tests fails first, in a copy of the repository; none where all pass."""
+    """The first of these tests that fails in a copy of the repository; empty if all pass."""
     command = [sys.executable, "-m", "pytest", "-qx", "--no-header", "-p", "no:cacheprovider"]
     command += [f"tests/{name}" for name in tests]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
-    return [line.removeprefix("FAILED ").split(" - ")[0] for line in said.splitlines() if "FAILED" in line]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    return [line.removeprefix("FAILED ").split(" - ")[0] for line in printed.splitlines() if "FAILED" in line]
 
 
 def main() -> int:
-    """Try every fault in a copy of the repository; the number of those that nobody saw.
+    """Plant every fault in a copy of the repository; return how many no test saw.
 
-    First without a fault: a test that fails then would seem to see any.
+    First the tests run without a fault: one that fails then would seem to see them all.
     """
     unseen = 0
     with tempfile.TemporaryDirectory() as place:

@@ -1,6 +1,6 @@
-"""Processes of a test, forked off a server that has torch in it: starting Python and importing torch takes seconds.
+"""Processes of a test, forked from a server that has imported torch, which takes seconds.
 
-The test itself cannot be forked: where there is a GPU its backward has left threads behind.
+The test itself cannot fork: on a GPU its backward has left threads behind.
 """
 
 import multiprocessing
@@ -16,11 +16,11 @@ import torch
 
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
-SECONDS = 600  # until all are ended; on a busy machine too
+SECONDS = 600  # until all have ended, even on a busy machine
 
 
 def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> list[int]:
-    """The exit codes of `world` ranks that do `work(*given)`, as torchrun would start them; one that fails ends all.
+    """The exit codes of `world` ranks that do `work(*given)`, as if started by torchrun; one that fails ends all.
 
     Rank r prints to `log`.r.
     """
@@ -43,12 +43,12 @@ def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> 
 
 
 def printed(log: Path, most: int = 2000) -> str:
-    """The end of what every rank printed."""
+    """The last characters that each rank printed."""
     return "\n".join(path.read_text()[-most:] for path in sorted(log.parent.glob(f"{log.name}.*")))
 
 
 def _rank(log: Path, shared: dict[str, object], rank: int, work: Callable[..., None], given: tuple) -> None:
-    torch.set_num_threads(1)  # as in the tests' own process: sums of two threads have other bits
+    torch.set_num_threads(1)  # as in the test's own process: sums of two threads differ in their last bits
     own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in (shared | own).items()})
     sys.stdout = sys.stderr = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115

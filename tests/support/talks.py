@@ -1,4 +1,4 @@
-"""Short talks, and the options of an EAGLE-3 and of a block draft."""
+"""Short talks, sizes of a store of them, and the options of an EAGLE-3 and of a block draft."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from poss_lightning.corpus.readers import Conversation, read_conversations
 from poss_lightning.demo import CORPUS
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
+SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 EAGLE3 = {"kind": "eagle3", "loss": {"token": 1.0}, "gamma": 0.9, "detach": False}
 
 BLOCK = {"kind": "block", "block_layers": 2, "gamma": 0.78}

@@ -1,4 +1,4 @@
-"""Every command that writes, at tiny sizes; what it leaves; and whether it survives a fault (`faults.py`)."""
+"""Every command that writes, at tiny sizes; what it leaves; and whether it survives the faults of `faults.py`."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,12 +34,12 @@ TRAINER = {
     "enable_progress_bar": False,
     "logger": {"class_path": "TensorBoardLogger", "init_args": {"save_dir": ".", "name": "run", "version": ""}},
 }
-THERE = "is there already"  # to whoever asks for what is finished
-OTHER = f"another process writes there|{THERE}|holds a training already"  # to a second writer
+THERE = "is there already"  # said of finished work
+OTHER = f"another process writes there|{THERE}|holds a training already"  # said to a second writer
 FOREIGN = "has files of others|is not empty and holds nothing to resume|holds a training"
 LAST = "run/checkpoints/last.ckpt"
-# As conf/trainer/base.yaml has them, but with a checkpoint at step 3, between two validations: Lightning takes a
-# validation for done that a kill ended, if the checkpoint is of the same step.
+# As in conf/trainer/base.yaml, but with a checkpoint at step 3, between two validations: after a checkpoint of the same
+# step Lightning takes a validation that a kill ended for done.
 CALLBACKS = [
     {"class_path": f"poss_lightning.{name}"}
     for name in ("evaluation.probe.Replay", "training.callbacks.DraftFolders", "training.dashboard.Dashboard")
@@ -65,11 +65,11 @@ SWEEP = {
 
 
 class Writer(NamedTuple):
-    """A command line; it is given in a folder of its own, which must hold the same in the end, whatever happens."""
+    """A command line, run in a folder of its own, which must hold the same in the end, whatever happens."""
 
     arguments: tuple[str, ...]
-    copies: tuple[str, ...] = ()  # of the inputs, into that folder
-    again: Callable[[Path], list[str]] = lambda folder: []  # what more is said to go on
+    copies: tuple[str, ...] = ()  # inputs to copy into that folder
+    again: Callable[[Path], list[str]] = lambda folder: []  # further arguments to resume with
     processes: int = 1
 
     @property
@@ -77,8 +77,8 @@ class Writer(NamedTuple):
         return self.arguments[0]
 
 
-def go_on_fit(folder: Path) -> list[str]:
-    """As its messages say: go on with the checkpoint, or begin anew where a kill left none."""
+def resume_fit(folder: Path) -> list[str]:
+    """As the messages of `poss fit` say: resume from the checkpoint, or start again if a kill left none."""
     if (folder / LAST).exists():
         return [f"--ckpt_path={LAST}"]
     if not any(folder.rglob("thesis.*")):
@@ -91,7 +91,7 @@ SUITES = "--suites=[{inputs}/suite.jsonl] --max_new_tokens=6"
 
 
 def line(text: str, copies: tuple[str, ...] = (), **options: Any) -> Writer:
-    """A command line as one would write it; TARGET and ON are its options."""
+    """A command line as one would write it; TARGET and ON stand for options."""
     words = text.replace("ON", " ".join(TARGET[1:])).replace("TARGET", " ".join(TARGET)).split()
     return Writer(tuple(words), copies, **options)
 
@@ -107,11 +107,11 @@ WRITERS = {
     "benchmark": line(f"benchmark out --drafts.d={{inputs}}/draft TARGET {SUITES}"),
     "replay": line("replay store out --drafts.d={inputs}/draft ON", (STORE,)),
     "compare": line("compare {inputs}/records --html=out.html"),
-    "fit": Writer(FIT_LINE, (STORE,), go_on_fit),
-    "fit-two": Writer((*FIT_LINE, "--trainer.devices=2", "--trainer.strategy=ddp"), (STORE,), go_on_fit, processes=2),
+    "fit": Writer(FIT_LINE, (STORE,), resume_fit),
+    "fit-two": Writer((*FIT_LINE, "--trainer.devices=2", "--trainer.strategy=ddp"), (STORE,), resume_fit, processes=2),
     "sweep": line("sweep .", (STORE, "sweep.yaml")),
 }
-MADE = {  # inputs that take a command, by name: made where one of the above names them
+MADE = {  # inputs that a command makes, by name, if one of the above needs them
     STORE: line(f"extract {{inputs}}/corpus.jsonl {STORE} TARGET"),
     "records": line(f"benchmark records --drafts.d={{inputs}}/draft TARGET {SUITES}"),
     "run": Writer(FIT_LINE, (STORE,)),
@@ -119,7 +119,7 @@ MADE = {  # inputs that take a command, by name: made where one of the above nam
 
 
 def plant(folder: Path, writer: Writer) -> dict[Path, str]:
-    """Files of others wherever a command might clear: in every folder but the inputs, and beside what it writes."""
+    """Put files of others wherever a command might clear: in every folder but its inputs, and beside what it writes."""
     outs = re.findall(r"\bout[\w.]*", " ".join(writer.arguments)) or ["run"]
     inside = [folder, *(each for each in folder.rglob("*") if each.is_dir() and ".poss." not in str(each))]
     ours = [each for each in inside if STORE not in each.relative_to(folder).parts]
@@ -138,23 +138,19 @@ def plant(folder: Path, writer: Writer) -> dict[Path, str]:
 
 
 class Observed(NamedTuple):
-    """What a command does when nothing happens."""
+    """A command without a fault."""
 
     whole: dict[str, object]  # what it leaves, see `result`
     operations: list[Operation]
-    sizes: list[int]  # of the files that are there then
+    sizes: list[int]  # of the files that it leaves
 
 
 class Place:
-    """A folder with what the commands read, and one in which they run, always of the same name.
-
-    Args:
-        folder: an empty one.
-    """
+    """A folder of inputs, and one in which the commands run, always of the same name, within an empty folder."""
 
     def __init__(self, folder: Path):
         self.inputs, self.work, self._record = folder / "inputs", folder / "work", folder / "record.json"
-        torch.set_num_threads(1)  # and no thread of another kind: processes are forked off this one
+        torch.set_num_threads(1)  # and no other thread either: this process forks
         tqdm.monitor_interval = 0
         write_inputs(self.inputs)
 
@@ -173,7 +169,7 @@ class Place:
                 assert not outcome.code, outcome.text
 
     def fresh(self, writer: Writer) -> None:
-        """An empty folder, but for what it begins with."""
+        """Empty the folder, but for the copies that the command needs."""
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir()
         for name in writer.copies:
@@ -181,7 +177,7 @@ class Place:
             copy(self.inputs / name, self.work / name)
 
     def run(self, writer: Writer, fault: Fault | None = None, more: Sequence[str] = ()) -> Outcome:
-        """What comes of it; of two processes the second meets the fault, and the first ends with it."""
+        """The outcome; of two processes the second meets the fault, and the first ends with it."""
         if writer.processes == 1:
             return self.start(writer, fault, more).end()
         with socket.socket() as free:
@@ -202,7 +198,7 @@ class Place:
         return max(first.end(), outcome, key=lambda each: abs(each.code)) if not outcome.code else outcome
 
     def observe(self, writer: Writer) -> Observed:
-        """What the command leaves when nothing happens, and its operations. This process imports what it did."""
+        """Run the command without a fault; this process then imports what that did."""
         self._make_inputs(writer)
         self.fresh(writer)
         if writer.processes > 1:
@@ -212,21 +208,21 @@ class Place:
             operations, modules = recorded(self._record)
         assert not outcome.code, outcome.text
         for name in set(modules) - set(sys.modules):
-            with contextlib.suppress(Exception):  # it may only be imported by another module
+            with contextlib.suppress(Exception):  # some modules can only be imported by others
                 import_module(name)
         sizes = [path.stat().st_size for path in self.work.rglob("*") if path.is_file()]
         return Observed(result(self.work), operations, sizes)
 
     def check(self, writer: Writer, fault: Fault, whole: dict[str, object]) -> str | None:
-        """Run a command under a fault, then again without: what is wrong then, if anything.
+        """Run a command under a fault, then again without; return what is wrong, if anything.
 
         Args:
-            whole: what `observe` saw.
+            whole: what the command leaves without a fault, from `observe`.
         """
         self.fresh(writer)
         problem = self._run_two(writer, fault) if fault.kind == "beside" else self._meet(writer, fault)
         planted = plant(self.work, writer) if fault.kind == "foreign" else {}
-        return problem or self._go_on(writer, whole, planted)
+        return problem or self._resume(writer, whole, planted)
 
     def _meet(self, writer: Writer, fault: Fault) -> str | None:
         """Problems of the run that meets the fault."""
@@ -243,19 +239,19 @@ class Place:
     def _run_two(self, writer: Writer, fault: Fault) -> str | None:
         first = self.start(writer, fault)
         if (early := first.wait()) is not None:
-            return f"ended before it could stand still: {_shown(early)}"
+            return f"ended before it could be stopped: {_shown(early)}"
         second = self.start(writer)
         beside = second.wait(PATIENCE)
-        first.go_on()
+        first.resume()
         outcomes = [first.end(), beside or second.end()]
         if wrong := [each for each in outcomes if each.code and not re.search(OTHER, each.last)]:
-            return f"one of two does not say that there is another: {_shown(wrong[0])}"
+            return f"one of two does not name the other: {_shown(wrong[0])}"
         if all(each.code for each in outcomes):
             return f"both of two were refused: {[each.last for each in outcomes]}"
         return None
 
-    def _go_on(self, writer: Writer, whole: dict[str, object], planted: dict[Path, str]) -> str | None:
-        """Problems of the same command, given again; it may do nothing where files of others stand in its way."""
+    def _resume(self, writer: Writer, whole: dict[str, object], planted: dict[Path, str]) -> str | None:
+        """Problems of the same command, given again; it may refuse if files of others are in its way."""
         outcome = self.run(writer, more=writer.again(self.work))
         if lost := [path for path, text in planted.items() if not path.is_file() or path.read_text() != text]:
             return f"took files of others for its own: {[str(path.relative_to(self.work)) for path in lost]}"
@@ -266,9 +262,9 @@ class Place:
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
         if outcome.code and not re.search(THERE, outcome.last):
-            return f"does not go on: {_shown(outcome)}"
+            return f"does not resume: {_shown(outcome)}"
         wrong = differences(whole, result(self.work))
-        return f"went on to other results: {wrong}" if wrong else None
+        return f"resumed to different results: {wrong}" if wrong else None
 
 
 def _shown(outcome: Outcome) -> str:
@@ -279,11 +275,11 @@ def _shown(outcome: Outcome) -> str:
 
 
 def result(folder: Path) -> dict[str, object]:
-    """What a folder holds, by file: its bytes, but where they tell the time, a duration or how often it was begun.
+    """The content of a folder by file, without times, durations and the number of processes.
 
-    Left out are, of run.json and cell.json, when a process began and which went on; of records, cells.jsonl and
-    TensorBoard files seconds and rates; of a step that was logged twice what was logged first; of a sweep the order in
-    which its trainings ended. A checkpoint is compared by what training goes on from.
+    Of run.json and cell.json the processes are left out; of records, cells.jsonl and TensorBoard files seconds and
+    rates, and what was logged first of a step that was logged twice; of a sweep the order of its trainings. Of a
+    checkpoint only what training resumes from is compared.
     """
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
@@ -304,19 +300,16 @@ def result(folder: Path) -> dict[str, object]:
 
 
 def differences(whole: dict[str, object], found: dict[str, object]) -> list[str]:
-    """What is missing, too much or other."""
-    names = sorted(whole.keys() | found.keys())
-    kinds = {name: "missing" if name not in found else "too much" if name not in whole else "other" for name in names}
-    return [f"{name} ({kinds[name]})" for name in names if whole.get(name) != found.get(name)]
+    """Names of files that are missing, superfluous or different."""
+    return sorted(name for name in whole.keys() | found.keys() if whole.get(name) != found.get(name))
+
+
+def _without_process(facts: Any) -> Any:
+    return {name: facts[name] for name in facts.keys() - {"started", "gone_on", "processes", "costs"}}
 
 
 def _facts(path: Path) -> Any:
     return _without_process(json.loads(path.read_text()))
-
-
-def _without_process(facts: Any) -> Any:
-    left_out = ("started", "gone_on", "processes", "costs")
-    return {name: value for name, value in facts.items() if name not in left_out}
 
 
 def _records(path: Path) -> Any:
@@ -341,10 +334,8 @@ def _without_rates(scalars: dict[str, Any]) -> dict[str, Any]:
 
 def _checkpoint(path: Path) -> Any:
     stored = load_checkpoint(path)
-    kept = {
-        name: stored.get(name) for name in ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")
-    }
-    return _plain(kept)
+    kept = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")
+    return _plain({name: stored.get(name) for name in kept})
 
 
 def _plain(value: Any) -> Any:
@@ -369,18 +360,20 @@ READ: dict[str, Callable[[Path], Any]] = {
 
 
 def write_inputs(folder: Path) -> None:
-    """A target and a draft for it, corpora, a suite, and the options of a training and a sweep."""
+    """Write a target, a draft for it, corpora, a suite, and the options of a training and a sweep."""
+
+    def write_lines(name: str, lines: Iterable[dict]) -> None:
+        (folder / name).write_text("\n".join(map(json.dumps, lines)))
+
     folder.mkdir()
     tiny_model().save_pretrained(folder / "target")
     tiny_tokenizer().save_pretrained(folder / "target")
-    lines = [json.dumps({"id": f"corpus/{each.id}", "messages": each.messages}) for each in make_conversations(24)]
-    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    talks = make_conversations()
+    write_lines("corpus.jsonl", ({"id": f"corpus/{talk.id}", "messages": talk.messages} for talk in talks))
     long = [" ".join(["the draft says four legs"] * 16) + f" {i}" for i in range(60)]
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role in ROLES]}) for text in long]
-    (folder / "long.jsonl").write_text("\n".join(lines))
+    write_lines("long.jsonl", ({"messages": [{"role": role, "content": text} for role in ROLES]} for text in long))
     questions = [["How many legs?", "And a cat?"], ["What is it?"], ["Why?"]]
-    lines = [json.dumps({"question_id": i, "turns": turns}) for i, turns in enumerate(questions)]
-    (folder / "suite.jsonl").write_text("\n".join(lines))
+    write_lines("suite.jsonl", ({"question_id": i, "turns": turns} for i, turns in enumerate(questions)))
     (folder / "fit.yaml").write_text(yaml.safe_dump(FIT))
     (folder / "sweep.yaml").write_text(yaml.safe_dump(SWEEP))
     tiny_draft(tiny_target(), [1, 1]).save_pretrained(folder / "draft")

@@ -1,7 +1,7 @@
 """What drafts gain that see the noise of a draw: the same drawn texts, replayed by both rules.
 
-    python -m tests.support.draws OUT --temperature 1.0     writes OUT/records.jsonl.gz and OUT/run.json
-    python -m tests.support.draws --table FOLDER …          prints the table of such folders
+    python experiments/sampling/draws.py OUT --temperature 1.0     writes OUT/records.jsonl.gz and OUT/run.json
+    python experiments/sampling/draws.py --table FOLDER …          prints the table of such folders
 
 The target draws each text once, by plain decoding, and `poss replay` drafts along it: `chain`, `16` and `60` see the
 noise of the text; `chain-blind` and so on are the published rule: the most likely tokens, whatever is drawn.
