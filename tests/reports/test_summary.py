@@ -1,4 +1,4 @@
-"""Methods summed up: which prompts and seeds count, and what cannot be compared."""
+"""Summaries of methods: which prompts and seeds count, and what cannot be compared."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tests.support.synthetic import make_cells, make_records, over_seeds, rows_o
 SHORT = {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}  # an answer without a round
 
 
-def test_few_prompts_have_values_and_neither_intervals_nor_a_verdict():
+def test_few_prompts_have_values_but_neither_intervals_nor_a_verdict():
     for prompts in (1, 2):
         row = rows_of(make_records(suites=("chat",), prompts=prompts), reference="eagle")["poss-1"]
         gain = row.gains["tau_macro"]
@@ -29,7 +29,7 @@ def test_identical_counts_prompts_not_answers():
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_prompts_without_rounds_add_no_certainty(seeds):
-    """The same to the last digits as if they had not been asked; of positions, those that never come so far."""
+    """As if they had not been asked; at a position, those that never reach it."""
     cells = make_cells(seeds=range(seeds))
     idle, asked = (
         {cell: [change(record) for record in records if keep(record)] for cell, records in cells.items()}
@@ -45,7 +45,7 @@ def test_prompts_without_rounds_add_no_certainty(seeds):
             assert (first.low, first.high) == pytest.approx((second.low, second.high))
 
 
-def test_only_seeds_that_both_have_are_paired():
+def test_only_shared_seeds_are_paired():
     cells = make_cells()
     del cells["poss-1", 0]
     row = over_seeds(cells)["poss-1"]
@@ -70,7 +70,7 @@ def test_only_seeds_that_both_have_are_paired():
         (list, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
     ],
 )
-def test_what_cannot_be_compared_is_said(change, options, said):
+def test_records_that_cannot_be_compared_are_refused(change, options, said):
     with pytest.raises(ValueError, match=said):
         summarise(by_method(change(make_records())), **options)
 
@@ -82,18 +82,17 @@ def test_what_cannot_be_compared_is_said(change, options, said):
         (lambda cells: {("eagle", 1): cells["eagle", 1][:-8]}, "seed 1 and .* differ in 4 answers, such"),
     ],
 )
-def test_trainings_that_cannot_be_compared_are_named(change, said):
+def test_trainings_that_cannot_be_compared_are_refused(change, said):
     with pytest.raises(ValueError, match=said):
         over_seeds((cells := make_cells()) | change(cells))
 
 
-def test_replayed_rounds_are_of_one_answer_as_far_as_both_go():
+def test_replays_must_share_their_tokens():
     records = [replace(record, seconds={}) for record in make_records(methods=("eagle", "poss-1"), prompts=1)]
     group(records)
     changed = [replace(r, tokens=[*r.tokens[:3], 99, *r.tokens[4:]]) if r.method == "poss-1" else r for r in records]
     with pytest.raises(ValueError, match="replays of different answers at chat/0 turn 0"):
         group(changed)
-    group([replace(record, seconds={"total": 1.0}) for record in changed])  # what was decoded may differ by ties
-    group(
-        [replace(r, prompt_tokens=12) if (r.turn, r.method) == (1, "eagle") else r for r in records]
-    )  # later turns may
+    group([replace(record, seconds={"total": 1.0}) for record in changed])  # decoded answers may differ by ties
+    later = [replace(r, prompt_tokens=12) if (r.turn, r.method) == (1, "eagle") else r for r in records]
+    group(later)  # later turns contain answers
