@@ -5,6 +5,7 @@ Published drafts fade in long texts (Test-Time Speculation, arXiv 2605.09329), w
 
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -51,14 +52,19 @@ def _doubling(number: int, shortest: int) -> int:
 
 
 def _table(rounds: pd.DataFrame, by: str) -> pd.DataFrame:
-    methods, texts = list(rounds["method"].unique()), {}
-    for (column, method), own in rounds.groupby([by, "method"]):
-        texts.setdefault(column, {})[method] = _tau(own)
-    columns = list(texts)
-    names = columns if by == "category" else [f"{first}–{after - 1}" for first, after in pairwise(columns)]
-    names += [f"{last}–" for last in columns[len(names) :]]
+    texts = {
+        column: {method: _tau(own) for method, own in in_column.groupby("method")}
+        for column, in_column in rounds.groupby(by)
+    }
+    methods, columns = list(rounds["method"].unique()), list(texts)
+    names = columns if by == "category" else _name_ranges(columns)
     cells = ([own.get(method, "") for method in methods] for own in texts.values())
     return pd.DataFrame({"method": methods, **dict(zip(names, cells, strict=True))})
+
+
+def _name_ranges(starts: list[Any]) -> list[str]:
+    """`0–31`, `32–63`, …, `512–`."""
+    return [*(f"{start}–{after - 1}" for start, after in pairwise(starts)), f"{starts[-1]}–"]
 
 
 def _tau(rounds: pd.DataFrame) -> str:
