@@ -1,15 +1,14 @@
-"""A training step of ours beside that of speculators, vLLM's library, on equal terms: `python -m benchmarks.peers`.
+"""A training step beside that of speculators, vLLM's library, on equal terms: `python -m benchmarks.peers`.
 
 Both have the same weights, slots, passes, vocabulary and dtype, and the loss of speculators (the KL divergence from the
-target, a mean over slots for each pass). Gradients are compared first: they show that both do the same. On a CPU
-speculators has its eager attention and losses, as its fused ones need a GPU; there it takes those. Prints a table, and
-writes runs/bench/peers.json.
+target, a mean over slots for each pass). Gradients are compared first, to show that both do the same. On a CPU
+speculators uses its eager attention and losses, as its fused ones need a GPU. Prints figures and writes
+runs/bench/peers.json.
 """
 
 import argparse
-import json
+from functools import partial
 from importlib.metadata import version
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -20,14 +19,12 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from benchmarks.measure import once, peak_bytes
+from benchmarks.measure import compare_steps, show, write
 from benchmarks.random_target import random_spec
 from benchmarks.train import LLAMA_3_8B, SMOLLM2
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.files import atomic
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.passes import pass_losses
@@ -39,11 +36,11 @@ BOTH = ("ours", "theirs")
 
 
 class Row(NamedTuple):
-    """T slots in one row; of each the token on its right, and what the target says there."""
+    """T slots in one row."""
 
-    tokens: Tensor  # (1, T)
+    tokens: Tensor  # (1, T) on the right of each slot
     inputs: Tensor  # (1, T, 3D) what a draft reads of the target
-    features: Tensor  # (1, T, D) what the target's head reads behind the token
+    features: Tensor  # (1, T, D) what the target's head reads after the token
     hidden: Tensor  # (1, T, D) before the target's final norm: theirs norms it again
     counts: Tensor  # (1, T) how many passes count
     packing: Packing
@@ -61,14 +58,7 @@ class Problem:
         dtype: in which products are computed; weights are float32.
     """
 
-    def __init__(
-        self,
-        draft: Specialists,
-        head: EmbedHead,
-        norm: Tensor,
-        slots: int,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, draft: Specialists, head: EmbedHead, norm: Tensor, slots: int, dtype: torch.dtype):
         self.draft, self.dtype, self.device = draft, dtype, draft.fc.weight.device.type
         self.depth = draft.config.depth
         self.embed_head = head.restrict(draft.vocabulary)
@@ -81,7 +71,7 @@ class Problem:
         self.loss_config = resolve_loss_config("kl_div", "eager" if self.device == "cpu" else "fused")
 
     def ours(self, row: Row) -> Tensor:
-        """Cross-entropy against the target: the divergence, but for a constant."""
+        """Cross-entropy to the target: the divergence, up to a constant."""
         embedded = self.embed_head.embed(row.tokens).to(self.dtype)
         predictions = self.draft(embedded, row.inputs, self.depth, row.packing)
         passes = torch.arange(1, self.depth + 1, device=row.counts.device)[:, None]
@@ -183,12 +173,12 @@ def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, slots: int) -> 
     tensors["verifier_norm.weight"] = norm
     left = peer.load_state_dict(tensors, strict=False)
     if left.missing_keys or left.unexpected_keys:
-        raise ValueError(f"names of speculators are others: {left}")
+        raise ValueError(f"these names of speculators are unexpected: {left}")
     return peer.float()
 
 
 def gradient_difference(problem: Problem, row: Row) -> dict[str, float]:
-    """By parameter, the relative difference of the gradients of both."""
+    """The relative difference of each parameter's gradients."""
     names = LAYOUTS["speculators"].number_names(1, 0)
     found = {}
     for name in BOTH:
@@ -199,22 +189,6 @@ def gradient_difference(problem: Problem, row: Row) -> dict[str, float]:
             theirs = peer[names[ours]].grad
             found[ours] = float((parameter.grad - theirs).norm() / theirs.norm())
     return found
-
-
-def figures(problem: Problem, row: Row, pairs: int) -> dict[str, object]:
-    """Seconds and memory of a step of both, in turn."""
-    for name in BOTH:
-        problem.step(name, row)  # not counted
-    times = [[once(lambda name=name: problem.step(name, row), problem.device) for name in BOTH] for _ in range(pairs)]
-    ratios = [theirs / ours for ours, theirs in times]
-    peaks = {name: peak_bytes(lambda name=name: problem.step(name, row), problem.device) for name in BOTH}
-    return {
-        "seconds": dict(zip(BOTH, (median(of_one) for of_one in zip(*times, strict=True)), strict=True)),
-        "speed_ratio": median(ratios),
-        "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in ratios),
-        "peak_megabytes_beyond_what_stays": {name: peak / 1e6 for name, peak in peaks.items()},
-        "memory_ratio": peaks["ours"] / peaks["theirs"],
-    }
 
 
 def main() -> None:
@@ -231,17 +205,16 @@ def main() -> None:
     difference = gradient_difference(*random_problem(sizes, 256, given.depth, 1000, given.device, torch.float32))
     options = given.slots, given.depth, given.vocabulary
     problem, row = random_problem(sizes, *options, given.device, getattr(torch, dtype))
+    steps = {name: partial(problem.step, name, row) for name in BOTH}
     results = {
         "speculators": version("speculators"),
         "dtype": dtype,
         **{name: getattr(given, name) for name in ("slots", "depth", "vocabulary")},
         "largest_relative_gradient_difference": max(difference.values()),
-        **figures(problem, row, given.pairs),
+        **compare_steps(steps, given.pairs, given.device),  # memory beyond weights and optimizer
     }
-    for name, value in results.items():
-        print(f"  {name:<38} {value if not isinstance(value, float) else format(value, '.4g')}")
-    with atomic("runs/bench/peers.json") as path:
-        path.write_text(json.dumps({**provenance(torch.device(given.device)), **results}, indent=1) + "\n")
+    show(results)
+    write("runs/bench/peers.json", results, given.device)
 
 
 if __name__ == "__main__":
