@@ -113,9 +113,9 @@ def show(figures: Mapping[str, Any], indent: int = 2) -> None:
             print(f"{' ' * indent}{name}")
             show(value, indent + 2)
         elif isinstance(value, dict):
-            print(f"{' ' * indent}{name:<32}" + "  ".join(f"{key} {_number(inner)}" for key, inner in value.items()))
+            print(f"{' ' * indent}{name:<32} " + "  ".join(f"{key} {_number(inner)}" for key, inner in value.items()))
         else:
-            print(f"{' ' * indent}{name:<32}{_number(value)}")
+            print(f"{' ' * indent}{name:<32} {_number(value)}")
 
 
 def _number(value: object) -> str:
