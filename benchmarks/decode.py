@@ -88,7 +88,7 @@ def draws(target: Target, draft: Specialists, rounds: int) -> dict[str, Any]:
 
 
 def rounds_of(engine: Speculative, count: int, sampling: Sampling = GREEDY) -> Iterator[Progress]:
-    """The engine's own loop on a text with room for so many rounds and the warm-up."""
+    """The engine's own loop on a text with room for `count` rounds and the warm-up."""
     limit = 1 + (count + WARMUP + 1) * (engine.drafter.depth + 1)
     prompt = engine.target.chat.prompt([{"role": "user", "content": QUESTION}])
     generator = torch.Generator().manual_seed(0)

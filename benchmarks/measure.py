@@ -48,7 +48,7 @@ def seconds(work: Work, times: int, device: str = "cpu") -> float:
 
 
 def ratios(times: Mapping[str, list[float]], above: str, below: str) -> list[float]:
-    """The seconds of one work over those of a second, run by run."""
+    """Seconds of the work `above` over those of `below`, run by run."""
     return [a / b for a, b in zip(times[above], times[below], strict=True)]
 
 

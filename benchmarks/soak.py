@@ -57,7 +57,7 @@ class Case:
     stops: frozenset[int]
     sampling: Sampling
     allocation: tuple[int, ...]
-    proposals: int | None  # the draft knows so many of the answers' most common tokens: else few are accepted
+    proposals: int | None  # size of the draft's vocabulary, the answers' most common tokens: else few are accepted
     tree: dict[str, Any]  # arguments of the engine
 
     def generator(self) -> torch.Generator:

@@ -1,7 +1,7 @@
 """`poss allocate`: propose an allocation from the drift of a single layer (the paper's third open question).
 
 A specialist serves positions whose features have drifted about as far. So of all ways to cut K positions into S runs,
-the proposal is the one whose runs leave the least drift variance within them: least squares about each run's mean.
+the proposal leaves the least drift variance within its runs: least squares about each run's mean.
 """
 
 import logging
@@ -19,7 +19,7 @@ from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
 DRIFT = "val_drift_l2"
-UNTRAINED = 0.95  # drift at the first position, relative to the feature, at which nothing has been learnt
+UNTRAINED = 0.95  # drift at the first position, relative to the feature, of a layer that has learnt nothing
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +29,7 @@ def allocate(run: str, depth: Position | None = None) -> None:
 
     Args:
         run: folder of the training with its TensorBoard file, or of a cell of a sweep.
-        depth: positions to share out; all that were logged by default.
+        depth: positions to allocate; all that were logged by default.
     """
     drift = read_drift(run, depth)
     if drift[0] >= UNTRAINED or drift[-1] < drift[0]:
@@ -72,12 +72,12 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
 
 
 def propose(drift: Sequence[float], specialists: int) -> list[int]:
-    """The allocation to so many specialists within whose runs the drift varies least."""
+    """The allocation to this number of specialists that leaves the least drift variance within its runs."""
     return min(allocations(len(drift), specialists), key=lambda runs: variance_within(drift, runs))
 
 
 def allocations(positions: int, specialists: int) -> Iterator[list[int]]:
-    """Every way to cut the positions into so many runs."""
+    """Every way to cut the positions into this number of runs."""
     for cuts in combinations(range(1, positions), specialists - 1):
         yield [stop - start for start, stop in pairwise((0, *cuts, positions))]
 

@@ -28,6 +28,7 @@ AUTO = (
 )
 PROMPTS = "Each method was trained once: 95 % intervals are for other prompts, and say nothing about other trainings."
 SEEDS = "95 % intervals are for other trainings and other prompts."
+APART = "Each temperature is compared, and corrected, by itself."
 
 
 class Findings(NamedTuple):
@@ -85,8 +86,8 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
     if len(found) == 1:
         return first
     rows = [replace(row, method=f"{row.method}, T = {t:g}") for t, one in found.items() for row in one.rows]
-    notes = [*first.notes, "Each temperature is compared, and corrected, by itself."]
-    return first._replace(rows=rows, notes=notes, sources=sources)
+    notes = [*(note for one in found.values() for note in one.notes), APART]
+    return first._replace(rows=rows, notes=[*dict.fromkeys(notes)], sources=sources)
 
 
 def _find(sources: list[Source], baseline: str, reference: str | None) -> Findings:

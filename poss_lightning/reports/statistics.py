@@ -15,7 +15,7 @@ subjects and words in place of seeds and prompts), with mean squares S, Q and I 
 One training is the case S = I = 0: the t-interval over prompts. Its interval is for other prompts alone; that of
 several trainings is for other trainings too, which often differ by more than two configurations do.
 
-`make coverage` measures how often 95 % intervals contain the truth: .94 to .96 over 5, 12 and 60 prompts for every
+`make coverage` measures how often 95 % intervals contain the truth: .94 to .97 over 5, 12 and 60 prompts for every
 measure; .95 to .99 over 5 trainings (they are too wide where nothing but rounds varies, as the share of seeds is never
 negative). With fewer than 5 trainings do not trust a p just below 0.05.
 

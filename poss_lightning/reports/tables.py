@@ -14,14 +14,14 @@ WORDS = {"tau_macro": "τ macro", "tau_micro": "τ micro", "speed_up": "speed-up
 SAME = "no difference shown"
 VERDICTS = ("larger", "smaller", "identical", SAME)
 LEGEND = (
-    "τ macro is the mean over prompts, τ micro over rounds. * is p < 0.05. Beside a comparison stand its p and, as ±, "
-    "its minimum detectable effect: the smallest true effect that it would find with 80 % power. Both are corrected "
+    "τ macro is the mean over prompts, τ micro over rounds. * is p < 0.05. A comparison is followed by its p and, as "
+    "±, its minimum detectable effect: the smallest true effect that it would find with 80 % power. Both are corrected "
     "(Holm) for all methods that are compared with the same one."
 )
 
 
 def overview(found: Findings) -> pd.DataFrame:
-    """Speed, speed-up and τ of every method, as wide as a terminal; without seconds τ less the reference's."""
+    """Speed, speed-up and τ of every method, as wide as a terminal; without speed-ups also τ minus the reference's."""
     rows = found.overall
     columns = {
         "method": [row.method for row in rows],

@@ -1,6 +1,5 @@
 """`poss compare` in the terminal: short table, verdict, all tables; temperatures, lengths, costs and warnings."""
 
-import gzip
 import json
 from dataclasses import replace
 from itertools import product
@@ -10,7 +9,7 @@ import pytest
 
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.cells import pack
-from poss_lightning.evaluation.records import Record, to_line
+from poss_lightning.evaluation.records import Record
 from poss_lightning.reports.compare import compare, print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.lengths import length_tables, list_rounds
@@ -18,7 +17,7 @@ from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import group
 from poss_lightning.reports.tables import all_tables, gain_text, overview, verdict
 from tests.support.lab import write_records
-from tests.support.synthetic import make_records
+from tests.support.synthetic import make_cells, make_records
 
 
 @pytest.fixture
@@ -30,13 +29,8 @@ def run(tmp_path):
 
 @pytest.fixture
 def sweep(tmp_path):
-    for place, choice in enumerate(("eagle", "poss-1")):
-        for seed in (0, 2, 10):
-            records = make_records(("plain", choice), seed=10 * seed + place, prompts=4)
-            folder = tmp_path / "sweep" / choice / f"seed-{seed}"
-            folder.mkdir(parents=True)
-            lines = "".join(to_line(record) + "\n" for record in records)
-            (folder / "records.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for (choice, seed), records in make_cells(seeds=(0, 2, 10)).items():
+        write_records(tmp_path / "sweep" / choice / f"seed-{seed}", records, {})
     return tmp_path / "sweep"
 
 
@@ -141,7 +135,7 @@ def test_trainings_of_different_inputs_are_not_comparable(tmp_path, capsys):
 
 
 def test_temperatures_share_a_table_and_each_is_as_alone(tmp_path):
-    write_records(tmp_path / "warm", make_records(seed=1), {"config": {"temperature": 1.0}})
+    write_records(tmp_path / "warm", make_records(seed=1), {"config": {"temperature": 1.0, "tree": "auto"}})
     write_records(tmp_path / "greedy", make_records(), {})
     both = find(tmp_path, reference="eagle")
     for name, folder in (("0", "greedy"), ("1", "warm")):
@@ -149,6 +143,7 @@ def test_temperatures_share_a_table_and_each_is_as_alone(tmp_path):
         rows = [replace(row, method=f"{row.method}, T = {name}") for row in alone.rows]
         assert repr([row for row in both.rows if row.method.endswith(f"T = {name}")]) == repr(rows)  # nan is not itself
     assert both.answers == find(tmp_path / "greedy").answers
+    assert set(find(tmp_path / "greedy").notes) < set(find(tmp_path / "warm").notes) < set(both.notes)
     lines = (tmp_path / "warm" / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "warm" / "records.jsonl").write_text("".join(line for line in lines if '"eagle"' not in line))
     with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):

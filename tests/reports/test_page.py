@@ -130,13 +130,6 @@ def test_seconds_measured_apart_are_not_drawn_side_by_side(tmp_path):
     assert "Milliseconds" in page_of(tmp_path, tmp_path / "turns", reference="eagle")
 
 
-def test_of_two_temperatures_the_lower_shows_its_answers(lab, tmp_path):
-    shutil.copytree(lab[0] / "eagle" / "seed-0", tmp_path / "run")
-    write_records(tmp_path / "warm", make_records(methods=("eagle",), seed=1), {"config": {"temperature": 1.0}})
-    page = page_of(tmp_path, [str(tmp_path / "run"), str(tmp_path / "warm")])
-    assert "Decoded text" in page and "eagle, T = 1" in page
-
-
 def test_empty_sections_are_left_out(tmp_path):
     replayed = [replace(record, seconds={}, text="", pieces=None) for record in make_records(methods=("eagle",))]
     write_records(tmp_path / "run", replayed, {})

@@ -7,6 +7,7 @@ import pytest
 from poss_lightning.reports.summary import by_method, group, summarise
 from tests.support.synthetic import make_cells, make_records, over_seeds, rows_of
 
+RECORDS = make_records()
 SHORT = {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}  # an answer without a round
 
 
@@ -57,34 +58,35 @@ def test_only_shared_seeds_are_paired():
 
 
 @pytest.mark.parametrize(
-    "change, options, said",
+    ("records", "options", "said"),
     [
-        (lambda records: records[:-1], {}, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
-        (lambda records: [*records, records[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
+        (RECORDS[:-1], {}, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
+        ([*RECORDS, RECORDS[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
         (
-            lambda records: [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in records],
+            [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in RECORDS],
             {},
             "'plain' and 'poss-1' have prompts of 10 and 11 tokens at chat/0 turn 0 repeat 0",
         ),
-        (list, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
-        (list, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
+        (RECORDS, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
+        (RECORDS, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
     ],
 )
-def test_records_that_cannot_be_compared_are_refused(change, options, said):
+def test_records_that_cannot_be_compared_are_refused(records, options, said):
     with pytest.raises(ValueError, match=said):
-        summarise(by_method(change(make_records())), **options)
+        summarise(by_method(records), **options)
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    ("cell", "used", "said"),
     [
-        (lambda cells: {("hass", 1): cells["eagle", 1]}, "choice 'hass', seed 1: no record has this method; there are"),
-        (lambda cells: {("eagle", 1): cells["eagle", 1][:-8]}, "seed 1 and .* differ in 4 answers, such"),
+        (("hass", 1), slice(None), "choice 'hass', seed 1: no record has this method; there are"),
+        (("eagle", 1), slice(-8), "seed 1 and .* differ in 4 answers, such"),
     ],
 )
-def test_trainings_that_cannot_be_compared_are_refused(change, said):
+def test_trainings_that_cannot_be_compared_are_refused(cell, used, said):
+    cells = make_cells()
     with pytest.raises(ValueError, match=said):
-        over_seeds((cells := make_cells()) | change(cells))
+        over_seeds(cells | {cell: cells["eagle", 1][used]})
 
 
 def test_replays_must_share_their_tokens():
