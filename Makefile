@@ -101,7 +101,7 @@ bench-train: setup  ## a training step against the published one and the machine
 digests: setup  ## what a fixed extraction, training, benchmark and replay come to, to compare before and after a change
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.digests
 
-coverage: setup  ## how often 95 % intervals hold the truth, by ways to make them
+coverage: setup  ## how often 95 % intervals contain the truth
 	$(BIN)/python -m benchmarks.coverage
 
 docs: setup  ## build the documentation site, strictly; ARGS='--site-dir DIR'

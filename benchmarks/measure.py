@@ -36,9 +36,8 @@ def rotate(items: list[Item], number: int) -> list[Item]:
 
 def in_turn(works: Mapping[str, Work], times: int, device: str = "cpu", warmup: int = 1) -> dict[str, list[float]]:
     """Seconds of every run of each work, in an order that rotates, after runs that are not counted."""
-    runs = []
-    for number in range(warmup + times):
-        runs.append({name: once(works[name], device) for name in rotate([*works], number)})
+    orders = (rotate([*works], number) for number in range(warmup + times))
+    runs = [{name: once(works[name], device) for name in order} for order in orders]
     return {name: [run[name] for run in runs[warmup:]] for name in works}
 
 
