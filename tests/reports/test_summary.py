@@ -32,13 +32,11 @@ def test_identical_counts_prompts_not_answers():
 def test_prompts_without_rounds_add_no_certainty(seeds):
     """As if they had not been asked; at a position, those that never reach it."""
     cells = make_cells(seeds=range(seeds))
-    idle, asked = (
-        {cell: [change(record) for record in records if keep(record)] for cell, records in cells.items()}
-        for change, keep in (
-            (lambda r: replace(r, **SHORT) if r.id == 1 and r.method != "plain" else r, lambda r: True),
-            (lambda r: r, lambda r: r.id != 1),
-        )
-    )
+    idle = {
+        cell: [replace(r, **SHORT) if r.id == 1 and r.method != "plain" else r for r in records]
+        for cell, records in cells.items()
+    }
+    asked = {cell: [record for record in records if record.id != 1] for cell, records in cells.items()}
     with_idle, without = over_seeds(idle), over_seeds(asked)
     for measure in ("tau_macro", "tau_micro", "pos_acc_2"):
         for kind in ("gains", "values"):
