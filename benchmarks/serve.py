@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,23 +91,17 @@ def measure(server: Server, prompts: list[Prompt], load: int, max_new_tokens: in
 
 def records_of(method: str, prompts: list[Prompt], answers: list[ServedAnswer]) -> list[Record]:
     return [
-        Record(
-            suite=plain.suite,
-            id=plain.id,
-            turn=plain.turn,
+        replace(
+            prompt.plain,
             method=method,
-            repeat=0,
-            seed=plain.seed,
-            prompt_tokens=plain.prompt_tokens,
             new_tokens=len(answer.tokens),
             accepted=answer.accepted,
             seconds={"total": round(answer.seconds, 6)},
             tokens=answer.tokens,
             text=answer.text,
-            question=plain.question,
-            category=plain.category,
+            pieces=None,
         )
-        for (_, plain), answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
 

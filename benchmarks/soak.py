@@ -193,9 +193,17 @@ def resident() -> int:
 
 def fuzz(minutes: float, seed: int) -> str | None:
     """Random command lines and corpora, ten of each per minute."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_fuzz.py"]
-    done = subprocess.run(command, env=os.environ | {"POSS_FUZZ": str(round(10 * minutes))}, check=False)
-    return "see the output of tests/test_fuzz.py above" if done.returncode else None
+    return _run("pytest", "-q", "tests/test_fuzz.py", POSS_FUZZ=str(round(10 * minutes)))
+
+
+def faults(minutes: float, seed: int) -> str | None:
+    """Commands that are killed and resume, in a process of its own, which they are forked from."""
+    return _run("benchmarks.faults", "--minutes", str(minutes), "--seed", str(seed))
+
+
+def _run(*command: str, **environment: str) -> str | None:
+    done = subprocess.run([sys.executable, "-m", *command], env=os.environ | environment, check=False)
+    return f"see the output of {' '.join(command)} above" if done.returncode else None
 
 
 def decoding(minutes: float, seed: int) -> str | None:
@@ -213,13 +221,6 @@ def decoding(minutes: float, seed: int) -> str | None:
         print(f"  {name:<18} {value:,.4g}" if isinstance(value, float) else f"  {name:<18} {value:,}")
     grew = f"memory grew by {found['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed"
     return grew if found["growth"] > GROWTH else None
-
-
-def faults(minutes: float, seed: int) -> str | None:
-    """Commands that are killed and resume, in a process of its own, which they are forked from."""
-    command = [sys.executable, "-m", "benchmarks.faults", "--minutes", str(minutes), "--seed", str(seed)]
-    done = subprocess.run(command, check=False)
-    return "see the output of benchmarks/faults.py above" if done.returncode else None
 
 
 PARTS = {"fuzz": fuzz, "decoding": decoding, "faults": faults}
