@@ -1,9 +1,8 @@
 """`make bench`: extraction beside the target's bare forward, and a head in 8 bits beside `linear`.
 
-Prints a table, writes runs/bench/core.json.
+Prints figures and writes runs/bench/core.json.
 """
 
-import json
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,11 @@ from statistics import median
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.measure import once
+from benchmarks.measure import in_turn, once, ratios, show, write
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
-from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.features.writing import plan_shards, tokenize, write_store
-from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import Product
@@ -26,9 +23,9 @@ from poss_lightning.target.spec import Product
 
 @torch.inference_mode()
 def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096) -> dict[str, float]:
-    """Tokens a second of `poss extract`, against forwards of the same batches that keep nothing.
+    """Tokens per second of `poss extract`, and of forwards of the same batches that keep nothing.
 
-    Extraction also finds the target's likeliest token after every answer slot, so it reads the LM head there.
+    Extraction also finds the target's most likely token after every answer slot, so it reads the LM head there.
     """
     read = read_conversations(str(CORPUS), limit=conversations)
     texts = tokenize(target, read, 2048)
@@ -38,27 +35,25 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
     ]
     tokens = sum(len(text.tokens) for text in texts)
 
-    def features_only() -> None:
-        for batch in batches:
-            target.text_features(batch)
+    def extract() -> None:
+        sizes = {"max_length": 2048, "batch_tokens": batch_tokens, "shard_bytes": 2**30}
+        with tempfile.TemporaryDirectory() as folder:
+            write_store(Path(folder) / "store", target, read, **sizes)
 
-    def with_logits() -> None:
+    def forward() -> None:
         for batch in batches:
             target.model(batch, use_cache=False)
 
-    def whole() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            write_store(
-                Path(folder) / "store", target, read, max_length=2048, batch_tokens=batch_tokens, shard_bytes=2**30
-            )
+    def forward_without_head() -> None:
+        for batch in batches:
+            target.text_features(batch)
 
-    ways = {"extract": whole, "forward": with_logits, "forward_without_head": features_only}
-    took = [{name: once(work, target.device.type) for name, work in ways.items()} for _ in range(4)][
-        1:
-    ]  # the first warms
-    rates = [{name: tokens / seconds for name, seconds in each.items()} for each in took]
-    return {f"{name}_tokens_per_second": median(each[name] for each in rates) for name in ways} | {
-        f"extract_fraction_of_{name}": median(each["extract"] / each[name] for each in rates) for name in [*ways][1:]
+    works = {work.__name__: work for work in (extract, forward, forward_without_head)}
+    times = in_turn(works, 3, target.device.type)
+    rates = {f"{name}_tokens_per_second": tokens / median(seconds) for name, seconds in times.items()}
+    return rates | {
+        f"extract_fraction_of_{name}": median(ratios(times, name, "extract"))
+        for name in ("forward", "forward_without_head")
     }
 
 
@@ -66,7 +61,7 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
 def heads(target: Target, times: int = 25) -> dict[str, float]:
     """How many times faster than `linear` a draft's head is read in 8 bits; {} where no CPU's sums are exact.
 
-    By rows of features and vocabulary, with other weights in the caches.
+    By rows of features and size of the vocabulary, while the caches have other weights.
     """
     others, found = torch.zeros(2**26), {}  # 256 MiB
     if (levels := exact_levels()) is None:
@@ -77,22 +72,18 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
             features = torch.randn(rows, head.shape[1]).to(head.dtype)
             took: dict[Product, list[float]] = {linear: [], int8: []}
             for _ in range(times):
-                for read, seconds_of in took.items():
+                for product, seconds in took.items():
                     others.add_(1)
-                    seconds_of.append(once(partial(read, features, head)))
+                    seconds.append(once(partial(product, features, head)))
             found[f"linear_over_int8_{rows}_rows_of_{len(head)}"] = median(took[linear]) / median(took[int8])
     return found
 
 
 def main() -> None:
     target = Target.load("embedded", device="cpu")
-    print(f"{target.dtype_name} on {target.device}")
     figures = {"dtype": target.dtype_name, "extraction": extraction(target), "heads": heads(target)}
-    for part in (figures["extraction"], figures["heads"]):
-        for name, value in part.items():
-            print(f"  {name:<44} {value:10.4f}")
-    with atomic("runs/bench/core.json") as path:
-        path.write_text(json.dumps({**provenance(target.device), **figures}, indent=1) + "\n")
+    show(figures)
+    write("runs/bench/core.json", figures, target.device)
 
 
 if __name__ == "__main__":

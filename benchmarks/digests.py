@@ -1,7 +1,7 @@
-"""`make digests`: what a fixed extraction, training, benchmark and replay come to, as digests.
+"""`make digests`: digests of a fixed extraction, training, benchmark and replay.
 
-A change of the code that should change no result prints the same lines before and after, on one machine with as many
-threads. In float32, with the embedded target and drafts of the package; some minutes.
+A change that should change no result prints the same lines before and after it, on one machine with as many threads. In
+float32, with the embedded target and the shipped drafts; takes some minutes.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def of_records(records: Iterable[Record]) -> str:
-    """Of tokens and accepted lengths, whatever the order of methods; plain decoding under its earlier name."""
+    """Digest of tokens and accepted lengths in any order of methods; plain decoding has its earlier name."""
     names = {now: earlier for earlier, now in EARLIER.items()}
     facts = sorted(
         [r.suite, str(r.id), r.turn, names.get(r.method, r.method), r.repeat, r.tokens, r.accepted] for r in records

@@ -1,11 +1,11 @@
-"""Every command that writes, killed at each of its file operations, on a full disk, beside a second writer; goes on.
+"""Every command that writes: killed at each of its file operations, on a full disk, beside a second writer; resumed.
 
     python -m benchmarks.faults --minutes 10        all in turn, each command as long as the others
     python -m benchmarks.faults extract kill:17     one case again
 
-What a command leaves in the end must be what it leaves when nothing happens, byte by byte; `tests/support/faults.py`
-says what may happen, `tests/support/writers.py` which commands there are and what of their files tells the time. When
-every case of every command was tried, processes are killed at random moments until the time is over.
+What a command leaves in the end must be what it leaves when nothing happens, byte by byte. `tests/support/faults.py`
+says what may happen, `tests/support/writers.py` which commands there are and what in their files depends on the time.
+When every case of every command was tried, processes are killed at random moments until the time is over.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -22,6 +23,23 @@ from tqdm import tqdm
 
 from tests.support.faults import CREATES, Fault
 from tests.support.writers import WRITERS, Observed, Place, Writer
+
+
+@dataclass
+class Trials:
+    """What is tried of one command."""
+
+    name: str
+    writer: Writer
+    whole: dict[str, object]  # what it leaves when nothing happens
+    planned: Counter[str]  # cases by kind
+    coming: Iterator[Fault]
+    tried: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        kinds = [f"{kind} {count}/{self.planned[kind] or count}" for kind, count in sorted(self.tried.items())]
+        return f"{self.name:<12} {', '.join(kinds)}"
 
 
 def plan(writer: Writer, seen: Observed) -> list[Fault]:
@@ -42,44 +60,38 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     return faults
 
 
-def cases(seconds: float, faults: list[Fault], random: Random) -> Iterator[Fault]:
-    """The planned ones, then kills at random moments of a command that takes so many seconds."""
-    yield from random.sample(faults, len(faults))
-    while True:
-        yield Fault("time", round(random.uniform(0, 1.1 * seconds), 3))
+def prepare(name: str, place: Place, random: Random) -> Trials:
+    """The planned faults in random order, then kills at random moments."""
+    writer, start = WRITERS[name], time.monotonic()
+    seen = place.observe(writer)
+    took, faults = time.monotonic() - start, plan(writer, seen)
+
+    def coming() -> Iterator[Fault]:
+        yield from random.sample(faults, len(faults))
+        while True:
+            yield Fault("time", round(random.uniform(0, 1.1 * took), 3))
+
+    return Trials(name, writer, seen.whole, Counter(fault.kind for fault in faults), coming())
 
 
-def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[list[str], dict[str, Counter], dict]:
-    """Try cases until the time is over, the next always of the command that has had the least of it.
-
-    Returns:
-        What went wrong; by command and kind how many cases there were, and how many were planned.
-    """
+def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[list[Trials], list[str]]:
+    """Try cases until the time is over, next of the command that has had the least of it; return also what failed."""
     random, wrong = Random(seed), []
-    seen, coming, spent, planned = {}, {}, {}, {}
-    tried: dict[str, Counter] = {name: Counter() for name in names}
     with tqdm(total=round(60 * minutes), unit="s", desc="faults", mininterval=1 if sys.stderr.isatty() else 60) as bar:
-        for name in names:
-            start = time.monotonic()
-            seen[name] = place.observe(WRITERS[name])
-            faults = plan(WRITERS[name], seen[name])
-            planned[name] = Counter(fault.kind for fault in faults)
-            coming[name], spent[name] = cases(time.monotonic() - start, faults, random), 0.0
+        trials = [prepare(name, place, random) for name in names]
         began = time.monotonic()  # else a short run would try nothing
         while (elapsed := time.monotonic() - began) < 60 * minutes:
             bar.update(min(round(elapsed), bar.total) - bar.n)
-            unfinished = [name for name in names if not planned[name] or tried[name].total() < planned[name].total()]
-            name = min(unfinished or names, key=spent.__getitem__)
-            fault, start = next(coming[name]), time.monotonic()
-            bar.set_postfix_str(
-                f"{sum(map(Counter.total, tried.values()))} cases, {len(wrong)} wrong, {name} {fault}", refresh=False
-            )
-            if problem := place.check(WRITERS[name], fault, seen[name].whole):
-                wrong.append(f"python -m benchmarks.faults {name} {fault}\n    {problem}")
+            unfinished = [one for one in trials if one.tried.total() < one.planned.total()]
+            one = min(unfinished or trials, key=lambda one: one.seconds)
+            fault, start = next(one.coming), time.monotonic()
+            bar.set_postfix_str(f"{len(wrong)} wrong, {one.name} {fault}", refresh=False)
+            if problem := place.check(one.writer, fault, one.whole):
+                wrong.append(f"python -m benchmarks.faults {one.name} {fault}\n    {problem}")
                 bar.write(wrong[-1], file=sys.stderr)
-            spent[name] += time.monotonic() - start
-            tried[name][fault.kind] += 1
-    return wrong, tried, planned
+            one.seconds += time.monotonic() - start
+            one.tried[fault.kind] += 1
+    return trials, wrong
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -87,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("command", nargs="?", choices=WRITERS, help="only this one")
     parser.add_argument("fault", nargs="?", type=Fault.parse, help="only this one, as KIND:AT")
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="of the order and of random moments")
+    parser.add_argument("--seed", type=int, default=0, help="for the order and for random moments")
     options = parser.parse_args(arguments)
     names = [options.command] if options.command else list(WRITERS)
     with TemporaryDirectory(prefix="poss-faults-") as folder:
@@ -95,11 +107,9 @@ def main(arguments: list[str] | None = None) -> None:
         if options.fault:
             writer = WRITERS[options.command]
             sys.exit(place.check(writer, options.fault, place.observe(writer).whole))
-        wrong, tried, planned = soak(options.minutes, names, options.seed, place)
-    for name in names:
-        kinds = [f"{kind} {count}/{planned[name][kind] or count}" for kind, count in sorted(tried[name].items())]
-        print(f"  {name:<12} {', '.join(kinds)}")
-    print(f"  {sum(map(Counter.total, tried.values()))} cases, {len(wrong)} wrong")
+        trials, wrong = soak(options.minutes, names, options.seed, place)
+    print(*(f"  {one}" for one in trials), sep="\n")
+    print(f"  {sum(one.tried.total() for one in trials)} cases, {len(wrong)} wrong")
     if wrong:
         sys.exit("\n".join(["these went wrong:", *wrong]))
 

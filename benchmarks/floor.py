@@ -1,15 +1,16 @@
-"""How near rounds are to the machine's memory bandwidth, at the sizes of a large target: meant for CUDA.
+"""How close rounds come to the memory bandwidth of a GPU, at the sizes of a large target.
 
 A forward of few tokens cannot be faster than its weights and caches can be read. The floor is their bytes over the rate
 at which the device copies. Weights are random: neither bytes nor time depend on them.
 """
 
+from functools import partial
 from statistics import median
 
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.measure import once, seconds
+from benchmarks.measure import in_turn, seconds
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
@@ -18,6 +19,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.target.cache import SlotStore
 from poss_lightning.target.model import Target
 
+WARMUP = 4  # the prefill, and rounds that capture graphs
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -33,14 +35,14 @@ LLAMA_3_8B = LlamaConfig(
 
 
 def copy_rate(device: str, size: int = 2**30) -> float:
-    """Bytes a second that the device reads and writes while it copies `size` bytes."""
+    """Bytes per second that the device reads and writes while it copies `size` bytes."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), 9, device)
 
 
 def verify_bytes(engine: Speculative, nodes: int) -> int:
-    """What a verify forward must read: all weights but the embedding's other rows, and keys and values."""
+    """What a verifying forward must read: all weights but the embedding's other rows, keys and values."""
     target, cache = engine.target, engine.cache
     embedding = 0 if target.embed_head.tied else target.embed_head.embedding.nbytes
     weights = sum(parameter.nbytes for parameter in target.model.parameters()) - embedding
@@ -49,13 +51,12 @@ def verify_bytes(engine: Speculative, nodes: int) -> int:
 
 
 def draft_bytes(engine: Speculative, depth: int) -> int:
-    """What `depth` draft steps must read: layer, head, keys and values at each; between them `fc` and projections.
+    """What `depth` draft steps of single-layer specialists must read.
 
-    Of specialists of one layer.
+    At each step layer, head, keys and values; between steps `fc` and the projections.
     """
     drafter, draft, total = engine.drafter, engine.drafter.draft, 0
-    kv_weights = drafter.kv_weights
-    projected = kv_weights.nbytes // len(draft.layers)  # keys and values of one specialist
+    projected = drafter.kv_weights.nbytes // len(draft.layers)  # weights of one specialist's keys and values
     for k in range(1, depth + 1):
         layer = draft.layers[draft.config.specialist_at(k)]
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
@@ -76,9 +77,9 @@ def rounds_by_batch(
     prompt_tokens: int = 512,
     repeats: int = 20,
 ) -> dict[str, object]:
-    """Rounds and plain steps of batches, as graphs and without, beside what must be read for them.
+    """Rounds and plain steps of batches, with and without graphs, beside the time to read what they need.
 
-    A step of plain decoding is a round of one node without a draft; its floor is that of verifying one node.
+    A plain step is a round of one node without a draft: its floor is that of verifying one node.
     """
     device = target.device.type
     rate = copy_rate(device, 2**30 if device == "cuda" else 2**22)
@@ -86,31 +87,27 @@ def rounds_by_batch(
     found: dict[str, object] = {"copy_gigabytes_per_second": rate / 1e9}
     for batch in batches:
         prompts = torch.randint(target.spec.vocab_size, (batch, prompt_tokens)).tolist()
+        request = Request(prompts, 1 + (repeats + WARMUP) * (depth + 1), frozenset())
         for name, graphs in (("graphs", None), ("no graphs", False)):
             engine = Speculative(target, draft, depth=depth, nodes=nodes, graphs=graphs)
-            plain = Autoregressive(target, graphs)
-            limit = 1 + (repeats + 4) * (depth + 1)
-            round_seconds, step_seconds = (
-                _steps(decoder, Request(prompts, limit, frozenset()), repeats) for decoder in (engine, plain)
-            )
-            read = verify_bytes(engine, nodes), draft_bytes(engine, depth), verify_bytes(engine, 1)
+            round_seconds = _seconds(engine, request, repeats)
+            step_seconds = _seconds(Autoregressive(target, graphs), request, repeats)
+            read = verify_bytes(engine, nodes) + draft_bytes(engine, depth)
             found[f"batch {batch}, {name}"] = {
-                "round": _beside(round_seconds, read[0] + read[1], rate),
-                "plain step": _beside(step_seconds, read[2], rate),
+                "round": _compare_floor(round_seconds, read, rate),
+                "plain step": _compare_floor(step_seconds, verify_bytes(engine, 1), rate),
             }
     return found
 
 
-def _steps(decoder: Decoder, request: Request, repeats: int) -> float:
-    """Median seconds of a round, after the prefill and those that capture."""
+def _seconds(decoder: Decoder, request: Request, repeats: int) -> float:
+    """Median seconds of a round, after the prefill and the rounds that capture graphs."""
     device = decoder.target.device
     text = decoder.rounds(request, Clock(device))
-    for _ in range(4):
-        next(text)
-    return median(once(lambda: next(text), device.type) for _ in range(repeats))
+    return median(in_turn({"round": partial(next, text)}, repeats, device.type, WARMUP)["round"])
 
 
-def _beside(measured: float, read: int, rate: float) -> dict[str, float]:
+def _compare_floor(measured: float, read: int, rate: float) -> dict[str, float]:
     return {"ms": 1000 * measured, "floor_ms": 1000 * read / rate, "over_floor": measured * rate / read}
 
 

@@ -1,15 +1,24 @@
-"""What the benchmarks share: medians of seconds, and the peak of tensor allocations."""
+"""What the benchmarks share: seconds of works in turn, peaks of tensor memory, and the report of figures."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from poss_lightning.evaluation.provenance import provenance
+from poss_lightning.files import atomic
 
-def once(work: Callable[[], object], device: str = "cpu") -> float:
-    """Seconds of one run, of a GPU that had nothing else to do."""
+Work = Callable[[], object]
+Item = TypeVar("Item")
+
+
+def once(work: Work, device: str = "cpu") -> float:
+    """Seconds of one run, on a GPU that was idle before."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -19,10 +28,27 @@ def once(work: Callable[[], object], device: str = "cpu") -> float:
     return time.perf_counter() - start
 
 
-def seconds(work: Callable[[], object], times: int, device: str = "cpu") -> float:
+def rotate(items: list[Item], number: int) -> list[Item]:
+    """The items in an order that begins with a different one for each number."""
+    first = number % len(items)
+    return items[first:] + items[:first]
+
+
+def in_turn(works: Mapping[str, Work], times: int, device: str = "cpu", warmup: int = 1) -> dict[str, list[float]]:
+    """Seconds of every run of each work, in an order that rotates, after runs that are not counted."""
+    orders = (rotate([*works], number) for number in range(warmup + times))
+    runs = [{name: once(works[name], device) for name in order} for order in orders]
+    return {name: [run[name] for run in runs[warmup:]] for name in works}
+
+
+def seconds(work: Work, times: int, device: str = "cpu") -> float:
     """Median of some runs after one that is not counted."""
-    work()
-    return median(once(work, device) for _ in range(times))
+    return median(in_turn({"work": work}, times, device)["work"])
+
+
+def ratios(times: Mapping[str, list[float]], above: str, below: str) -> list[float]:
+    """Seconds of the work `above` over those of `below`, run by run."""
+    return [a / b for a, b in zip(times[above], times[below], strict=True)]
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -32,8 +58,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
-def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
-    """Most bytes of tensors that `work` had allocated at once, beyond what was there before; it runs twice."""
+def peak_bytes(work: Work, device: str = "cpu") -> int:
+    """Most bytes of tensors that `work` allocated at once, beyond what was there before; it runs twice."""
     work()
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -48,3 +74,48 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def compare_steps(steps: Mapping[str, Work], pairs: int, device: str, resident: int = 0) -> dict[str, Any]:
+    """Seconds and peak memory of training steps: of ours, the first, and of what it is compared with.
+
+    Args:
+        resident: bytes that are there all the time, which count to every peak.
+    """
+    times = in_turn(steps, pairs, device)
+    peaks = {name: resident + peak_bytes(step, device) for name, step in steps.items()}
+    ours, *others = steps
+    found: dict[str, Any] = {
+        "seconds": {name: median(own) for name, own in times.items()},
+        "peak_megabytes": {name: peak / 1e6 for name, peak in peaks.items()},
+    }
+    for other in others:
+        speed = ratios(times, other, ours)
+        found |= {"speed_ratio": median(speed), "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in speed)}
+        found["memory_ratio"] = peaks[ours] / peaks[other]
+    return found
+
+
+# --- reports ---
+
+
+def write(out: str | Path, figures: Mapping[str, Any], device: torch.device | str) -> None:
+    """Write figures as JSON, with the machine, versions and commit."""
+    with atomic(out) as path:
+        path.write_text(json.dumps({**provenance(torch.device(device)), **figures}, indent=1) + "\n")
+
+
+def show(figures: Mapping[str, Any], indent: int = 2) -> None:
+    """Print nested figures; those of one thing on one line where they are numbers."""
+    for name, value in figures.items():
+        if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
+            print(f"{' ' * indent}{name}")
+            show(value, indent + 2)
+        elif isinstance(value, dict):
+            print(f"{' ' * indent}{name:<32} " + "  ".join(f"{key} {_number(inner)}" for key, inner in value.items()))
+        else:
+            print(f"{' ' * indent}{name:<32} {_number(value)}")
+
+
+def _number(value: object) -> str:
+    return format(value, ".4g") if isinstance(value, float) else str(value)

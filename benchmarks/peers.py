@@ -1,16 +1,14 @@
-"""A training step of ours beside that of speculators, vLLM's library, on equal terms: `python -m benchmarks.peers`.
+"""A training step beside that of speculators, vLLM's library, on equal terms: `python -m benchmarks.peers`.
 
 Both have the same weights, slots, passes, vocabulary and dtype, and the loss of speculators (the KL divergence from the
-target, a mean over slots for each pass). Gradients are compared first: they show that both do the same. On a CPU
-speculators has its eager attention and losses, as its fused ones need a GPU; there it takes those. Prints a table, and
-writes runs/bench/peers.json.
+target, a mean over slots for each pass). Gradients are compared first, to show that both do the same. On a CPU
+speculators uses its eager attention and losses, as its fused ones need a GPU. Prints figures and writes
+runs/bench/peers.json.
 """
 
 import argparse
-import json
+from functools import partial
 from importlib.metadata import version
-from statistics import median
-from typing import NamedTuple
 
 import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -20,14 +18,12 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from benchmarks.measure import once, peak_bytes
+from benchmarks.measure import compare_steps, show, write
 from benchmarks.random_target import random_spec
 from benchmarks.train import LLAMA_3_8B, SMOLLM2
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.files import atomic
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.passes import pass_losses
@@ -38,114 +34,87 @@ LAYERS = 30  # of the target, of which three are read
 BOTH = ("ours", "theirs")
 
 
-class Row(NamedTuple):
-    """T slots in one row; of each the token on its right, and what the target says there."""
-
-    tokens: Tensor  # (1, T)
-    inputs: Tensor  # (1, T, 3D) what a draft reads of the target
-    features: Tensor  # (1, T, D) what the target's head reads behind the token
-    hidden: Tensor  # (1, T, D) before the target's final norm: theirs norms it again
-    counts: Tensor  # (1, T) how many passes count
-    packing: Packing
-    texts: Tensor  # (1, T) the number of the text
-
-
 class Problem:
-    """A draft of ours and one of theirs with its weights.
-
-    Args:
-        draft: of kind eagle3, with a vocabulary.
-        head: the target's embedding and head.
-        norm: (D,) weight of the target's final norm.
-        slots: T, at most.
-        dtype: in which products are computed; weights are float32.
-    """
+    """Random float32 weights, in our draft and in theirs, and one row of `slots` slots that all count."""
 
     def __init__(
-        self,
-        draft: Specialists,
-        head: EmbedHead,
-        norm: Tensor,
-        slots: int,
-        dtype: torch.dtype,
+        self, sizes: tuple[int, ...], slots: int, depth: int, vocabulary: int, device: str, dtype: torch.dtype
     ):
-        self.draft, self.dtype, self.device = draft, dtype, draft.fc.weight.device.type
-        self.depth = draft.config.depth
-        self.embed_head = head.restrict(draft.vocabulary)
-        self.peer = make_peer(draft, head, norm, slots).to(draft.fc.weight.device)
-        draft.lm_head.requires_grad_(self.peer.lm_head.weight.requires_grad)
+        torch.manual_seed(0)
+        self.depth, self.device, self.dtype = depth, device, dtype
+        spec = random_spec(*sizes, layers=LAYERS)
+        width, total = spec.hidden_size, spec.vocab_size
+        kind = {"kind": "eagle3", "detach": False, "vocabulary_size": vocabulary}
+        with torch.device(device):
+            self.draft = Specialists(
+                DraftConfig(target=spec, allocation=(depth,), depth=depth, **kind), torch.arange(vocabulary)
+            )
+            head = EmbedHead(torch.randn(total, width) * 0.1, torch.randn(total, width) * 0.1)
+            self.embed_head = head.restrict(self.draft.vocabulary)
+            self.draft.init_head(self.embed_head)
+            self.counts = torch.full((1, slots), depth)
+            self.counts[0, :depth] = torch.arange(1, depth + 1)  # a pass counts from its own slot on
+            hidden = torch.randn(1, slots, width)
+            self.tokens = torch.randint(vocabulary, (1, slots))
+            self.inputs = torch.randn(1, slots, 3 * width).to(dtype)
+            self.features = nn.functional.rms_norm(hidden, (width,), eps=spec.norm_eps).to(dtype)
+            self.hidden = hidden.to(dtype)  # before the target's final norm: theirs norms it again
+            self.packing = Packing.one_per_row(1, slots, torch.device(device))
+            self.peer = make_peer(self.draft, head, torch.ones(width), slots).to(device)
+        self.draft.lm_head.requires_grad_(self.peer.lm_head.weight.requires_grad)
         self.optimizers = {
             name: torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.0)
-            for name, model in (("ours", draft), ("theirs", self.peer))
+            for name, model in (("ours", self.draft), ("theirs", self.peer))
         }
-        self.loss_config = resolve_loss_config("kl_div", "eager" if self.device == "cpu" else "fused")
+        self.loss_config = resolve_loss_config("kl_div", "eager" if device == "cpu" else "fused")
 
-    def ours(self, row: Row) -> Tensor:
-        """Cross-entropy against the target: the divergence, but for a constant."""
-        embedded = self.embed_head.embed(row.tokens).to(self.dtype)
-        predictions = self.draft(embedded, row.inputs, self.depth, row.packing)
-        passes = torch.arange(1, self.depth + 1, device=row.counts.device)[:, None]
+    def ours(self) -> Tensor:
+        """Cross-entropy to the target: the divergence, up to a constant."""
+        embedded = self.embed_head.embed(self.tokens).to(self.dtype)
+        predictions = self.draft(embedded, self.inputs, self.depth, self.packing)
+        passes = torch.arange(1, self.depth + 1, device=self.device)[:, None]
         losses = pass_losses(
             [self.draft.head_input(each) for each in predictions],
-            row.features,
-            row.counts,
+            self.features,
+            self.counts,
             self.embed_head.head.to(self.dtype),
             weights={"token": 1.0},
             draft_head=self.draft.lm_head.weight,
-            pass_weights=1 / (row.counts >= passes).sum(1).clamp(min=1),
+            pass_weights=1 / (self.counts >= passes).sum(1).clamp(min=1),
         )
         return losses.total
 
-    def theirs(self, row: Row) -> Tensor:
+    def theirs(self) -> Tensor:
         _, loss, _ = self.peer(
-            hidden_states=row.inputs,
-            input_ids=row.tokens,
-            document_ids=row.texts,
-            loss_mask=row.counts > 0,
-            verifier_last_hidden_states=row.hidden,
+            hidden_states=self.inputs,
+            input_ids=self.tokens,
+            document_ids=torch.zeros_like(self.tokens),
+            loss_mask=self.counts > 0,
+            verifier_last_hidden_states=self.hidden,
             ttt_steps=self.depth,
             loss_config=self.loss_config,
         )
         return loss
 
-    def step(self, name: str, row: Row) -> Tensor:
-        """A step of `ours` or `theirs`: the loss."""
-        optimizer = self.optimizers[name]
+    def step(self, name: str) -> None:
+        """A step of `ours` or `theirs`."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            loss = self.ours(row) if name == "ours" else self.theirs(row)
-        optimizer.zero_grad()
+            loss = self.ours() if name == "ours" else self.theirs()
+        self.optimizers[name].zero_grad()
         loss.backward()
-        optimizer.step()
-        return loss.detach()
+        self.optimizers[name].step()
 
-
-def random_problem(
-    sizes: tuple[int, ...], slots: int, depth: int, vocabulary: int, device: str, dtype: torch.dtype
-) -> tuple[Problem, Row]:
-    """Random weights, and a row of slots that all count."""
-    torch.manual_seed(0)
-    spec = random_spec(*sizes, layers=LAYERS)
-    width, total = spec.hidden_size, spec.vocab_size
-    config = DraftConfig(
-        target=spec, allocation=(depth,), depth=depth, kind="eagle3", detach=False, vocabulary_size=vocabulary
-    )
-    with torch.device(device):
-        draft = Specialists(config, torch.arange(vocabulary))
-        head = EmbedHead(torch.randn(total, width) * 0.1, torch.randn(total, width) * 0.1)
-        draft.init_head(head.restrict(draft.vocabulary))
-        counts = torch.full((1, slots), depth)
-        counts[0, :depth] = torch.arange(1, depth + 1)  # a pass counts from its own slot on
-        hidden = torch.randn(1, slots, width)
-        row = Row(
-            tokens=torch.randint(vocabulary, (1, slots)),
-            inputs=torch.randn(1, slots, 3 * width).to(dtype),
-            features=nn.functional.rms_norm(hidden, (width,), eps=spec.norm_eps).to(dtype),
-            hidden=hidden.to(dtype),
-            counts=counts,
-            packing=Packing.one_per_row(1, slots, torch.device(device)),
-            texts=torch.zeros(1, slots, dtype=torch.long),
-        )
-        return Problem(draft, head, torch.ones(width), slots, dtype), row
+    def gradient_differences(self) -> dict[str, float]:
+        """The relative difference of each parameter's gradients, after a step of both."""
+        names, peer = LAYOUTS["speculators"].number_names(1, 0), dict(self.peer.named_parameters())
+        for name in BOTH:
+            self.step(name)
+        pairs = {
+            name: (parameter.grad, peer[names[name]].grad)
+            for name, parameter in self.draft.named_parameters()
+            if parameter.grad is not None
+        }
+        return {name: float((ours - theirs).norm() / theirs.norm()) for name, (ours, theirs) in pairs.items()}
 
 
 def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, slots: int) -> Eagle3DraftModel:
@@ -183,38 +152,8 @@ def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, slots: int) -> 
     tensors["verifier_norm.weight"] = norm
     left = peer.load_state_dict(tensors, strict=False)
     if left.missing_keys or left.unexpected_keys:
-        raise ValueError(f"names of speculators are others: {left}")
+        raise ValueError(f"these names of speculators are unexpected: {left}")
     return peer.float()
-
-
-def gradient_difference(problem: Problem, row: Row) -> dict[str, float]:
-    """By parameter, the relative difference of the gradients of both."""
-    names = LAYOUTS["speculators"].number_names(1, 0)
-    found = {}
-    for name in BOTH:
-        problem.step(name, row)
-    peer = dict(problem.peer.named_parameters())
-    for ours, parameter in problem.draft.named_parameters():
-        if parameter.grad is not None:
-            theirs = peer[names[ours]].grad
-            found[ours] = float((parameter.grad - theirs).norm() / theirs.norm())
-    return found
-
-
-def figures(problem: Problem, row: Row, pairs: int) -> dict[str, object]:
-    """Seconds and memory of a step of both, in turn."""
-    for name in BOTH:
-        problem.step(name, row)  # not counted
-    times = [[once(lambda name=name: problem.step(name, row), problem.device) for name in BOTH] for _ in range(pairs)]
-    ratios = [theirs / ours for ours, theirs in times]
-    peaks = {name: peak_bytes(lambda name=name: problem.step(name, row), problem.device) for name in BOTH}
-    return {
-        "seconds": dict(zip(BOTH, (median(of_one) for of_one in zip(*times, strict=True)), strict=True)),
-        "speed_ratio": median(ratios),
-        "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in ratios),
-        "peak_megabytes_beyond_what_stays": {name: peak / 1e6 for name, peak in peaks.items()},
-        "memory_ratio": peaks["ours"] / peaks["theirs"],
-    }
 
 
 def main() -> None:
@@ -228,20 +167,18 @@ def main() -> None:
     given = parser.parse_args()
     sizes = SMOLLM2 if given.device == "cpu" else LLAMA_3_8B
     dtype = choose_dtype(given.dtype, given.device)
-    difference = gradient_difference(*random_problem(sizes, 256, given.depth, 1000, given.device, torch.float32))
-    options = given.slots, given.depth, given.vocabulary
-    problem, row = random_problem(sizes, *options, given.device, getattr(torch, dtype))
+    differences = Problem(sizes, 256, given.depth, 1000, given.device, torch.float32).gradient_differences()
+    problem = Problem(sizes, given.slots, given.depth, given.vocabulary, given.device, getattr(torch, dtype))
+    steps = {name: partial(problem.step, name) for name in BOTH}
     results = {
         "speculators": version("speculators"),
         "dtype": dtype,
         **{name: getattr(given, name) for name in ("slots", "depth", "vocabulary")},
-        "largest_relative_gradient_difference": max(difference.values()),
-        **figures(problem, row, given.pairs),
+        "largest_relative_gradient_difference": max(differences.values()),
+        **compare_steps(steps, given.pairs, given.device),  # memory beyond weights and optimizer
     }
-    for name, value in results.items():
-        print(f"  {name:<38} {value if not isinstance(value, float) else format(value, '.4g')}")
-    with atomic("runs/bench/peers.json") as path:
-        path.write_text(json.dumps({**provenance(torch.device(given.device)), **results}, indent=1) + "\n")
+    show(results)
+    write("runs/bench/peers.json", results, given.device)
 
 
 if __name__ == "__main__":

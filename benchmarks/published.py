@@ -1,8 +1,8 @@
-"""A training step as the published code takes it, written from docs/METHOD.md: what `make bench-train` is held against.
+"""A training step as the published code takes it, written from docs/METHOD.md, for `make bench-train` to compare with.
 
 Every pass keeps a full (T, T) score matrix for backward, and full (T, V) tensors of logits, log-probabilities and their
-products with the target's. The mask is the exact one, not the published: else the two would not be the same loss.
-The target's probabilities are made once for all passes, which is better than some published code does.
+products with the target's. The mask is exact, not the published one, or the losses would differ. The target's
+probabilities are computed once for all passes, which is better than some published code does.
 """
 
 import torch
@@ -50,15 +50,14 @@ def step(
 
 
 def layer(specialist: nn.Module, joined: list[Tensor], rope: Rope) -> Tensor:
-    """One pass with one full score matrix: z^0 gives it, and the later sets overwrite its diagonals."""
+    """One pass with one full score matrix, from z^0; the later sets overwrite its diagonals."""
     queries = specialist.queries(joined[-1], rope)  # (B, H, T, d)
     groups = specialist.heads // specialist.kv_heads
-    pairs = [
-        [x.repeat_interleave(groups, 1) for x in specialist.keys_values(z, rope)] for z in joined
-    ]  # of every set: keys and values, (B, H, T, d)
+    # keys and values of every set, (B, H, T, d)
+    pairs = [[x.repeat_interleave(groups, 1) for x in specialist.keys_values(z, rope)] for z in joined]
     scale, near = queries.shape[-1] ** -0.5, len(joined) - 1
     scores = queries @ pairs[0][0].mT * scale  # (B, H, T, T)
-    for i in range(near):  # the key i slots to the left is of set k-1-i
+    for i in range(near):  # the key i slots to the left belongs to set k-1-i
         score = (queries * pairs[-1 - i][0].roll(i, 2)).sum(-1) * scale  # (B, H, T)
         scores = scores.diagonal_scatter(score[..., i:], -i, 2, 3)
     future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)  # (T, T)

@@ -1,4 +1,4 @@
-"""Targets and drafts with random weights, for what depends on sizes alone: times, and laws."""
+"""Targets and drafts with random weights, for what depends on sizes alone: times and laws."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -12,16 +12,9 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def random_spec(
-    width: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    vocabulary: int,
-    *,
-    layers: int | None = None,
+    width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, *, layers: int | None = None
 ) -> TargetSpec:
-    """A target of these sizes, of which nothing but them matters."""
+    """A target of these sizes."""
     return TargetSpec(
         name="made up",
         hidden_size=width,
@@ -61,7 +54,7 @@ def random_draft(
     vocabulary: list[int] | None = None,
     **config,
 ) -> Specialists:
-    """Specialists that were never trained, where the target is and in its dtype; `config`: more of `DraftConfig`."""
+    """Untrained specialists on the target's device, in its dtype; `config` has more of `DraftConfig`."""
     torch.manual_seed(seed)
     kept = None if vocabulary is None else torch.tensor(vocabulary)
     full = DraftConfig(

@@ -7,7 +7,7 @@ OUT/load-4/records.jsonl   4 requests at a time: `vllm` without a draft, and `vl
 OUT/load-4/run.json        settings, machine; and of each method the seconds and tokens of all requests together
 
 Prompts, target, dtype and limits are those of OURS, so `poss compare "[OURS,OUT/load-4]"` shows both side by side. A
-draft is served as a chain of its depth in OURS. What stands behind `--` goes to `vllm serve`. It runs where vLLM does.
+draft is served as a chain of its depth in OURS. What follows `--` goes to `vllm serve`. It runs where vLLM does.
 """
 
 import argparse
@@ -16,14 +16,14 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from benchmarks.measure import write
 from benchmarks.vllm_server import VLLM, ServedAnswer, Server
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import describe, provenance
+from poss_lightning.evaluation.provenance import describe
 from poss_lightning.evaluation.records import Record, Source, read_sources, to_line
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.files import atomic
@@ -32,12 +32,12 @@ from poss_lightning.machine import choose_device
 from poss_lightning.target.model import Target
 
 Program = tuple[str, ...]
-SLACK = 64  # vLLM drafts nothing that might stand behind the longest text
+SLACK = 64  # vLLM drafts nothing that might exceed the longest text
 METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # vLLM's names of our kinds
 
 
 class Prompt(NamedTuple):
-    """What was asked, and our own loop's record of it."""
+    """A prompt, and our own loop's record of its answer."""
 
     tokens: list[int]
     plain: Record
@@ -50,13 +50,18 @@ class Measured(NamedTuple):
     seconds: float  # from the first request to the last answer
 
 
+def config_of(source: Source) -> dict[str, Any]:
+    """Settings of a benchmark."""
+    return (source.run or {})["config"]
+
+
 def prompts_of(source: Source, target: Target) -> list[Prompt]:
     """The prompts of a benchmark: later turns follow our own loop's answers.
 
     Raises:
-        ValueError: the suites are not those of the records any more.
+        ValueError: the suites have changed since.
     """
-    config = (source.run or {})["config"]
+    config = config_of(source)
     questions = {(each.suite, each.id): each for each in read_suites(config["suites"], config["limit"])}
     plain = {
         (record.suite, record.id, record.turn): record
@@ -71,7 +76,7 @@ def prompts_of(source: Source, target: Target) -> list[Prompt]:
             messages += [*before, {"role": "user", "content": text}]
         tokens = target.chat.prompt(messages)
         if len(tokens) != record.prompt_tokens:
-            raise ValueError(f"{suite} {name}, turn {turn}: the prompt is another than in {source.folder}")
+            raise ValueError(f"{suite} {name}, turn {turn}: the prompt differs from that in {source.folder}")
         prompts.append(Prompt(tokens, record))
     return prompts
 
@@ -86,28 +91,22 @@ def measure(server: Server, prompts: list[Prompt], load: int, max_new_tokens: in
 
 def records_of(method: str, prompts: list[Prompt], answers: list[ServedAnswer]) -> list[Record]:
     return [
-        Record(
-            suite=plain.suite,
-            id=plain.id,
-            turn=plain.turn,
+        replace(
+            prompt.plain,
             method=method,
-            repeat=0,
-            seed=plain.seed,
-            prompt_tokens=plain.prompt_tokens,
             new_tokens=len(answer.tokens),
             accepted=answer.accepted,
             seconds={"total": round(answer.seconds, 6)},
             tokens=answer.tokens,
             text=answer.text,
-            question=plain.question,
-            category=plain.category,
+            pieces=None,
         )
-        for (_, plain), answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
 
 def serve_draft(name: str, run: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
-    """Arguments with which vLLM drafts as this method of a benchmark's run.json does, and the method's facts."""
+    """Arguments with which vLLM drafts like a method of a benchmark's run.json, and the method's facts."""
     address, depth = run["config"]["drafts"][name], run["methods"][name]["depth"]
     draft = Specialists.from_pretrained(address)
     convert(address, str(folder / name), output_format="vllm", target=run["config"]["target"])
@@ -126,33 +125,24 @@ def serve(
     program: Program,
 ) -> tuple[str, dict[str, dict[str, Any]], dict[int, dict[str, Measured]]]:
     """Start a server for each method in turn; return its version, the methods' facts, and what was measured by load."""
-    run: dict[str, Any] = source.run or {}
-    limit, stops = run["config"]["max_new_tokens"], sorted(target.chat.stops)
+    run, config = source.run or {}, config_of(source)
+    limit, stops = config["max_new_tokens"], sorted(target.chat.stops)
     longest = max(len(prompt.tokens) for prompt in prompts) + limit + SLACK
-    common = [target.model.name_or_path, "--dtype", run["config"]["dtype"], "--max-model-len", str(longest)]
+    common = [target.model.name_or_path, "--dtype", config["dtype"], "--max-model-len", str(longest)]
     common += ["--no-enable-prefix-caching", "--generation-config", "vllm", *extra]
-    methods: dict[str, dict[str, Any]] = {"vllm": {}}
     measured: dict[int, dict[str, Measured]] = {load: {} for load in loads}
     version = ""
     with tempfile.TemporaryDirectory(prefix="poss-serve-") as folder:
-        drafting: dict[str, list[str]] = {"vllm": []}
-        for name in run["config"]["drafts"] or {}:
-            drafting[f"vllm-{name}"], methods[f"vllm-{name}"] = serve_draft(name, run, Path(folder))
-        for method, speculation in drafting.items():
+        methods: dict[str, tuple[list[str], dict[str, Any]]] = {"vllm": ([], {})}
+        for name in config["drafts"] or {}:
+            methods[f"vllm-{name}"] = serve_draft(name, run, Path(folder))
+        for method, (speculation, _) in methods.items():
             with Server([*common, *speculation], out / f"{method}.log", program) as server:
                 version = server.version()
                 server.answer(prompts[0].tokens, min(limit, 16), stops)  # warms it up
                 for load in loads:
                     measured[load][method] = measure(server, prompts, load, limit, stops)
-    return version, methods, measured
-
-
-def write(folder: Path, records: list[Record], facts: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / "run.json") as path:
-        path.write_text(json.dumps(facts, indent=1) + "\n")
-    with atomic(folder / "records.jsonl") as path:
-        path.write_text("".join(f"{to_line(record)}\n" for record in records), encoding="utf-8")
+    return version, {method: facts for method, (_, facts) in methods.items()}, measured
 
 
 def show(load: int, by_method: dict[str, Measured], prompts: list[Prompt]) -> None:
@@ -170,12 +160,13 @@ def main(arguments: list[str], program: Program = VLLM) -> None:
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
     options, extra = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     (source,) = read_sources(options.ours)
-    config = (source.run or {})["config"]
+    config = config_of(source)
     target = Target.load(config["target"], config["dtype"], "cpu")  # for its chat template; the server has its own
     prompts = prompts_of(source, target)
     options.out.mkdir(parents=True, exist_ok=True)
     version, methods, measured = serve(source, prompts, target, options.out, options.loads, extra, program)
     for load, by_method in measured.items():
+        folder = options.out / f"load-{load}"
         served = {
             name: {"seconds": round(seconds, 3), "tokens": sum(len(answer.tokens) for answer in answers)}
             for name, (answers, seconds) in by_method.items()
@@ -185,10 +176,12 @@ def main(arguments: list[str], program: Program = VLLM) -> None:
             "config": config | {"engine": f"vLLM {version}", "load": load},
             "methods": methods,
             "served": served,
-            **provenance(torch.device(choose_device())),  # vLLM's; the target here gives its template alone
         }
         records = [each for name, (answers, _) in by_method.items() for each in records_of(name, prompts, answers)]
-        write(options.out / f"load-{load}", records, facts)
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "run.json", facts, choose_device())  # vLLM's device; the target here gives its template alone
+        with atomic(folder / "records.jsonl") as path:
+            path.write_text("".join(f"{to_line(record)}\n" for record in records), encoding="utf-8")
         show(load, by_method, prompts)
 
 

@@ -1,9 +1,9 @@
-"""Commands that nobody would write, random decoding, commands that are killed: `python -m benchmarks.soak`.
+"""Random commands, random decoding and killed commands, until the time is over: `python -m benchmarks.soak`.
 
-Decoding: random prompts, batches, laws, trees and drafts, each against plain decoding. Every case follows from its
+Decoding: random prompts, batches, sampling, trees and drafts, compared with plain decoding. Every case follows from its
 seed, so `python -m benchmarks.soak --part decoding --seed N` begins with the case that failed (trees of the kind `auto`
-also follow the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding
-alone decides between two: such texts are counted, and compared up to there. Memory must stay where it is.
+also depend on the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding alone
+decides between two: such texts are counted, and compared up to there. Memory must not grow.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from random import Random
-from typing import Literal
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -30,9 +30,9 @@ from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.model import Target
 
-GROWTH = 0.05  # of resident memory, after the first fifth
-EVERY = 20  # so often the embedded target has its turn
-NOISE = 1e-5  # of the largest logit: what float32 may lose between one forward and another
+GROWTH = 0.05  # allowed, of resident memory after the first fifth of the time
+EVERY = 20  # cases, of which one is the embedded target's
+NOISE = 1e-5  # of the largest logit: how much two forwards in float32 may differ
 TINY = LlamaConfig(
     vocab_size=288,
     hidden_size=32,
@@ -57,11 +57,12 @@ class Case:
     stops: frozenset[int]
     sampling: Sampling
     allocation: tuple[int, ...]
-    proposals: int | None  # the draft proposes so many tokens only, those the answers have most: else few are accepted
-    depth: int
-    nodes: int
-    tree_width: int
-    tree: Literal["fixed", "auto"]
+    proposals: int | None  # size of the draft's vocabulary, the answers' most common tokens: else few are accepted
+    tree: dict[str, Any]  # arguments of the engine
+
+    def generator(self) -> torch.Generator:
+        """A new generator with the seed."""
+        return torch.Generator().manual_seed(self.seed)
 
 
 class Mismatch(AssertionError):
@@ -92,51 +93,58 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         ),
         allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
         proposals=random.choice([None, 4, 12, 40]),
-        depth=depth,
-        nodes=depth + 1 + (0 if width == 1 else random.randint(0, 60)),
-        tree_width=width,
-        tree=random.choice(["fixed", "fixed", "auto"]),
+        tree={
+            "depth": depth,
+            "nodes": depth + 1 + (0 if width == 1 else random.randint(0, 60)),
+            "tree_width": width,
+            "tree": random.choice(["fixed", "fixed", "auto"]),
+        },
     )
 
 
-def check(case: Case, target: Target) -> tuple[int, int, int]:
-    """Decode a case, and again in another order and in part: tokens, accepted tokens, and ties.
+def check(case: Case, target: Target) -> Counter[str]:
+    """Decode a case, then in reverse order, then half of it, with one engine: no text may affect the next.
 
-    A tie is a text in which float32 rounding decided between two tokens.
-
-    The engine stays the same, so that nothing of one text may remain in the next.
+    Returns:
+        Numbers of tokens, of accepted tokens, and of texts in which rounding broke a tie.
 
     Raises:
-        Mismatch: other tokens than plain decoding's.
+        Mismatch: the tokens are not plain decoding's.
     """
-    engine = None
-    tokens = accepted = ties = 0
+    engine, found = None, Counter()
     for prompts in (case.prompts, case.prompts[::-1], case.prompts[: 1 + len(case.prompts) // 2]):
         given = prompts, case.limit, case.stops, case.sampling
-        plain = Autoregressive(target).decode(*given, _seeded(case))
+        plain = Autoregressive(target).decode(*given, case.generator())
         engine = engine or _engine(case, target, [row.tokens for row in plain])
-        ours = engine.decode(*given, _seeded(case))
+        ours = engine.decode(*given, case.generator())
         for row, (a, b) in enumerate(zip(ours, plain, strict=True)):
-            tokens, accepted = tokens + len(b.tokens), accepted + sum(a.accepted)
+            found.update(tokens=len(b.tokens), accepted=sum(a.accepted))
             if a.tokens == b.tokens:
                 continue
             at = next((i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=False)) if len(set(pair)) > 1), -1)
-            if at < 0 or not undecided(target, case, prompts, row, b.tokens[:at], {a.tokens[at], b.tokens[at]}):
-                raise Mismatch(f"row {row} of {len(prompts)}, token {at}: {a.tokens} against {b.tokens}")
-            ties += 1
-    return tokens, accepted, ties
+            if at < 0 or not is_tie(target, case, prompts, row, b.tokens[:at], {a.tokens[at], b.tokens[at]}):
+                raise Mismatch(f"row {row} of {len(prompts)}, token {at}: {a.tokens}, plainly {b.tokens}")
+            found.update(ties=1)
+    return found
+
+
+def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
+    common = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
+    vocabulary = None if case.proposals is None else sorted(common)
+    draft = random_draft(target, case.allocation, depth=case.tree["depth"], seed=case.seed, vocabulary=vocabulary)
+    return Speculative(target, draft, **case.tree)
 
 
 @torch.inference_mode()
-def undecided(
+def is_tie(
     target: Target, case: Case, prompts: list[list[int]], row: int, text: list[int], tokens: set[int], tries: int = 200
 ) -> bool:
     """Whether noise as small as float32's rounding makes either of two tokens the next one after prompt and `text`."""
     so_far = prompts[row] + text
     logits = target.embed_head.logits(target.text_features(torch.tensor([so_far])))[0, -1]  # (V,)
-    # Every try is a text of its own to the sampler, with the draws of the one in question.
+    # To the sampler every try is a separate text with the draws of the one in question.
     sampler = TokenSampler(len(prompts), target.spec.vocab_size, target.device)
-    sampler.begin(case.sampling, [*prompts[:row], so_far, *prompts[row + 1 :]], _seeded(case))
+    sampler.begin(case.sampling, [*prompts[:row], so_far, *prompts[row + 1 :]], case.generator())
     sampler.select([row] * tries)
     noise = torch.randn(tries, len(logits), generator=torch.Generator().manual_seed(0)) * logits.abs().max() * NOISE
     chosen = sampler.next(logits + noise, torch.full((tries,), len(so_far)))
@@ -144,36 +152,32 @@ def undecided(
 
 
 def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[str, float]:
-    """Cases, one after another, until the time is over; what was seen.
+    """Check one case after the other until the time is over; what was counted, and how memory grew.
 
     Raises:
         Mismatch: names the case.
     """
     sentences = [question.turns[0] for question in read_suites()]
     tiny = [random_target(TINY, torch.float32, seed=weights) for weights in range(4)]
-    seen = {"cases": 0, "tokens": 0, "accepted": 0, "ties_broken_by_rounding": 0}
-    began, warm = time.monotonic(), None
+    found, began, warm = Counter(cases=0, tokens=0, accepted=0, ties=0), time.monotonic(), None
     with tqdm(total=round(60 * minutes), unit="s", desc="soak") as bar:
         for number in count(seed):
             elapsed = time.monotonic() - began
             bar.update(min(round(elapsed), bar.total) - bar.n)
-            bar.set_postfix(seen | {"cases/s": f"{seen['cases'] / max(elapsed, 1e-9):.1f}"}, refresh=False)
+            bar.set_postfix(found, refresh=False)
             if warm is None and elapsed > 12 * minutes:  # a fifth, in seconds
                 warm = resident()
             if elapsed >= 60 * minutes:
                 break
-            use_embedded = embedded is not None and number % EVERY == EVERY - 1
-            target = embedded if embedded and use_embedded else tiny[number % len(tiny)]
-            case = make_case(number, target, sentences, *((2, 60, 8) if use_embedded else (6, 300, 60)))
+            is_embedded = embedded is not None and number % EVERY == EVERY - 1
+            target = embedded if is_embedded else tiny[number % len(tiny)]
+            case = make_case(number, target, sentences, *((2, 60, 8) if is_embedded else (6, 300, 60)))
             try:
-                counts = check(case, target)
+                found.update(check(case, target), cases=1)
             except Exception as error:
                 raise Mismatch(f"--seed {number}, {target.spec.name}: {error}\n{asdict(case)}") from error
-            for name, found in zip(("tokens", "accepted", "ties_broken_by_rounding"), counts, strict=True):
-                seen[name] += found
-            seen["cases"] += 1
     end = resident()
-    return seen | {"resident_start": warm or end, "resident_end": end, "growth": end / (warm or end) - 1}
+    return {**found, "resident_start": warm or end, "resident_end": end, "growth": end / (warm or end) - 1}
 
 
 def resident() -> int:
@@ -184,55 +188,39 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
-    likely = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
-    vocabulary = None if case.proposals is None else sorted(likely)
-    draft = random_draft(target, case.allocation, depth=case.depth, seed=case.seed, vocabulary=vocabulary)
-    return Speculative(
-        target,
-        draft,
-        depth=case.depth,
-        nodes=case.nodes,
-        tree_width=case.tree_width,
-        tree=case.tree,
-    )
-
-
-def _seeded(case: Case) -> torch.Generator:
-    return torch.Generator().manual_seed(case.seed)
-
-
-# --- its parts ---
+# --- parts: each says what is wrong, if anything ---
 
 
 def fuzz(minutes: float, seed: int) -> str | None:
-    """Random command lines and corpora, ten of each a minute; what is wrong, if anything."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/test_fuzz.py"]
-    done = subprocess.run(command, env=os.environ | {"POSS_FUZZ": str(round(10 * minutes))}, check=False)
-    return "tests/test_fuzz.py says above what" if done.returncode else None
+    """Random command lines and corpora, ten of each per minute."""
+    return _run("pytest", "-q", "tests/test_fuzz.py", POSS_FUZZ=str(round(10 * minutes)))
+
+
+def faults(minutes: float, seed: int) -> str | None:
+    """Commands that are killed and resume, in a process of its own, which they are forked from."""
+    return _run("benchmarks.faults", "--minutes", str(minutes), "--seed", str(seed))
+
+
+def _run(*command: str, **environment: str) -> str | None:
+    done = subprocess.run([sys.executable, "-m", *command], env=os.environ | environment, check=False)
+    return f"see the output of {' '.join(command)} above" if done.returncode else None
 
 
 def decoding(minutes: float, seed: int) -> str | None:
-    """Random cases against plain decoding; what is wrong, if anything."""
+    """Random cases compared with plain decoding."""
     try:
         embedded = Target.load("embedded", "float32", "cpu")
     except FileNotFoundError as error:
         print(f"without the embedded target: {error}")
         embedded = None
     try:
-        seen = soak(minutes, seed, embedded)
+        found = soak(minutes, seed, embedded)
     except Mismatch as error:
         return str(error)
-    for name, value in seen.items():
+    for name, value in found.items():
         print(f"  {name:<18} {value:,.4g}" if isinstance(value, float) else f"  {name:<18} {value:,}")
-    grew = f"memory grew by {seen['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed"
-    return grew if seen["growth"] > GROWTH else None
-
-
-def faults(minutes: float, seed: int) -> str | None:
-    """Commands that are killed, and go on; what is wrong, if anything. In a process of its own, off which it forks."""
-    command = [sys.executable, "-m", "benchmarks.faults", "--minutes", str(minutes), "--seed", str(seed)]
-    return "benchmarks/faults.py says above what" if subprocess.run(command, check=False).returncode else None
+    grew = f"memory grew by {found['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed"
+    return grew if found["growth"] > GROWTH else None
 
 
 PARTS = {"fuzz": fuzz, "decoding": decoding, "faults": faults}
@@ -240,19 +228,14 @@ PARTS = {"fuzz": fuzz, "decoding": decoding, "faults": faults}
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="of all parts together")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case of decoding, and of the order of faults")
+    parser.add_argument("--minutes", type=float, default=30, help="for all parts together")
+    parser.add_argument("--seed", type=int, default=0, help="the first case of decoding, and the order of faults")
     parser.add_argument("--part", choices=PARTS, help="only this one")
     options = parser.parse_args(arguments)
     parts = [options.part] if options.part else list(PARTS)
-    end, ended = time.monotonic() + 60 * options.minutes, {}
-    for number, name in enumerate(parts):
-        share = max((end - time.monotonic()) / 60 / (len(parts) - number), 0.1)  # of the time that is left
-        began = time.monotonic()
-        problem = PARTS[name](share, options.seed)
-        ended[name] = f"{(time.monotonic() - began) / 60:5.1f} minutes, {problem or 'nothing wrong'}", problem
-    print(*(f"  {name:<9} {text}" for name, (text, _) in ended.items()), sep="\n")
-    if any(problem for _, problem in ended.values()):
+    problems = {name: PARTS[name](options.minutes / len(parts), options.seed) for name in parts}
+    print(*(f"  {name:<9} {problem or 'nothing wrong'}" for name, problem in problems.items()), sep="\n")
+    if any(problems.values()):
         sys.exit(1)
 
 

@@ -1,37 +1,35 @@
-"""`make bench-train`: a training step against the published one and against the matmul rate of the machine.
+"""`make bench-train`: a training step beside the published one, and beside the rate of matrix products.
 
-Same weights, same batch, one process, in turn. On a CPU with the embedded target's sizes, on CUDA with Llama-3-8B's;
-weights and features are random, since neither time nor memory depends on them. Prints a table, writes
+Same weights, same batch, one process, in turn. On a CPU with the embedded target's sizes, on CUDA with Llama-3-8B's.
+Weights and features are random, since neither time nor memory depends on them. Prints figures and writes
 runs/bench/train.json.
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from statistics import median
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import published
-from benchmarks.measure import once, peak_bytes, seconds
+from benchmarks.measure import compare_steps, seconds, show, write
 from benchmarks.random_target import random_spec
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.files import atomic
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
 from poss_lightning.training.flops import step_flops
 
 DEPTH, ALLOCATION, PAIRS = 6, (3, 3), 5
-#            hidden, intermediate, heads, kv heads, head_dim, vocabulary
+SIZES = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
 SMOLLM2 = (576, 1536, 9, 3, 64, 49152)
 LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
 
 
 class Problem:
-    """Random weights and one packed row of `slots` slots that all count; weights are fp32 whatever is computed in."""
+    """Random float32 weights and one packed row of `slots` slots that all count; products are in `dtype`."""
 
     def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype):
         torch.manual_seed(0)
@@ -42,7 +40,7 @@ class Problem:
             self.head = (torch.randn(vocabulary, width) * 0.1).to(dtype)
             self.embedded, self.inputs, self.features = torch.randn(3, 1, slots, width).to(dtype)
             self.counts = torch.full((1, slots), DEPTH)
-            self.counts[0, :DEPTH] = torch.arange(1, DEPTH + 1)  # a pass is real from its own slot on
+            self.counts[0, :DEPTH] = torch.arange(1, DEPTH + 1)  # a pass counts from its own slot on
             self.packing = Packing.one_per_row(1, slots, torch.device(device))
         self.device, self.mixed, self.slots = device, dtype == torch.bfloat16, slots
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.0)
@@ -56,7 +54,7 @@ class Problem:
         return torch.stack(published.step(self.draft, self.head, *given)).sum()
 
     def step(self, loss_of: Callable[[], Tensor]) -> None:
-        """In Lightning's order: the old gradients go after the forward."""
+        """In Lightning's order: the forward, then old gradients are freed."""
         with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed):
             loss = loss_of() / self.slots
         self.optimizer.zero_grad()
@@ -64,7 +62,7 @@ class Problem:
         self.optimizer.step()
 
     def resident(self) -> int:
-        """Bytes that are there all the time: weights, gradients, optimizer state, head, batch."""
+        """Bytes of weights, gradients, optimizer state, head and batch, which are there all the time."""
         self.step(self.ours)
         state = [x for one in self.optimizer.state.values() for x in one.values()]
         kept = [self.head, self.embedded, self.inputs, self.features, self.counts, *self.draft.parameters(), *state]
@@ -72,7 +70,7 @@ class Problem:
 
 
 def difference(sizes: tuple[int, ...], device: str, slots: int = 512) -> float:
-    """Largest relative difference of a parameter's gradient, and of the loss, between ours and the twin's, in fp32."""
+    """Largest relative difference of the loss, or of a parameter's gradient, from the twin's, in float32."""
     problem, found = Problem(sizes, slots, device, torch.float32), []
     for loss_of in (problem.ours, problem.twin):
         problem.optimizer.zero_grad()
@@ -87,50 +85,36 @@ def matmul_rate(device: str, size: int, dtype: torch.dtype) -> float:
     return 2 * size**3 / seconds(lambda: a @ b, 9, device)
 
 
-def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype) -> dict[str, object]:
-    """Time and memory of a step of both, held against each other and against the rate of products.
+def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Time and memory of our step and the twin's, and of ours the share of the matmul rate.
 
-    Where the twin does not fit the device's memory, its figures are None.
+    Where the twin does not fit the device's memory, there are no figures of it.
     """
-    problem, fits = Problem(sizes, slots, device, dtype), True
+    problem = Problem(sizes, slots, device, dtype)
+    steps = {"ours": partial(problem.step, problem.ours), "twin": partial(problem.step, problem.twin)}
     try:
-        problem.step(problem.twin)  # not counted
+        steps["twin"]()
     except torch.OutOfMemoryError:
-        fits = False
+        del steps["twin"]
         problem.optimizer.zero_grad()
         torch.cuda.empty_cache()
-    problem.step(problem.ours)
-    losses = [problem.ours, problem.twin] if fits else [problem.ours]
-    times = [[once(lambda loss=loss: problem.step(loss), device) for loss in losses] for _ in range(PAIRS)]
-    ours, *twin = (median(of_one) for of_one in zip(*times, strict=True))
-    resident = problem.resident()
-    peaks = {
-        name: resident + peak_bytes(lambda loss=loss: problem.step(loss), device)
-        for name, loss in zip(("ours", "twin"), losses, strict=False)
-    }
+    compared = compare_steps(steps, PAIRS, device, problem.resident())
     flops = step_flops(problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2)
-    rate = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype)
-    ratios = [pair[1] / pair[0] for pair in times] if fits else []
+    rate, speed = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype), slots / compared["seconds"]["ours"]
     return {
-        "sizes": dict(
-            zip(("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"), sizes, strict=True)
-        ),
+        "sizes": dict(zip(SIZES, sizes, strict=True)),
         "slots": slots,
         "depth": DEPTH,
         "allocation": ALLOCATION,
-        "speed_ratio": median(ratios) if fits else None,
-        "speed_ratio_of_each_pair": sorted(round(ratio, 2) for ratio in ratios),
-        "memory_ratio": peaks["ours"] / peaks["twin"] if fits else None,
-        "slots_per_second": slots / ours,
-        "slots_per_second_twin": slots / twin[0] if fits else None,
-        "matmul_rate_fraction": flops / ours / rate,
+        **compared,
+        "slots_per_second": speed,
+        "matmul_rate_fraction": flops / slots * speed / rate,
         "matmul_teraflops": rate / 1e12,
-        "peak_megabytes": {name: peak / 1e6 for name, peak in peaks.items()},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--slots", type=int, default=2048)
     options = parser.parse_args()
@@ -138,10 +122,8 @@ def main() -> None:
     dtype = choose_dtype("auto", device)
     results = {"dtype": dtype, "max_relative_gradient_difference": difference(sizes, device)}
     results |= figures(sizes, options.slots, device, getattr(torch, dtype))
-    for name, value in results.items():
-        print(f"  {name:<34} {value if not isinstance(value, float) else format(value, '.4g')}")
-    with atomic("runs/bench/train.json") as path:
-        path.write_text(json.dumps({**provenance(torch.device(device)), **results}, indent=1) + "\n")
+    show(results)
+    write("runs/bench/train.json", results, device)
 
 
 if __name__ == "__main__":

@@ -13,34 +13,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# not `vllm serve`, which asks for a package named vllm, and the one for CPUs has another name
+# not `vllm serve`, which needs a package named vllm: the one for CPUs has a different name
 VLLM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 HOST = "127.0.0.1"
-START, ANSWER, END = 900, 900, 30  # seconds: until it answers, for an answer, until it has ended by itself
+START, ANSWER, END = 900, 900, 30  # seconds to start, to answer, and to end by itself
 
 
 class ServedAnswer(NamedTuple):
-    """A greedy answer.
+    """A greedy answer."""
 
-    Attributes:
-        tokens: new ones, a stop token included.
-        text: theirs.
-        accepted: drafted tokens that each round accepted, as a `Record` counts them; empty without a draft.
-        seconds: from the request to the answer.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # new ones, a stop token included
     text: str
-    accepted: list[int]
-    seconds: float
+    accepted: list[int]  # drafted tokens that each round accepted, as a `Record` counts them; empty without a draft
+    seconds: float  # from the request to the answer
 
 
 class Server:
     """A server in a process group of its own, which ends with the context.
 
     Args:
-        arguments: the target, and options of `vllm serve`; those with which it tells the accepted tokens are added.
-        log: file for what it says.
+        arguments: the target, and options of `vllm serve`; the option that reports accepted tokens is added.
+        log: file for its output.
         program: what is started.
 
     Raises:
@@ -69,11 +62,11 @@ class Server:
         self._end()
 
     def version(self) -> str:
-        """Of vLLM."""
+        """vLLM's version."""
         return self._request("GET", "/version")["version"]
 
     def answer(self, prompt: list[int], max_new_tokens: int, stops: Sequence[int]) -> ServedAnswer:
-        """The greedy answer to a prompt, up to and with its first stop token."""
+        """The greedy answer to a prompt, up to and including its first stop token."""
         asked = {"prompt": prompt, "max_tokens": max_new_tokens, "stop_token_ids": list(stops)}
         began = time.perf_counter()
         given = self._request("POST", "/v1/completions", asked | {"temperature": 0, "return_token_ids": True})
@@ -99,7 +92,7 @@ class Server:
                 time.sleep(0.5)
 
     def _request(self, method: str, path: str, content: Any = None) -> Any:
-        """The answer's JSON; None where it has no content. No proxy stands between."""
+        """The answer's JSON, None where it is empty; no proxy is used."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER)
         body = None if content is None else json.dumps(content)
         connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -111,7 +104,7 @@ class Server:
         return json.loads(text) if text else None
 
     def _end(self) -> None:
-        """End the group: the server's workers too."""
+        """End the server and its workers."""
         for how, seconds in ((signal.SIGTERM, END), (signal.SIGKILL, None)):
             try:
                 os.killpg(self._process.pid, how)
@@ -123,7 +116,7 @@ class Server:
 
 
 def count_accepted(accepted: list[int], new_tokens: int, stopped: bool) -> list[int]:
-    """vLLM's counts as a `Record` has them: nothing behind a stop token, which takes the place of its round's bonus."""
+    """vLLM's counts as a `Record` has them: none after a stop token, which takes the place of its round's bonus."""
     if not stopped or not accepted:
         return accepted
     return [*accepted[:-1], new_tokens - 2 - sum(count + 1 for count in accepted[:-1])]

@@ -1,9 +1,7 @@
-"""`python notebooks/execute.py`: runs notebooks where they lie, and keeps of their outputs what a diff can be read of.
+"""Run notebooks in place, and keep the outputs that make a readable diff: `python notebooks/execute.py [NOTEBOOK …]`.
 
-    python notebooks/execute.py [NOTEBOOK ...]
-
-Texts and figures stay; counters, times, warnings and second forms of the same output do not. So a notebook whose
-records are the same is the same file after it ran again, but for what it timed itself.
+Texts and figures stay; counters, times, warnings and second forms of an output go. So with the same records a notebook
+stays the same file, except for what it timed itself.
 """
 
 import sys
@@ -40,7 +38,7 @@ def read(file: Path) -> NotebookNode:
 
 
 def text(notebook: NotebookNode) -> str:
-    """What the file of a notebook says."""
+    """The content of a notebook's file."""
     return nbformat.writes(notebook) + "\n"
 
 
@@ -50,17 +48,17 @@ def executed(notebook: NotebookNode, folder: Path) -> NotebookNode:
     Raises:
         CellExecutionError: a cell failed; the message has its source and traceback.
     """
-    own = KernelSpecManager(kernel_dirs=[])  # no kernel that somebody installed under the same name
+    own = KernelSpecManager(kernel_dirs=[])  # no other kernel that is installed under this name
     kernel = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=own)
     client = NotebookClient(
         notebook,
         km=kernel,
         resources={"metadata": {"path": str(folder)}},
-        extra_arguments=["--log-level=ERROR"],  # it warns that it talks over loopback unencrypted
-        coalesce_streams=True,  # else what was printed is cut by chance
+        extra_arguments=["--log-level=ERROR"],  # it warns about unencrypted traffic over loopback
+        coalesce_streams=True,  # else printed text is split at random places
         record_timing=False,
     )
-    return client.execute(cleanup_kc=True)  # nbclient leaves a kernel alive that it did not name itself
+    return client.execute(cleanup_kc=True)  # nbclient keeps a kernel alive that it was given
 
 
 def stripped(notebook: NotebookNode) -> NotebookNode:

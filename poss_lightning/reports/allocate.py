@@ -1,7 +1,7 @@
 """`poss allocate`: propose an allocation from the drift of a single layer (the paper's third open question).
 
-A specialist serves positions whose features have drifted about as far. So, of all ways to cut K positions into S runs,
-the one is proposed within whose runs the drift varies least: least squares about each run's mean.
+A specialist serves positions whose features have drifted about as far. So of all ways to cut K positions into S runs,
+the proposal leaves the least drift variance within its runs: least squares about each run's mean.
 """
 
 import logging
@@ -19,7 +19,7 @@ from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
 DRIFT = "val_drift_l2"
-UNTRAINED = 0.95  # drift at the first position, relative to the feature, from which nothing has been learnt
+UNTRAINED = 0.95  # drift at the first position, relative to the feature, of a layer that has learnt nothing
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +29,7 @@ def allocate(run: str, depth: Position | None = None) -> None:
 
     Args:
         run: folder of the training with its TensorBoard file, or of a cell of a sweep.
-        depth: positions to share out; all that were logged by default.
+        depth: positions to allocate; all that were logged by default.
     """
     drift = read_drift(run, depth)
     if drift[0] >= UNTRAINED or drift[-1] < drift[0]:
@@ -38,14 +38,10 @@ def allocate(run: str, depth: Position | None = None) -> None:
             "which is that of zeros, and grows with depth",
             run,
         )
-    proposed = [propose(drift, specialists) for specialists in range(1, len(drift) + 1)]
-    table = pd.DataFrame(
-        {
-            "specialists": range(1, len(drift) + 1),
-            "allocation": map(str, proposed),
-            "drift within runs": [f"{100 * variance_within(drift, runs):.1f} %" for runs in proposed],
-        }
-    )
+    specialists = range(1, len(drift) + 1)
+    proposed = [propose(drift, count) for count in specialists]
+    within = [f"{100 * variance_within(drift, runs):.1f} %" for runs in proposed]
+    table = pd.DataFrame({"specialists": specialists, "allocation": map(str, proposed), "drift within runs": within})
     print(f"Drift by depth: {', '.join(f'{value:.3f}' for value in drift)}\n\n{table.to_string(index=False)}")
 
 
@@ -54,7 +50,7 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: it holds no such scalars, those of several runs or of specialists, or fewer depths than asked for.
+        ValueError: it has no such scalars, those of several runs or of specialists, or fewer depths than asked for.
     """
     configs = {path: read_json(path) for path in sorted(Path(run).glob("draft-*/config.json"))}
     for cell in packed_cells(run):
@@ -62,32 +58,26 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
     for place, config in configs.items():
         if isinstance(allocation := config.get("allocation"), list) and len(allocation) > 1:
             raise ValueError(f"{place} is of specialists, {allocation}: drift is read of a single layer's training")
-    runs = {name: series_by_depth(scalars, DRIFT) for name, scalars in read_scalars(run).items()}
-    drifts = [depths for depths in runs.values() if depths]
+    runs = (series_by_depth(scalars, DRIFT) for scalars in read_scalars(run).values())
+    drifts = [depths for depths in runs if depths]
     if len(drifts) != 1:
         raise ValueError(
             f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one, the training of a draft of "
             "kind eagle2 (poss fit --name NAME), which logs it when it validates"
         )
     drift = [series[-1][1] for series in drifts[0].values()]
-    if depth is not None and not 1 <= depth <= len(drift):
+    if depth is not None and depth > len(drift):
         raise ValueError(f"depth is {depth}; {run} logged the drift of {len(drift)} positions")
     return drift[:depth]
 
 
 def propose(drift: Sequence[float], specialists: int) -> list[int]:
-    """The allocation into so many runs within which the drift varies least.
-
-    Raises:
-        ValueError: specialists below 1 or above the positions.
-    """
-    if not 1 <= specialists <= len(drift):
-        raise ValueError(f"specialists is {specialists}; it must lie between 1 and {len(drift)}, the positions")
+    """The allocation to this number of specialists that leaves the least drift variance within its runs."""
     return min(allocations(len(drift), specialists), key=lambda runs: variance_within(drift, runs))
 
 
 def allocations(positions: int, specialists: int) -> Iterator[list[int]]:
-    """Every way to cut the positions into so many runs."""
+    """Every way to cut the positions into this number of runs."""
     for cuts in combinations(range(1, positions), specialists - 1):
         yield [stop - start for start, stop in pairwise((0, *cuts, positions))]
 

@@ -1,4 +1,4 @@
-"""`poss compare`: one table and one verdict of what was measured; all tables with `--all`, a page with `--html`."""
+"""`poss compare`: a table and a verdict of what was measured; all tables with `--all`, a page with `--html`."""
 
 import textwrap
 
@@ -43,7 +43,7 @@ def compare(
         raise ValueError("runs is what a page shows of trainings: name the page by --html")
     found = find(records, baseline=baseline, reference=reference)
     if html is not None:
-        from poss_lightning.reports.page import write_page  # imports torch, which takes seconds
+        from poss_lightning.reports.page import write_page  # imports matplotlib, which is slow
 
         write_page(found, html, runs)
     print_findings(found, all)
@@ -53,39 +53,36 @@ def compare(
 
 def print_findings(found: Findings, all: bool = False) -> None:
     """Print the short table and its verdict, and with `all` every other table."""
-    print(f"\n{_heading(found)}\n\n{show(_shortened(overview(found)))}\n")
+    rows = found.overall
+    seeds = sorted({len(row.seeds) for row in rows})
+    count = f"{seeds[0]} to {seeds[-1]}" if seeds[0] < seeds[-1] else f"{seeds[0]}"
+    trainings = f", {count} trainings of each" * (seeds[-1] > 1)
+    title = f"{name_sources(found.sources)}: {len(rows)} methods{trainings}, {rows[0].prompts} prompts"
+    print(f"\n{printable(title)}\n\n{show(_shorten(overview(found)))}\n")
     corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
-    notes = [*found.notes, LEGEND] if all else [*found.notes, f"{corrected}Other tables: --all."]
-    for text in (verdict(found), *notes):
+    for text in (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all."):
         print(textwrap.fill(_plain(text), WIDTH))
     for title, table in all_tables(found).items() if all else ():
         print(f"\n{printable(title)}\n{show(table)}")
 
 
 def show(table: pd.DataFrame) -> str:
-    """A table of texts for a terminal, names to the left."""
+    """A table of texts for a terminal, the first column aligned left."""
     table = table.map(_plain).rename(columns=_plain)
     first = table.columns[0]
-    width = max(map(len, [first, *table[first]]), default=0)
-    return table.rename(columns={first: first.ljust(width)}).to_string(
-        index=False, formatters={first.ljust(width): lambda name: name.ljust(width)}
-    )
+    width = max(map(len, [first, *table[first]]))
+    table = table.assign(**{first: table[first].str.ljust(width)}).rename(columns={first: first.ljust(width)})
+    return table.to_string(index=False)
 
 
-def _heading(found: Findings) -> str:
-    rows = found.overall
-    seeds = sorted({len(row.seeds) for row in rows})
-    several = f", {seeds[0]}{f' to {seeds[-1]}' if len(seeds) > 1 else ''} trainings of each" if seeds[-1] > 1 else ""
-    return printable(f"{name_sources(found.sources)}: {len(rows)} methods{several}, {rows[0].prompts} prompts")
-
-
-def _shortened(table: pd.DataFrame) -> pd.DataFrame:
+def _shorten(table: pd.DataFrame) -> pd.DataFrame:
     """The table with as many methods, and as much of their names, as fit."""
-    left = len(table) - ROWS
-    if left > 0:
+    more = len(table) - ROWS
+    if more > 0:
         table = table.head(ROWS)
-        table.loc[ROWS] = [f"… {left} more", *[""] * (len(table.columns) - 1)]
-    most = max(NAME, WIDTH - (len(show(table).partition("\n")[0]) - max(map(len, ["method", *table["method"]]))))
+        table.loc[ROWS] = [f"… {more} more", *[""] * (len(table.columns) - 1)]
+    others = len(show(table).partition("\n")[0]) - max(map(len, ["method", *table["method"]]))
+    most = max(NAME, WIDTH - others)
     return table.assign(method=[name if len(name) <= most else f"{name[: most - 1]}…" for name in table["method"]])
 
 

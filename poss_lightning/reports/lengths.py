@@ -1,9 +1,9 @@
-"""Where drafts accept: by how far the answer had come, by how long the input was, and by the question's category.
+"""Where drafts accept: by output position, by input length, and by the question's category.
 
 Published drafts fade in long texts (Test-Time Speculation, arXiv 2605.09329), which one mean hides.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -11,78 +11,65 @@ import numpy as np
 import pandas as pd
 
 from poss_lightning.evaluation.records import Record
-from poss_lightning.reports.statistics import Floats, Jackknife, Sums, interval, leave_one_out, mean_over, tau_micro
+from poss_lightning.reports.statistics import Jackknife, interval, leave_one_out, mean_over, ratio
 from poss_lightning.reports.summary import Answers
 
-Rounds = Iterator[tuple[Any, int]]  # the column, and accepted tokens, of each round
-SHORTEST = {"position": 32, "input": 128}  # where the second column begins; each reaches twice as far as the one before
+POSITION, INPUT = 32, 128  # where the second column begins, in tokens; each reaches twice as far as the one before
+TITLES = {
+    "position": "τ micro by output position (tokens before the round)",
+    "input": "τ micro by input length (tokens)",
+    "category": "τ micro by category",
+}
 
 
 def length_tables(methods: Mapping[str, Answers]) -> dict[str, pd.DataFrame]:
-    """τ (micro) by output position and by input length, in tokens, and by category, by title; none of a single column.
-
-    Args:
-        methods: the answers of each method that drafts, all to the same prompts.
-    """
-    cuts = {
-        "τ micro by output position (tokens before the round)": by_position,
-        "τ micro by input length (tokens)": by_input,
-        "τ micro by category": by_category,
-    }
-    found = {title: _table(methods, cut) for title, cut in cuts.items()}
-    return {title: table for title, table in found.items() if len(table.columns) > 2}
-
-
-def by_position(record: Record) -> Rounds:
-    """Rounds by the tokens that the answer had when they began; the first is the prefill's."""
-    written = 1
-    for accepted in record.accepted:
-        yield _doubling(written, SHORTEST["position"]), accepted
-        written += accepted + 1
+    """τ (micro) of each method that drafts, a table for each of `TITLES`; those with a single column are left out."""
+    rounds = pd.DataFrame(
+        [
+            {"method": name, "prompt": key[:2], **each}
+            for name, answers in methods.items()
+            for key, record in answers.items()
+            for each in list_rounds(record)
+        ]
+    )
+    tables = {title: _table(rounds, by) for by, title in TITLES.items()} if len(rounds) else {}
+    return {title: table for title, table in tables.items() if len(table.columns) > 2}
 
 
-def by_input(record: Record) -> Rounds:
-    """Rounds by the tokens of the prompt, earlier turns included."""
-    column = _doubling(record.prompt_tokens, SHORTEST["input"])
-    return ((column, accepted) for accepted in record.accepted)
-
-
-def by_category(record: Record) -> Rounds:
-    """Rounds by the question's category; none where it has none."""
-    return ((record.category, accepted) for accepted in record.accepted if record.category)
+def list_rounds(record: Record) -> list[dict]:
+    """What each round accepted, and its columns: of its position the tokens before it (1 is the prefill's)."""
+    before = 1 + np.cumsum([0, *(count + 1 for count in record.accepted)])
+    given = {"input": _doubling(record.prompt_tokens, INPUT), "category": record.category or None}
+    return [
+        {"accepted": accepted, "position": _doubling(int(at), POSITION), **given}
+        for at, accepted in zip(before, record.accepted, strict=False)
+    ]
 
 
 def _doubling(number: int, shortest: int) -> int:
-    """The column of a number: 0 below `shortest`, then its largest part shortest · 2^n."""
+    """The column of a number, by where it begins: 0, then `shortest` times 1, 2, 4, …"""
     return 0 if number < shortest else shortest * 2 ** ((number // shortest).bit_length() - 1)
 
 
-def _table(methods: Mapping[str, Answers], cut: Callable[[Record], Rounds]) -> pd.DataFrame:
-    prompts = dict.fromkeys(key[:2] for answers in methods.values() for key in answers)
-    rows = {prompt: row for row, prompt in enumerate(prompts)}
-    by_method: dict[str, dict[Any, Floats]] = {}  # column -> (Q, 2): rounds of each prompt, and all they accepted
-    for name, answers in methods.items():
-        sums = by_method[name] = {}
-        for key, record in answers.items():
-            for column, accepted in cut(record):
-                sums.setdefault(column, np.zeros((len(rows), 2)))[rows[key[:2]]] += (1, accepted)
-    columns = sorted({column for sums in by_method.values() for column in sums})
-    texts = {name: [_tau(sums.get(column)) for sums in by_method.values()] for name, column in _named(columns)}
-    return pd.DataFrame({"method": [*by_method], **texts})
+def _table(rounds: pd.DataFrame, by: str) -> pd.DataFrame:
+    texts = {
+        column: {method: _tau(own) for method, own in in_column.groupby("method")}
+        for column, in_column in rounds.groupby(by)
+    }
+    methods, columns = list(rounds["method"].unique()), list(texts)
+    names = columns if by == "category" else _name_ranges(columns)
+    cells = ([own.get(method, "") for method in methods] for own in texts.values())
+    return pd.DataFrame({"method": methods, **dict(zip(names, cells, strict=True))})
 
 
-def _tau(sums: Floats | None) -> str:
-    """τ (micro), to which a round counts 1 and what it accepted; nothing where no prompt has a round."""
-    if sums is None:
-        return ""
-    none = np.zeros(len(sums))
-    taus = tau_micro(leave_one_out(len(sums)), Sums(sums, none, none))
-    return interval(mean_over([Jackknife(taus, sums[:, 0] > 0)])).with_interval()
+def _name_ranges(starts: list[Any]) -> list[str]:
+    """`0–31`, `32–63`, …, `512–`."""
+    return [*(f"{start}–{after - 1}" for start, after in pairwise(starts)), f"{starts[-1]}–"]
 
 
-def _named(columns: list) -> list[tuple[str, Any]]:
-    """`0–31`, `32–63`, …, `512–`; categories as they are."""
-    if not all(isinstance(column, int) for column in columns):
-        return [(str(column), column) for column in columns]
-    ends = [*(f"{first}–{after - 1}" for first, after in pairwise(columns)), *(f"{last}–" for last in columns[-1:])]
-    return list(zip(ends, columns, strict=True))
+def _tau(rounds: pd.DataFrame) -> str:
+    """τ (micro) with its interval over the prompts that have such rounds."""
+    count, accepted = rounds.groupby("prompt", sort=False)["accepted"].agg(["size", "sum"]).to_numpy(float).T  # (Q,)
+    counts = leave_one_out(len(count))
+    taus = ratio(counts @ (count + accepted), counts @ count)
+    return interval(mean_over([Jackknife(taus, count > 0)])).with_interval()

@@ -1,30 +1,37 @@
-"""The page of `poss compare --html`: tables, curves and decoded text in one file that asks for nothing else."""
+"""The page of `poss compare --html`: tables, curves and decoded text in one file that loads nothing else."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from poss_lightning import __version__, plots
-from poss_lightning.evaluation.records import as_object, by_folder
+from poss_lightning.evaluation.records import PLAIN, Record, as_object, by_folder
 from poss_lightning.files import atomic, public_name
-from poss_lightning.reports.explorer import decoded_texts
 from poss_lightning.reports.findings import Findings, name_sources
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import LOGS, Answers
-from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, define_methods, overview, verdict
+from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, verdict
 
 # HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
 CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
+PROMPTS = 6  # whose decoded text is shown, at most
 PHONE = ("method", "tokens/s", "τ")  # the columns that a phone shows first
 PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is timed as one part, `round`
+METHODS = {  # those that run.json does not describe
+    PLAIN: "the target alone, one token per step",
+    "generate": "the target alone, by transformers' generate",
+    "lookup": "prompt lookup, no training",
+    "vllm": "the target alone, in vLLM",
+}
 DRIFT = {  # tag -> what it is
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
     "val_drift_l2": "relative L2 distance to the target's feature (0 is best)",
@@ -36,7 +43,7 @@ BY_DEPTH = {
     **DRIFT,
 }
 BY_STEP = {"val/loss": "validation loss, all depths", "val/tau_tree": "τ in trees, held-out answers replayed"}
-Figures = dict[str, Markup]  # by title
+Figures = dict[str, Figure]  # by title
 
 
 def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -> None:
@@ -49,22 +56,22 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
     """
     facts = by_folder(found.sources)
     is_sweep = found.speed == "speed_up"
-    defined, first = define_methods(facts.values()), overview(found)
     trained = group_by_choice(_read_runs(runs) if runs else read_scalars(list(facts)) if is_sweep else {})
+    defined, first, training = define_methods(facts.values()), overview(found), training_figures(trained)
     page = _template().render(
         title=name_sources(found.sources),
         circumstances=describe_runs(facts.values()),
         methods={row.method: defined[row.method] for row in found.overall if row.method in defined},
         verdict=verdict(found),
         notes=found.notes,
-        overview=_html(first.reindex(columns=sorted(first, key=lambda name: name not in PHONE))),
+        overview=first.reindex(columns=sorted(first, key=lambda name: name not in PHONE)),
         legend=LEGEND,
-        figures=_figures(found),
-        costs=_cost_figures(found),
-        tables={title: _html(table) for title, table in all_tables(found).items()},
-        training=(drawn := training_figures(trained)),
-        curves_of_training=not drawn.keys().isdisjoint(BY_STEP.values()),
-        texts=decoded_texts(found.answers),
+        figures=comparison_figures(found),
+        costs={} if is_sweep else cost_figures(found.answers),  # a sweep's choices were timed apart
+        tables=all_tables(found),
+        training=training,
+        curves_of_training=not training.keys().isdisjoint(BY_STEP.values()),
+        texts=list(decoded_texts(found.answers)),
         facts={
             public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
         },
@@ -73,6 +80,16 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
     with atomic(out) as path:
         path.write_text(page.translate(CONTROLS), encoding="utf-8")
 
+
+def _template() -> Any:
+    folder = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    pages.filters["svg"] = lambda figure, title: Markup(plots.to_svg(figure, title))
+    pages.filters["table"] = lambda table: Markup(table.to_html(index=False, border=0, escape=True, justify="unset"))
+    return pages.get_template("page.html.j2")
+
+
+# --- how the runs were made ---
 
 PATH = re.compile(r"""(?<![^\s,=\[{('"])(?:~|\.\.|/(?=\w)|[A-Za-z]:\\|\\\\|[\w+.-]+://)[^,=\]})'"]*""")
 
@@ -97,31 +114,42 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     return [words for words in (*named, span, *dict.fromkeys(machines)) if words]
 
 
-def _figures(found: Findings) -> Figures:
+def define_methods(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What each method is, as far as run.json says: layers and positions, parameters, training."""
+    defined = dict(METHODS)
+    for run in runs:
+        trainings = as_object(run.get("trainings"))
+        for name, facts in as_object(run.get("methods")).items():
+            if (allocation := as_object(facts).get("allocation")) and name not in defined:
+                stacked = facts.get("block_layers", 1)
+                single = "one layer" if stacked == 1 else f"{stacked} layers"
+                layers = single if len(allocation) == 1 else f"{len(allocation)} specialists"
+                size = f"{facts['parameters'] / 1e6:.1f} M parameters" if facts.get("parameters") else ""
+                defined[name] = ", ".join(filter(None, [f"{layers} {allocation}", size, trainings.get(name)]))
+    return defined
+
+
+# --- figures ---
+
+
+def comparison_figures(found: Findings) -> Figures:
     """Comparisons with the reference, and acceptance by position."""
     drawn: Figures = {}
     for measure in ("tau_macro", found.speed):
         gains = {row.method: row.gains[measure] for row in found.overall if measure in row.gains}
         if any(gain.value == gain.value for gain in gains.values()):
             title = f"{WORDS[measure]} {'×' if measure in LOGS else '−'} {found.reference}"
-            drawn[title] = _svg(plots.forest(gains, "", float(measure in LOGS)), title)
+            drawn[title] = plots.forest(gains, "", float(measure in LOGS))
     shares = {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}
     if shares:
         figure = plots.curves({"": shares}, "draft position k", "accepted, if k−1 was", share=True)
-        drawn["pos-acc by position"] = _svg(figure, "pos-acc by position")
+        drawn["pos-acc by position"] = figure
     return drawn
 
 
-def _cost_figures(found: Findings) -> Figures:
-    drawn: Figures = {}
-    if found.speed == "tokens_per_second" and (rows := seconds_by_part(found.answers)):  # others were timed apart
-        drawn["Milliseconds per new token"] = _svg(plots.bars(rows, "ms"), "Milliseconds per new token")
-    return drawn
-
-
-def seconds_by_part(methods: Mapping[str, Answers]) -> dict[str, dict[str, float]]:
+def cost_figures(methods: Mapping[str, Answers]) -> Figures:
     """Milliseconds per new token by method and part; `rest` is the time outside the named parts."""
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, answers in methods.items():
         records = [record for record in answers.values() if record.seconds]
         if records:
@@ -130,7 +158,8 @@ def seconds_by_part(methods: Mapping[str, Answers]) -> dict[str, dict[str, float
             total = sums.pop("total")
             rows[name] = {**sums, "rest": max(total - sum(sums.values()), 0.0)}
     measured = [part for part in (*PARTS, "rest") if any(row[part] for row in rows.values())]
-    return {name: {part: row[part] for part in measured} for name, row in rows.items()}
+    shown = {name: {part: row[part] for part in measured} for name, row in rows.items()}
+    return {"Milliseconds per new token": plots.bars(shown, "ms")} if shown else {}
 
 
 def training_figures(trained: Mapping[str, list[Scalars]]) -> Figures:
@@ -139,13 +168,11 @@ def training_figures(trained: Mapping[str, list[Scalars]]) -> Figures:
     for tag, title in BY_DEPTH.items():
         by_choice = {choice: last_by_depth(runs, tag) for choice, runs in trained.items()}
         if known := {choice: means for choice, means in by_choice.items() if means}:
-            drawn[title] = _svg(plots.curves({"": known}, "depth", "", share="pos_acc" in tag), title)
+            drawn[title] = plots.curves({"": known}, "depth", "", share="pos_acc" in tag)
     for tag, title in BY_STEP.items():
-        by_choice = {
-            choice: mean_over_runs([run[tag] for run in runs if tag in run]) for choice, runs in trained.items()
-        }
+        by_choice = {choice: mean_over_runs([r[tag] for r in runs if tag in r]) for choice, runs in trained.items()}
         if known := {choice: means for choice, means in by_choice.items() if len(means) > 1}:
-            drawn[title] = _svg(plots.curves({"": known}, "step", ""), title)
+            drawn[title] = plots.curves({"": known}, "step", "")
     return drawn
 
 
@@ -153,14 +180,6 @@ def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
     """`tag` at the last validation by depth, averaged over the runs that have it."""
     last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in runs]
     return {k: mean([one[k] for one in last if k in one]) for k in sorted(set().union(*last))}
-
-
-def _svg(figure: Any, title: str) -> Markup:
-    return Markup(plots.to_svg(figure, title))
-
-
-def _html(table: pd.DataFrame) -> Markup:
-    return Markup(table.to_html(index=False, border=0, escape=True, justify="unset"))
 
 
 def _read_runs(runs: list[str] | str) -> dict[str, Scalars]:
@@ -171,7 +190,32 @@ def _read_runs(runs: list[str] | str) -> dict[str, Scalars]:
     return {place: scalars for by_place in found.values() for place, scalars in by_place.items()}
 
 
-def _template() -> Any:
-    folder = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return pages.get_template("page.html.j2")
+# --- decoded text ---
+
+
+def decoded_texts(methods: Mapping[str, Answers]) -> Iterator[dict[str, Any]]:
+    """First turn and first repeat of some prompts: the first of each suite, then the second of each, and so on."""
+    by_suite: dict[str, list[tuple]] = {}
+    for key, record in next(iter(methods.values()), {}).items():
+        if key[2:] == (0, 0) and record.text:
+            by_suite.setdefault(key[0], []).append(key)
+    for key in [key for key in chain(*zip_longest(*by_suite.values())) if key][:PROMPTS]:
+        records = [answers[key] for answers in methods.values()]
+        answers = [{"record": record, "spans": split_rounds(record)} for record in records]
+        yield {"title": f"{key[0]}, {key[1]}", "question": records[0].question, "answers": answers}
+
+
+def split_rounds(record: Record) -> list[tuple[str, str]]:
+    """Kinds and texts: "plain" for the prefill's token, then each round's "accepted" run and its "bonus" or stop token.
+
+    The last round may end within its accepted run, where the limit of new tokens cut it.
+    """
+    if record.pieces is None or not record.accepted:
+        return [("plain", record.text)]
+    spans, start = [("plain", record.pieces[0])], 1
+    for accepted in record.accepted:
+        end = start + accepted
+        runs = ("accepted", record.pieces[start:end]), ("bonus", record.pieces[end : end + 1])
+        spans += [(kind, "".join(pieces).replace("\n", "↵\n")) for kind, pieces in runs if pieces]
+        start = end + 1
+    return spans

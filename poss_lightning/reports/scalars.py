@@ -6,7 +6,6 @@ A run in `CHOICE/seed-N` is one of its choice's seeds; any other run is a choice
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,7 +15,6 @@ from poss_lightning.reports.statistics import Estimate, Mean, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag
-EVENTS = "events.out.tfevents.*"
 SEED, VERSION = re.compile(r"seed-\d+"), re.compile(r"version_\d+")  # the latter are Lightning's
 
 
@@ -33,33 +31,42 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
         cells = packed_cells(folder)
         if not folder.is_dir() and not cells:
             raise FileNotFoundError(f"{folder}: no such folder; give the folder of a training run")
-        events = {file.parent for file in folder.rglob(EVENTS)}
+        events = {file.parent for file in folder.rglob("events.out.tfevents.*")}
         last = {cell.folder: cell for cell in cells if cell.folder not in events}
         for place in sorted(events | last.keys()):
             by_folder[str(place)] = last[place].last_scalars() if place in last else _read_events(place)
     return {name: scalars for name, scalars in by_folder.items() if scalars}
 
 
+def _read_events(folder: Path) -> Scalars:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
 def series_by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
     """The series `name/depth_1`, `name/depth_2` and so on, by depth."""
-    tags = {tag: re.fullmatch(rf"{re.escape(name)}/depth_(\d+)", tag) for tag in scalars}
-    depths = {int(match[1]): tag for tag, match in tags.items() if match}
-    return {depth: scalars[depths[depth]] for depth in sorted(depths)}
+    prefix = f"{name}/depth_"
+    tags = {int(tag.removeprefix(prefix)): tag for tag in scalars if tag.startswith(prefix)}
+    return {depth: scalars[tags[depth]] for depth in sorted(tags)}
 
 
 def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
-    """The runs of each choice, named by its path without what all share: of `runs/hass`, `runs/eagle` hass, eagle."""
+    """The runs of each choice, named by what its path does not share: of `runs/hass`, `runs/eagle` hass, eagle."""
     folders: dict[Path, dict[str, Scalars]] = {}
     for folder, scalars in runs.items():
         parts = Path(folder).absolute().parts
         seeds = [place for place, part in enumerate(parts) if SEED.fullmatch(part)]
-        of, run = (parts[: seeds[-1]], parts[seeds[-1]]) if seeds else (parts, "")
-        tags = folders.setdefault(Path(*of), {}).setdefault(run, {})
+        choice, run = (parts[: seeds[-1]], parts[seeds[-1]]) if seeds else (parts, "")
+        tags = folders.setdefault(Path(*choice), {}).setdefault(run, {})
         for tag, series in scalars.items():  # several folders of one seed are one run
             tags[tag] = sorted(tags.get(tag, []) + series, key=lambda point: point[0])
-    versions = Counter(folder.parent for folder in folders if VERSION.fullmatch(folder.name))
-    for version in [folder for folder in folders if VERSION.fullmatch(folder.name)]:
-        if versions[version.parent] == 1 and version.parent not in folders:  # Lightning's only one says nothing
+    versions = [folder for folder in folders if VERSION.fullmatch(folder.name)]
+    for version in versions:
+        siblings = sum(other.parent == version.parent for other in versions)
+        if siblings == 1 and version.parent not in folders:  # the only version says nothing
             folders[version.parent] = folders.pop(version)
     shared = os.path.commonpath(folders) if folders else ""
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
@@ -77,11 +84,3 @@ def mean(values: Sequence[float]) -> Estimate:
     """The mean of independent runs and its t-interval; no interval for a single run."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return interval(Mean(fmean(values), error, len(values) - 1))
-
-
-def _read_events(folder: Path) -> Scalars:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # slow to import
-
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: keep all
-    events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}

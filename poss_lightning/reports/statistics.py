@@ -4,25 +4,24 @@ A measure m of one training gives each of its Q prompts a pseudo-value of the ja
 
     d[q] = Q · m(all prompts) - (Q - 1) · m(all but q)
 
-which for a mean over prompts is the prompt's own value. A difference between two methods has the differences of their
-pseudo-values: it is paired by prompt, so prompts that are easy for both cancel. Ratios are compared in logarithms. With
-S trainings, paired by their seed, d is (S, Q), and both seeds and prompts are random: the crossed analysis of variance
-(Clark 1973, with subjects and words in place of seeds and prompts), with mean squares S, Q and I of seeds, prompts and
-their interaction,
+which for a mean over prompts is the prompt's own value. A difference of two methods is that of their pseudo-values: it
+is paired by prompt, so prompts that are easy for both cancel. Ratios are compared in logarithms. With S trainings,
+paired by their seed, d is (S, Q), and both seeds and prompts are random: a crossed analysis of variance (Clark 1973,
+subjects and words in place of seeds and prompts), with mean squares S, Q and I of seeds, prompts and their interaction,
 
     variance of the mean of d = (I + max(S - I, 0) + max(Q - I, 0)) / (seeds · prompts)
-    degrees of freedom by Satterthwaite (1946), S, Q and I all counted
+    degrees of freedom by Satterthwaite (1946), from S, Q and I
 
 One training is the case S = I = 0: the t-interval over prompts. Its interval is for other prompts alone; that of
 several trainings is for other trainings too, which often differ by more than two configurations do.
 
-`make coverage` says how often 95 % intervals hold the truth: over 5, 12 and 60 prompts .94 to .96 for every measure;
-over 5 trainings .95 to .99 (the share of seeds is never below 0, so where nothing but rounds varies they are too wide).
-With fewer than 5 trainings do not trust a p just below 0.05.
+`make coverage` measures how often 95 % intervals contain the truth: .94 to .97 over 5, 12 and 60 prompts for every
+measure; .95 to .99 over 5 trainings (they are too wide where nothing but rounds varies, as the share of seeds is never
+negative). With fewer than 5 trainings do not trust a p just below 0.05.
 
-A test uses the same t, so p < 0.05 exactly where the interval does not contain "no effect", before Holm's correction
-(1979) for several methods that are compared with one; it is not made for several measures or positions. Prompts without
-a round that the measure looks at do not count; fewer than three have no interval, nor do values without any spread.
+A test uses the same t, so p < 0.05 exactly where the interval excludes "no effect", before Holm's correction (1979) for
+several methods that are compared with one; there is none for several measures or positions. Prompts without a round
+that the measure looks at do not count. Fewer than three prompts, or values without any spread, have no interval.
 
 Letters: S seeds, Q prompts, K draft positions; a row of counts says which prompts are in. 0/0 is nan, shown as a dash.
 """
@@ -77,13 +76,10 @@ class Comparison(Estimate):
     """A difference between two methods (no effect: 0), or a ratio (no effect: 1).
 
     Attributes:
-        p: of the two-sided test that there is no effect, by Holm's correction for all methods that are compared with
-            the same one.
-        detectable: minimum detectable effect, in either direction from "no effect": the smallest true effect that such
-            a sample finds with 80 % power at 5 % two-sided, by Holm's first step, the strictest. 0.03 is a ratio of
-            1.03. It is an estimate from the spread of this sample: over 5 seeds the true one may well be two thirds of
-            it, or half as large again.
-        no_effect: 0 or 1.
+        p: two-sided, by Holm's correction for all methods that are compared with the same one.
+        detectable: minimum detectable effect: the smallest true effect, in either direction from `no_effect`, that such
+            a sample finds with 80 % power at 5 % two-sided, by Holm's first and strictest step; 0.03 is a ratio of
+            1.03. Estimated from this sample's spread: over 5 seeds the true one may be 2/3 or 3/2 of it.
     """
 
     p: float = math.nan
@@ -92,7 +88,7 @@ class Comparison(Estimate):
 
     @property
     def identical(self) -> bool:
-        """Whether there is no effect in any prompt or seed, so that nothing varies."""
+        """Whether no prompt of any seed shows an effect."""
         return self.detectable == 0 and self.value == self.no_effect
 
     @property
@@ -101,7 +97,7 @@ class Comparison(Estimate):
         return "" if not self.p < LEVEL else "larger" if self.value > self.no_effect else "smaller"
 
     def significance(self) -> str:
-        """The p, or nothing."""
+        """The p, or nothing where there is no test."""
         return "" if math.isnan(self.p) else "p < 0.001" if self.p < 0.001 else f"p {self.p:.3f}"
 
     def percent(self) -> Self:
@@ -109,53 +105,23 @@ class Comparison(Estimate):
         return replace(super().percent(), detectable=100 * self.detectable)
 
 
-# --- measures: (R, Q) counts and sums by prompt -> (R,) values ---
+# --- measures of one training ---
 
 
-@dataclass(frozen=True)
-class Sums:
-    """One training's records of one method, summed by prompt.
+class Sums(NamedTuple):
+    """One training's records of one method, summed by prompt; each (Q,) but `reach`.
 
     Attributes:
-        reach: (Q, K+1) rounds that accepted at least k tokens, k = 0..K; column 0 counts them all.
-        tokens: (Q,) new tokens.
-        seconds: (Q,) total seconds; nan where none were measured.
+        reach: (Q, K+1) rounds that accepted at least k tokens; column 0 counts them all.
+        tokens: new tokens.
+        seconds: total seconds; nan where none were measured.
+        beside: tokens and seconds of the baseline beside it, if any, and 1 where all answers have its tokens.
     """
 
     reach: Floats
     tokens: Floats
     seconds: Floats
-
-
-def tau_micro(counts: Floats, sums: Sums) -> Floats:
-    """Mean over rounds of accepted + 1: a round that accepts a tokens is counted in columns 0..a of `reach`."""
-    reach = counts @ sums.reach  # (R, K+1)
-    return ratio(reach.sum(1), reach[:, 0])
-
-
-def tau_macro(counts: Floats, sums: Sums) -> Floats:
-    """Mean over prompts of each prompt's mean; a prompt without a round has none."""
-    means = ratio(sums.reach.sum(1), sums.reach[:, 0])  # (Q,)
-    return ratio(counts @ np.nan_to_num(means), counts @ np.isfinite(means).astype(float))
-
-
-def pos_acc(counts: Floats, sums: Sums) -> Floats:
-    """#(accepted >= k) / #(accepted >= k-1) over rounds: (R, K)."""
-    reach = counts @ sums.reach  # (R, K+1)
-    return ratio(reach[:, 1:], reach[:, :-1])
-
-
-def tokens_per_second(counts: Floats, sums: Sums) -> Floats:
-    """New tokens over total seconds."""
-    return ratio(counts @ sums.tokens, counts @ sums.seconds)
-
-
-def ratio(above: Floats, below: Floats) -> Floats:
-    """Quotients, nan where `below` is 0."""
-    return np.divide(above, below, out=np.full(np.shape(below), np.nan), where=np.not_equal(below, 0))
-
-
-# --- the jackknife, and errors that are crossed ---
+    beside: tuple[Floats, Floats, Floats] | None = None
 
 
 class Jackknife(NamedTuple):
@@ -163,15 +129,46 @@ class Jackknife(NamedTuple):
 
     Attributes:
         values: (1+Q,) of all prompts, then without each in turn.
-        counted: (Q,) bool, which prompts have what it measures.
+        counted: (Q,) bool, whether a prompt has what it measures.
     """
 
     values: Floats
     counted: NDArray[np.bool_]
 
 
+def measures(sums: Sums, prompts: Sequence[int]) -> dict[str, Jackknife]:
+    """Every measure of one training that its records of some prompts define, by name."""
+    counts = leave_one_out(len(prompts))  # (1+Q, Q)
+    own, tokens, seconds = (column[prompts] for column in sums[:3])
+    reach, reached = counts @ own, own.T > 0  # (1+Q, K+1), (K+1, Q)
+    found = {}
+    if reached[0].any():
+        means = ratio(own.sum(1), own[:, 0])  # (Q,): a round that accepts a counts in columns 0..a
+        macro = ratio(counts @ np.nan_to_num(means), counts @ reached[0])
+        found["tau_macro"] = Jackknife(macro, reached[0])
+        found["tau_micro"] = Jackknife(ratio(reach.sum(1), reach[:, 0]), reached[0])
+        for k in range(1, reach.shape[1]):
+            found[f"pos_acc_{k}"] = Jackknife(ratio(reach[:, k], reach[:, k - 1]), reached[k - 1])
+    if np.isfinite(seconds).all():
+        every, speed = np.ones(len(prompts), dtype=bool), ratio(counts @ tokens, counts @ seconds)
+        found["tokens_per_second"] = Jackknife(speed, every)
+        if sums.beside is not None:
+            tokens, seconds, same = (counts @ column[prompts] for column in sums.beside)
+            found["speed_up"] = Jackknife(speed / ratio(tokens, seconds), every)
+            found["identical"] = Jackknife(ratio(same, counts.sum(1)), every)
+    return found
+
+
+def ratio(above: Floats, below: Floats) -> Floats:
+    """Quotients, nan where `below` is 0."""
+    return np.divide(above, below, out=np.full(np.shape(below), np.nan), where=np.not_equal(below, 0))
+
+
+# --- the jackknife, and crossed errors ---
+
+
 class Mean(NamedTuple):
-    """A value, its standard error (nan where it is not known), and the error's degrees of freedom."""
+    """A value, its standard error (nan where unknown), and the error's degrees of freedom."""
 
     value: float
     error: float
@@ -184,7 +181,7 @@ def leave_one_out(prompts: int) -> Floats:
 
 
 def pseudo_values(values: Floats) -> Floats:
-    """From the value of all prompts and without each (..., 1+Q), that of each prompt (..., Q); for a mean, its own."""
+    """(..., 1+Q), the value of all prompts and without each, to (..., Q), each prompt's; of a mean its own value."""
     prompts = values.shape[-1] - 1
     return prompts * values[..., :1] - (prompts - 1) * values[..., 1:]
 
@@ -205,14 +202,12 @@ def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
 
 
 def mean_over(trainings: Sequence[Jackknife], others: Sequence[Jackknife] = (), logs: bool = False) -> Mean:
-    """The mean of a measure over trainings, or of its difference to others of the same seeds; `logs`: of logarithms."""
-    values = np.stack([own.values for own in trainings])  # (S, 1+Q)
-    values = np.log(values) if logs else values
+    """Mean of a measure over trainings, or of its difference from others with the same seeds; `logs`: of logarithms."""
+    values = _stack(trainings, logs)  # (S, 1+Q)
     if others:
-        theirs = np.stack([other.values for other in others])
-        values = values - (np.log(theirs) if logs else theirs)
-    every = [one.counted for one in (*trainings, *others)]
-    counted, fewest = np.any(every, axis=0), min(int(one.sum()) for one in every)
+        values = values - _stack(others, logs)
+    every = np.stack([one.counted for one in (*trainings, *others)])  # (S or 2S, Q)
+    counted, fewest = every.any(0), int(every.sum(1).min())
     value = float(values[:, 0].mean())
     if fewest < FEWEST:
         return Mean(value, math.nan, math.nan)
@@ -221,18 +216,23 @@ def mean_over(trainings: Sequence[Jackknife], others: Sequence[Jackknife] = (), 
     return Mean(value, float(error), min(float(freedom), most))
 
 
+def _stack(trainings: Sequence[Jackknife], logs: bool) -> Floats:
+    values = np.stack([one.values for one in trainings])
+    return np.log(values) if logs else values
+
+
 # --- from a standard error to intervals and tests ---
 
 
 def interval(mean: Mean, logs: bool = False) -> Estimate:
-    """The t-interval; none without any spread. `logs`: of what the mean is the logarithm of."""
+    """The t-interval, none without any spread; of the exponential where the mean is of logarithms."""
     half = (mean.error or math.nan) * _quantile(mean.freedom)
     found = Estimate(mean.value, mean.value - half, mean.value + half)
     return Estimate(*map(math.exp, (found.value, found.low, found.high))) if logs else found
 
 
 def compare(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparison]:
-    """Methods that are all compared with the same one: differences, or ratios from their logarithms (`logs`)."""
+    """Differences of several methods from the same one, or ratios, from their logarithms."""
     means = {name: mean._replace(error=mean.error or _sure(mean)) for name, mean in means.items()}
     p = {name: _p(mean) for name, mean in means.items()}
     tests = sum(not math.isnan(each) for each in p.values())
@@ -245,12 +245,12 @@ def compare(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparis
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:
-    """The true effect found with 80 % power at 5 % two-sided, over several tests; for one test about 2.8 errors."""
+    """The true effect found with 80 % power at 5 % two-sided, the first of `tests`; about 2.8 errors for one test."""
     return error * _noncentrality(freedom, LEVEL / max(tests, 1))
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: each p times the number of those not smaller, never decreasing; nan stays nan."""
+    """Holm's step-down correction: p times the number of those not smaller, never decreasing; nan stays nan."""
     order = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
     corrected, least = [math.nan] * len(p), 0.0
     for passed, (value, place) in enumerate(order):
@@ -260,7 +260,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def _sure(mean: Mean) -> float:
-    """The error of a mean without any spread: 0 of no effect, else not known, as a few prompts may agree by chance."""
+    """The error of a mean without any spread: 0 for no effect, else unknown, as few prompts may agree by chance."""
     return 0.0 if mean.value == 0 else math.nan
 
 
@@ -275,7 +275,7 @@ def _quantile(freedom: float, level: float = LEVEL) -> float:
 
 @lru_cache
 def _noncentrality(freedom: float, level: float) -> float:
-    """That at which t exceeds the upper critical value with probability 0.8; the other tail is left out."""
+    """The shift with which t exceeds its upper critical value with probability 0.8; the other tail is neglected."""
     if not freedom > 0:
         return math.nan
     point = _quantile(freedom, level)

@@ -6,42 +6,36 @@ sweep's choice, in folders CHOICE/seed-N. Trainings are paired by their seed, wh
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from poss_lightning.evaluation.records import BASELINES, Record
 from poss_lightning.reports import statistics
-from poss_lightning.reports.statistics import Comparison, Estimate, Floats, Jackknife, Sums
+from poss_lightning.reports.statistics import Comparison, Estimate, Jackknife, Sums
 
 ALL = "all"  # the name given to all suites together
-LOGS = ("tokens_per_second", "speed_up")  # measures that are averaged and compared in logarithms, so as ratios
+LOGS = ("tokens_per_second", "speed_up")  # measures that are averaged and compared in logarithms, as ratios
 SHARES = ("pos_acc", "identical")  # measures, or their beginnings, that lie between 0 and 1
 Answers = dict[tuple, Record]  # one method's records, by suite, id, turn and repeat
-Cells = Mapping[tuple[str, int], list[Record]]  # (choice, training seed) -> what its folder holds
-
-
-class Training(NamedTuple):
-    """One training's answers, and those of the baselines that were decoded beside it, by name."""
-
-    answers: Answers
-    beside: dict[str, Answers]
+# By method, then by training seed: the answers of the method, and of every method that was decoded beside it, by name.
+Trainings = Mapping[str, Mapping[int, Mapping[str, Answers]]]
 
 
 @dataclass(frozen=True)
 class MethodSummary:
     """One method over the prompts of one suite, or of all.
 
-    Measures are `tau_macro` (the mean over prompts of each prompt's tokens a round, the published measure), `tau_micro`
-    (over all rounds), `pos_acc_1` and so on (the share of rounds that accept position k, of those that accept k-1),
-    `tokens_per_second` (prefill included), `speed_up` (tokens per second over the baseline's beside it) and `identical`
-    (share of prompts whose tokens, in all turns and repeats, are the baseline's). Those not defined are absent.
+    Measures are `tau_macro` (the mean over prompts of each prompt's tokens per round, the published measure),
+    `tau_micro` (over all rounds), `pos_acc_1` and so on (the share of rounds that accept position k, of those that
+    accept k-1), `tokens_per_second` (prefill included), `speed_up` (tokens per second over those of the baseline beside
+    it) and `identical` (share of prompts whose tokens, in all turns and repeats, are the baseline's). Those that are
+    not defined are absent.
 
     Attributes:
-        seeds: of its trainings.
-        rounds: how many were decoded, in all trainings.
+        seeds: training seeds.
+        rounds: in all trainings together.
         values: by measure, the mean over trainings.
-        gains: by measure, the comparison with the reference over the seeds of both; Holm-corrected for all methods.
+        gains: by measure, the comparison with the reference over the seeds of both, Holm-corrected over methods.
         trainings: by measure, each training's own value.
     """
 
@@ -61,7 +55,7 @@ class MethodSummary:
 
 
 def summarise(
-    trainings: Mapping[str, Mapping[int, Training]],
+    trainings: Trainings,
     *,
     baseline: str | None = None,
     reference: str | None = None,
@@ -70,72 +64,77 @@ def summarise(
     """Every method over all prompts, then over each suite if there are several.
 
     Args:
-        trainings: of each method, by seed: `by_method` or `by_choice`.
-        baseline: what `speed_up` and `identical` are relative to, where every training has it beside itself.
+        trainings: from `by_method` or `by_choice`.
+        baseline: what `speed_up` and `identical` are relative to, where it was decoded beside every training.
         reference: the method that the gains compare the others with.
-        depths: K by method; for other methods the most tokens ever accepted in a round.
+        depths: K by method; by default the most tokens that a round of the method accepted.
 
     Raises:
         ValueError: `reference` is not a method, a depth is exceeded, or the trainings do not cover the same prompts.
     """
     if reference is not None and reference not in trainings:
         raise ValueError(f"reference is {reference!r}; these records have the methods {', '.join(trainings)}")
-    every = [one for by_seed in trainings.values() for one in by_seed.values()]
-    check_same_prompts(
-        {
-            (f"{name!r}, seed {seed}" if len(by_seed) > 1 else f"{name!r}"): one.answers
-            for name, by_seed in trainings.items()
-            for seed, one in by_seed.items()
-        }
-    )
-    beside = baseline if baseline and all(baseline in one.beside for one in every) else None
-    most = {
-        name: max(choose_depth(name, one.answers, (depths or {}).get(name)) for one in by_seed.values())
+    answers = {  # of every training, by how messages name it
+        f"{name!r}" + f", seed {seed}" * (len(by_seed) > 1): beside[name]
         for name, by_seed in trainings.items()
+        for seed, beside in by_seed.items()
     }
-    suites = sorted({key[0] for one in every for key in one.answers})
-    return [
-        row
-        for suite in ([ALL, *suites] if len(suites) > 1 else [ALL])
-        for row in _summarise_suite(suite, trainings, most, beside, reference)
-    ]
+    check_same_prompts(answers)
+    if not all(baseline in beside for by_seed in trainings.values() for beside in by_seed.values()):
+        baseline = None
+    sums = {}
+    for name, by_seed in trainings.items():
+        depth = _depth(name, [beside[name] for beside in by_seed.values()], (depths or {}).get(name))
+        plain = None if name == baseline else baseline  # compared with itself it says nothing
+        sums[name] = {seed: _sum_beside(beside, name, depth, plain) for seed, beside in by_seed.items()}
+    prompts = [*_by_prompt(next(iter(answers.values())))]
+    suites = sorted({suite for suite, _ in prompts})
+    rows = []
+    for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:
+        chosen = [row for row, prompt in enumerate(prompts) if suite in (ALL, prompt[0])]
+        rows += _summarise_suite(suite, chosen, sums, reference)
+    return rows
 
 
-def by_method(records: Iterable[Record]) -> dict[str, dict[int, Training]]:
+def by_method(records: Iterable[Record]) -> Trainings:
     """Methods that were each trained once, and decoded beside one another."""
     methods = group(records)
-    return {name: {0: Training(answers, methods)} for name, answers in methods.items()}
+    return {name: {0: methods} for name in methods}
 
 
-def by_choice(cells: Cells) -> dict[str, dict[int, Training]]:
-    """A sweep's choices by seed; baselines were decoded beside each.
+def by_choice(cells: Mapping[tuple[str, int], list[Record]]) -> Trainings:
+    """A sweep's choices by training seed, each with the baselines beside it.
+
+    Args:
+        cells: the records of each choice and training seed.
 
     Raises:
-        ValueError: a cell lacks its choice.
+        ValueError: a cell has no record of its choice.
     """
-    trainings: dict[str, dict[int, Training]] = {}
+    trainings: dict[str, dict[int, dict[str, Answers]]] = {}
     for (choice, seed), records in cells.items():
         methods = group(record for record in records if record.method in (choice, *BASELINES))
         if choice not in methods:
             names = ", ".join(dict.fromkeys(record.method for record in records))
             raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {names}")
-        trainings.setdefault(choice, {})[seed] = Training(methods[choice], methods)
+        trainings.setdefault(choice, {})[seed] = methods
     return {choice: dict(sorted(by_seed.items())) for choice, by_seed in trainings.items()}
 
 
 def group(records: Iterable[Record]) -> dict[str, Answers]:
-    """The records by method, baselines first, each in one order of prompts.
+    """The records by method, baselines first, each in the same order of prompts.
 
     Raises:
-        ValueError: an answer is there twice, missing for one of the methods, or one to another prompt.
+        ValueError: an answer is duplicated, missing for a method, or to a different prompt.
     """
     methods: dict[str, Answers] = {}
     for record in sorted(records, key=lambda record: record.method not in BASELINES):
         key = (record.suite, record.id, record.turn, record.repeat)
         if key in methods.setdefault(record.method, {}):
-            drafts = record.method not in BASELINES
-            how = "name the methods of several runs apart" if drafts else "decode all drafts in one benchmark"
-            raise ValueError(f"{record.method!r} answers {describe_answer(key)} twice; {how}")
+            raise ValueError(
+                f"{record.method!r} answers {_describe(key)} twice; decode all drafts in one benchmark, or give the "
+                "methods of several runs different names"
+            )
         methods[record.method][key] = record
     check_same_prompts({f"{name!r}": answers for name, answers in methods.items()})
     order = sorted(next(iter(methods.values()), {}), key=lambda key: (key[0], str(key[1]), *key[2:]))
@@ -145,22 +144,22 @@ def group(records: Iterable[Record]) -> dict[str, Answers]:
 def check_same_prompts(named: Mapping[str, Answers]) -> None:
     """Refuse answers to different prompts.
 
-    Prompts of the first turn must have the same length. Prompts of later turns hold the target's answers, which ties
-    may change. Replayed rounds were read from an answer, so the tokens that both have must be the same too.
+    Prompts of the first turn must have the same length. Prompts of later turns contain the target's answers, in which
+    ties may differ. Replayed rounds come from one answer, so the tokens that two replays share must be the same.
 
     Raises:
         ValueError: the message names an answer, and whose it is.
     """
     first = next(iter(named), "")
     for name, answers in named.items():
-        if differing := sorted(map(describe_answer, answers.keys() ^ named[first].keys())):
+        if differing := sorted(map(_describe, answers.keys() ^ named[first].keys())):
             raise ValueError(
                 f"{name} and {first} differ in {len(differing)} answers, such as {differing[0]}. Methods are compared "
                 "on the same prompts"
             )
         for key, record in answers.items():
             if differ := _difference(named[first][key], record):
-                where = f"{first} and {name} have {differ} at {describe_answer(key)}"
+                where = f"{first} and {name} have {differ} at {_describe(key)}"
                 raise ValueError(f"{where}; methods are compared on the same texts")
 
 
@@ -171,33 +170,85 @@ def _difference(one: Record, other: Record) -> str:
     return "replays of different answers" if one.tokens[:both] != other.tokens[:both] else ""
 
 
+def _describe(key: tuple) -> str:
+    suite, prompt, turn, repeat = key
+    return f"{suite}/{prompt} turn {turn} repeat {repeat}"
+
+
+def _depth(method: str, trainings: list[Answers], depth: int | None) -> int:
+    """K: `depth`, which no round may exceed, or the most tokens that a round accepted."""
+    records = (record for answers in trainings for record in answers.values())
+    most = max((accepted for record in records for accepted in record.accepted), default=0)
+    if depth is not None and most > depth:
+        raise ValueError(f"{method!r} accepted {most} tokens in a round; its run.json gives it the depth {depth}")
+    return most if depth is None else depth
+
+
+def sum_by_prompt(answers: Answers, depth: int) -> Sums:
+    """One training's sums; `depth` is K."""
+    prompts = [[answers[key] for key in keys] for keys in _by_prompt(answers).values()]
+    accepted = [np.array([count for record in own for count in record.accepted], dtype=int) for own in prompts]
+    reach = [(counts[:, None] >= np.arange(depth + 1)).sum(0) for counts in accepted]
+    tokens = [sum(record.new_tokens for record in own) for own in prompts]
+    seconds = [sum(record.seconds.get("total", np.nan) for record in own) for own in prompts]
+    return Sums(np.array(reach, dtype=float), np.array(tokens, dtype=float), np.array(seconds, dtype=float))
+
+
+def _sum_beside(methods: Mapping[str, Answers], method: str, depth: int, baseline: str | None) -> Sums:
+    """One training's sums, with those of a baseline beside it."""
+    own = methods[method]
+    sums = sum_by_prompt(own, depth)
+    if baseline is None:
+        return sums
+    plain = methods[baseline]
+    _, tokens, seconds, _ = sum_by_prompt(plain, 0)
+    same = [all(own[key].tokens == plain[key].tokens for key in keys) for keys in _by_prompt(own).values()]
+    return sums._replace(beside=(tokens, seconds, np.array(same, dtype=float)))
+
+
+def _by_prompt(answers: Answers) -> dict[tuple, list[tuple]]:
+    """The keys of the answers to each prompt (suite, id)."""
+    prompts: dict[tuple, list[tuple]] = {}
+    for key in answers:
+        prompts.setdefault(key[:2], []).append(key)
+    return prompts
+
+
 def _summarise_suite(
-    suite: str,
-    trainings: Mapping[str, Mapping[int, Training]],
-    depths: Mapping[str, int],
-    baseline: str | None,
-    reference: str | None,
+    suite: str, prompts: list[int], sums: Mapping[str, Mapping[int, Sums]], reference: str | None
 ) -> list[MethodSummary]:
-    measured = {  # method -> measure -> seed
-        name: _transposed({seed: _measure(one, suite, depths[name], baseline) for seed, one in by_seed.items()})
-        for name, by_seed in trainings.items()
-    }
-    for measure in ("speed_up", "identical"):  # the baseline compared with itself says nothing
-        measured.get(baseline or "", {}).pop(measure, None)
+    measured: dict[str, dict[str, dict[int, Jackknife]]] = {name: {} for name in sums}  # method, measure, seed
+    for name, by_seed in sums.items():
+        for seed, one in by_seed.items():
+            for measure, found in statistics.measures(one, prompts).items():
+                measured[name].setdefault(measure, {})[seed] = found
     gains = _compare(measured, reference) if reference else {}
-    rows = []
-    for name, measures in measured.items():
-        answers = [_select(suite, one.answers) for one in trainings[name].values()]
-        values = {measure: _estimate(measure, [*by_seed.values()]) for measure, by_seed in measures.items()}
-        each = {measure: {seed: float(one.values[0]) for seed, one in own.items()} for measure, own in measures.items()}
-        rounds = sum(len(record.accepted) for one in answers for record in one.values())
-        prompts, own = len({key[:2] for key in answers[0]}), gains.get(name, {})
-        rows.append(MethodSummary(suite, name, prompts, tuple(trainings[name]), rounds, values, own, each))
-    return rows
+    return [
+        MethodSummary(
+            suite,
+            name,
+            prompts=len(prompts),
+            seeds=tuple(by_seed),
+            rounds=int(sum(one.reach[prompts, 0].sum() for one in by_seed.values())),
+            values={measure: _estimate(measure, [*own.values()]) for measure, own in measured[name].items()},
+            gains=gains.get(name, {}),
+            trainings={
+                measure: {seed: float(one.values[0]) for seed, one in own.items()}
+                for measure, own in measured[name].items()
+            },
+        )
+        for name, by_seed in sums.items()
+    ]
+
+
+def _estimate(measure: str, trainings: list[Jackknife]) -> Estimate:
+    logs = measure in LOGS
+    found = statistics.interval(statistics.mean_over(trainings, logs=logs), logs)
+    return found.within_share() if measure.startswith(SHARES) else found
 
 
 def _compare(measured: dict[str, dict[str, dict[int, Jackknife]]], reference: str) -> dict[str, dict[str, Comparison]]:
-    """Each method's measures compared with the reference's, over the seeds of both; baselines with a baseline alone."""
+    """Each method's measures compared with the reference's over the seeds of both; baselines with a baseline alone."""
     gains: dict[str, dict[str, Comparison]] = {name: {} for name in measured}
     others = [name for name in measured if name != reference and (reference in BASELINES or name not in BASELINES)]
     for measure, theirs in measured[reference].items():
@@ -210,87 +261,3 @@ def _compare(measured: dict[str, dict[str, dict[int, Jackknife]]], reference: st
         for name, gain in statistics.compare(means, logs).items():
             gains[name][measure] = gain
     return gains
-
-
-def _measure(training: Training, suite: str, depth: int, baseline: str | None) -> dict[str, Jackknife]:
-    """Every measure of one training that its records define."""
-    answers = _select(suite, training.answers)
-    sums = sum_by_prompt(answers, depth)
-    counts, reached = statistics.leave_one_out(len(sums.tokens)), sums.reach.T > 0  # (K+1, Q)
-    every, measures = np.ones_like(reached[0]), {}
-    if reached[0].any():
-        measures["tau_macro"] = Jackknife(statistics.tau_macro(counts, sums), reached[0])
-        measures["tau_micro"] = Jackknife(statistics.tau_micro(counts, sums), reached[0])
-        shares = statistics.pos_acc(counts, sums).T
-        measures |= {f"pos_acc_{k + 1}": Jackknife(share, reached[k]) for k, share in enumerate(shares)}
-    if np.isfinite(sums.seconds).all():
-        speed = statistics.tokens_per_second(counts, sums)
-        measures["tokens_per_second"] = Jackknife(speed, every)
-        if baseline is not None:
-            beside = _select(suite, training.beside[baseline])
-            plain = statistics.tokens_per_second(counts, sum_by_prompt(beside, 0))
-            same = statistics.ratio(counts @ same_tokens(answers, beside), counts.sum(1))
-            measures |= {"speed_up": Jackknife(speed / plain, every), "identical": Jackknife(same, every)}
-    return measures
-
-
-def _transposed(by_seed: Mapping[int, dict[str, Jackknife]]) -> dict[str, dict[int, Jackknife]]:
-    names = dict.fromkeys(name for measures in by_seed.values() for name in measures)
-    return {name: {seed: own[name] for seed, own in by_seed.items() if name in own} for name in names}
-
-
-def _estimate(measure: str, trainings: list[Jackknife]) -> Estimate:
-    logs = measure in LOGS
-    found = statistics.interval(statistics.mean_over(trainings, logs=logs), logs)
-    return found.within_share() if measure.startswith(SHARES) else found
-
-
-def sum_by_prompt(answers: Answers, depth: int) -> Sums:
-    """One training's sums; `depth` is K."""
-    rows = _rows(answers)
-    prompts = max(rows, default=-1) + 1
-    sums = Sums(np.zeros((prompts, depth + 1)), np.zeros(prompts), np.zeros(prompts))
-    for row, record in zip(rows, answers.values(), strict=True):
-        accepted = np.array(record.accepted, dtype=int)
-        sums.reach[row] += (accepted[:, None] >= np.arange(depth + 1)).sum(0)
-        sums.tokens[row] += record.new_tokens
-        sums.seconds[row] += record.seconds.get("total", np.nan)
-    return sums
-
-
-def same_tokens(answers: Answers, others: Answers) -> Floats:
-    """(Q,) 1 where all of a prompt's answers have the same tokens in both."""
-    rows = _rows(answers)
-    same = np.ones(max(rows, default=-1) + 1)
-    for row, key in zip(rows, answers, strict=True):
-        same[row] *= answers[key].tokens == others[key].tokens
-    return same
-
-
-def _select(suite: str, answers: Answers) -> Answers:
-    """The answers of one suite, or of `ALL`."""
-    return {key: record for key, record in answers.items() if suite in (ALL, record.suite)}
-
-
-def _rows(answers: Answers) -> list[int]:
-    """The row of each answer's prompt; prompts (suite, id) are numbered in their order."""
-    order = {prompt: row for row, prompt in enumerate(dict.fromkeys(key[:2] for key in answers))}
-    return [order[key[:2]] for key in answers]
-
-
-def choose_depth(name: str, answers: Answers, depth: int | None) -> int:
-    """K: `depth`, or else the most tokens ever accepted in a round.
-
-    Raises:
-        ValueError: more tokens were accepted than `depth`.
-    """
-    most = max((accepted for record in answers.values() for accepted in record.accepted), default=0)
-    if depth is not None and most > depth:
-        raise ValueError(f"{name!r} accepted {most} tokens in a round; its run.json gives it the depth {depth}")
-    return most if depth is None else depth
-
-
-def describe_answer(key: tuple) -> str:
-    """An answer's key in words."""
-    suite, prompt, turn, repeat = key
-    return f"{suite}/{prompt} turn {turn} repeat {repeat}"

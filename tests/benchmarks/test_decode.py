@@ -1,13 +1,14 @@
-"""The decoding benchmark, the floor and the soak, at tiny sizes: they count what happens, and change nothing."""
+"""The decoding benchmark, the bandwidth floor and the soak, at tiny sizes."""
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks import decode, floor, soak
-from benchmarks.measure import spread
+from benchmarks.measure import in_turn, spread
 from benchmarks.random_target import random_draft, random_target
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.decoder import Request
@@ -40,15 +41,13 @@ def test_figures_and_ratios_by_hand():
     }
 
 
-def test_methods_take_turns_in_an_order_that_rotates(monkeypatch):
-    asked = []
-    monkeypatch.setattr(decode, "run", lambda decoder, prompts, limit: asked.append((decoder, prompts, limit)))
-    decode.answers({"x": "x", "y": "y"}, [[[1]], [[2]]], 20)
-    warm = [("x", [[1]], 16), ("y", [[1]], 16)]
-    assert asked == warm + [("x", [[1]], 20), ("y", [[1]], 20), ("y", [[2]], 20), ("x", [[2]], 20)]
+def test_works_take_turns_in_an_order_that_rotates():
+    done = []
+    times = in_turn({name: partial(done.append, name) for name in "xyz"}, 2)
+    assert "".join(done) == "xyzyzxzxy" and [len(seconds) for seconds in times.values()] == [2, 2, 2]
 
 
-def test_the_command_writes_what_it_prints(target, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode.Target, "load", lambda *args, **options: target)
     monkeypatch.setattr(decode.Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
     monkeypatch.setattr(decode, "KINDS", {"[1]": {"allocation": (1,)}})
@@ -58,7 +57,7 @@ def test_the_command_writes_what_it_prints(target, tmp_path, monkeypatch, capsys
     written, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert set(written["costs"]) == {"[1]"} and set(written["suites"]) == {"chat", "all"} and written["questions"] == 1
     assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
-    assert all(f"\n{part}\n" in printed for part in ("costs", "heads", "draws", "suites", "batch"))
+    assert all(f"\n{part}\n" in printed for part in ("costs", "draws", "suites", "batch"))
 
 
 def test_floors_are_the_bytes_that_must_be_read():
@@ -66,7 +65,7 @@ def test_floors_are_the_bytes_that_must_be_read():
     target = random_target(soak.TINY, torch.float32)
     engine = Speculative(target, random_draft(target, (1, 2)), 3, 20)
     next(engine.rounds(Request([[5] * 10], 8, frozenset()), Clock(target.device)))
-    mlp, attention, slot, head = 3 * 32 * 48, 2 * 32 * 32, 2 * 2 * 8, 288 * 32  # projections of keys: 32 * slot
+    mlp, attention, slot, head = 3 * 32 * 48, 2 * 32 * 32, 2 * 2 * 8, 288 * 32  # projecting keys: 32 * slot
     layer = mlp + attention + 32 * slot + 2 * 32  # two norms
     assert floor.verify_bytes(engine, 20) == 4 * (2 * layer + 32 + head + 2 * slot * (10 + 20))
     own = mlp + attention + 32  # without the projections of keys, and with one norm
@@ -78,12 +77,12 @@ def test_floors_are_the_bytes_that_must_be_read():
 # --- the soak ---
 
 
-def test_a_case_follows_from_its_seed_and_a_short_soak_has_some(target):
+def test_a_case_follows_from_its_seed(target):
     cases = [soak.make_case(seed, target, ["A horse has four legs."], 6, 30, 20) for seed in (1, 1, 2)]
     assert cases[0] == cases[1] != cases[2]
     assert all(1 <= len(prompt) <= 30 and max(prompt) < 320 for case in cases for prompt in case.prompts)
-    seen = soak.soak(2 / 60)
-    assert seen["cases"] >= 1 and seen["tokens"] > 0
+    found = soak.soak(2 / 60)
+    assert found["cases"] >= 1 and found["tokens"] > 0
 
 
 def test_a_soak_stops_at_a_mismatch_and_names_its_case(monkeypatch):
@@ -100,15 +99,15 @@ def test_a_soak_stops_at_a_mismatch_and_names_its_case(monkeypatch):
 
 
 def test_only_rounding_excuses_a_mismatch():
-    """Two tokens with the same rows of the head tie; the next most likely one is no excuse."""
+    """Two tokens with the same row of the head tie; the second most likely one does not."""
     target = random_target(soak.TINY, torch.float32)
     case = replace(soak.make_case(3, target, ["A horse."], 6, 5, 4), prompts=[[5, 6, 7], [8]], sampling=Sampling())
     logits = target.embed_head.logits(target.text_features(torch.tensor([[8]])))[0, -1]
     best, second = logits.topk(2).indices.tolist()
-    assert not soak.undecided(target, case, case.prompts, 1, [], {best, second})
+    assert not soak.is_tie(target, case, case.prompts, 1, [], {best, second})
     twin = (best + 1) % 288
     target.embed_head.head.data[twin] = target.embed_head.head[best]
-    assert soak.undecided(target, case, case.prompts, 1, [], {best, twin})
+    assert soak.is_tie(target, case, case.prompts, 1, [], {best, twin})
 
 
 def test_growing_memory_fails(monkeypatch, capsys):

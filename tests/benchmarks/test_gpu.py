@@ -1,4 +1,4 @@
-"""`make bench-gpu` without a GPU: every line runs at tiny sizes, and a killed run goes on."""
+"""`make bench-gpu` without a GPU: every line runs at tiny sizes, and a killed run resumes."""
 
 import json
 
@@ -19,7 +19,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_every_part_runs_and_a_killed_run_goes_on(small, monkeypatch, tmp_path, capsys):
+def test_every_part_runs_and_a_killed_run_resumes(small, monkeypatch, tmp_path, capsys):
     out, done = tmp_path / "gpu.json", []
 
     def noted(part):

@@ -1,4 +1,4 @@
-"""The twin that `make bench-train` is held against computes the same loss and gradients."""
+"""The published step that `make bench-train` compares with computes the same loss and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The client of vLLM's server, and `benchmarks.serve`, against a stand-in that knows its answers before."""
+"""The client of vLLM's server, and `benchmarks.serve`, with a stand-in that knows its answers."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def response(tokens: list[int], text: str, accepted: list[int], stopped: bool) -
 
 @pytest.fixture
 def answers(tmp_path):
-    """Writes what a server knows; returns the program."""
+    """Writes a server's answers; returns the program."""
 
     def write(plain: dict, draft: dict | None = None) -> tuple[str, ...]:
         (tmp_path / "answers.json").write_text(json.dumps({"plain": plain, "draft": draft or {}}))
@@ -50,12 +50,12 @@ def test_a_server_answers_and_ends(tmp_path, answers):
         server.version()
 
 
-def test_a_server_that_does_not_start_is_told_of_by_its_last_error(tmp_path):
+def test_a_server_that_does_not_start_raises_its_last_error(tmp_path):
     with pytest.raises(ValueError, match=r"the server ended, see .*log: ValueError: no such model$"):
         Server(["model"], tmp_path / "log", (*FAKE, str(tmp_path / "none"))).__enter__()
 
 
-def test_a_server_ends_where_its_context_fails(tmp_path, answers):
+def test_a_server_ends_when_its_context_fails(tmp_path, answers):
     with pytest.raises(KeyboardInterrupt), Server(["model"], tmp_path / "log", answers({})) as server:
         raise KeyboardInterrupt
     with pytest.raises(ProcessLookupError):
@@ -66,15 +66,15 @@ def test_a_server_ends_where_its_context_fails(tmp_path, answers):
     ("accepted", "new_tokens", "stopped", "expected"),
     [
         ([], 1, True, []),  # the prefill's token stops
-        ([], 9, False, []),  # without a draft
+        ([], 9, False, []),  # no draft
         ([2, 3], 8, False, [2, 3]),
         ([2, 3], 6, False, [2, 3]),  # the limit cuts the last round: what it accepted still counts
         ([2, 3], 8, True, [2, 3]),  # the bonus stops
-        ([2, 3], 6, True, [2, 1]),  # of three accepted the second stops, and takes the place of the bonus
+        ([2, 3], 6, True, [2, 1]),  # the second of three accepted stops, and takes the place of the bonus
         ([4], 2, True, [0]),
     ],
 )
-def test_nothing_counts_behind_a_stop_token(accepted, new_tokens, stopped, expected):
+def test_nothing_counts_after_a_stop_token(accepted, new_tokens, stopped, expected):
     assert count_accepted(accepted, new_tokens, stopped) == expected
 
 
@@ -99,7 +99,7 @@ def ours(target, tiny_folder, tmp_path) -> Path:
 
 
 def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answers, capsys):
-    """A server that answers as our loop and our chain do is measured as they are."""
+    """A server with the answers of our loop and our chain has their records."""
     records, known = read_records(ours), {"plain": {}, "chain": {}}
     (source,) = serve.read_sources(ours)
     prompts = serve.prompts_of(source, target)
@@ -122,15 +122,13 @@ def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answe
         (run,) = read_runs(folder).values()
         assert run["methods"]["vllm-chain"]["depth"] == 3 and run["config"]["load"] == load
         assert run["served"]["vllm"]["tokens"] == sum(len(r.tokens) for r in records if r.method == "plain")
-    capsys.readouterr()
-    compare([str(ours), str(tmp_path / "out" / "load-3")], all=True)
-    table = capsys.readouterr().out
-    assert "vllm-chain" in table
+    compare([str(ours), str(tmp_path / "out" / "load-3")])
+    assert "vllm-chain" in capsys.readouterr().out
 
 
-def test_prompts_that_are_others_by_now_are_refused(ours, target, tmp_path):
+def test_changed_prompts_are_refused(ours, target, tmp_path):
     suite = tmp_path / "suite.jsonl"
     suite.write_text(suite.read_text().replace("How many legs?", "How many legs has it?"))
     (source,) = serve.read_sources(ours)
-    with pytest.raises(ValueError, match="suite 0, turn 0: the prompt is another than in"):
+    with pytest.raises(ValueError, match="suite 0, turn 0: the prompt differs from that in"):
         serve.prompts_of(source, target)

@@ -1,6 +1,5 @@
-"""`poss compare` in the terminal: one table and one line, and all tables; temperatures, lengths, costs, warnings."""
+"""`poss compare` in the terminal: short table, verdict, all tables; temperatures, lengths, costs and warnings."""
 
-import gzip
 import json
 from dataclasses import replace
 from itertools import product
@@ -10,14 +9,15 @@ import pytest
 
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.cells import pack
-from poss_lightning.evaluation.records import Record, to_line
+from poss_lightning.evaluation.records import Record
 from poss_lightning.reports.compare import compare, print_findings
 from poss_lightning.reports.findings import find
-from poss_lightning.reports.lengths import by_category, by_input, by_position, length_tables
+from poss_lightning.reports.lengths import length_tables, list_rounds
+from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import group
 from poss_lightning.reports.tables import all_tables, gain_text, overview, verdict
 from tests.support.lab import write_records
-from tests.support.synthetic import make_records
+from tests.support.synthetic import make_cells, make_records
 
 
 @pytest.fixture
@@ -29,18 +29,13 @@ def run(tmp_path):
 
 @pytest.fixture
 def sweep(tmp_path):
-    for place, choice in enumerate(("eagle", "poss-1")):
-        for seed in (0, 2, 10):
-            records = make_records(("plain", choice), seed=10 * seed + place, prompts=4)
-            folder = tmp_path / "sweep" / choice / f"seed-{seed}"
-            folder.mkdir(parents=True)
-            lines = "".join(to_line(record) + "\n" for record in records)
-            (folder / "records.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for (choice, seed), records in make_cells(seeds=(0, 2, 10)).items():
+        write_records(tmp_path / "sweep" / choice / f"seed-{seed}", records, {})
     return tmp_path / "sweep"
 
 
 @pytest.mark.parametrize(("name", "reference"), [*product(("run", "sweep"), (None, "eagle")), ("run", "plain")])
-def test_one_table_and_one_line_fit_a_terminal(name, reference, request, capsys):
+def test_the_short_table_and_its_verdict_fit_a_terminal(name, reference, request, capsys):
     folder = request.getfixturevalue(name)
     compare(str(folder), reference=reference)
     out = capsys.readouterr().out
@@ -66,7 +61,7 @@ def test_many_methods_and_long_names_fit_too(tmp_path, capsys):
     assert "differs at its end 19" in capsys.readouterr().out
 
 
-def test_every_table_is_there_when_it_is_asked_for(sweep, capsys):
+def test_all_prints_every_table(sweep, capsys):
     compare(str(sweep), reference="eagle", all=True)
     out = capsys.readouterr().out
     found = find(sweep, reference="eagle")
@@ -85,24 +80,26 @@ def test_names_cannot_steer_the_terminal(tmp_path, capsys):
     assert "\x1b" not in shown and r"[red]\x1b[2J <b>" in shown
 
 
-def test_a_verdict_tells_larger_smaller_and_not_seen(run):
+def test_a_verdict_says_which_differences_are_shown(run):
     found = find(run, reference="eagle")
     assert verdict(found).endswith(" τ against eagle: larger (poss-1).")
-    gains = {row.method: row.gains["tau_macro"] for row in found.overall if "tau_macro" in row.gains}
-    rows = []
+    last = found.overall[-1]
+    gain, rows = last.gains["tau_macro"], []
     for name, p, sign in (("a", 0.01, -1), ("b", 0.9, 1), ("c", 0.04, 1)):
-        gain = replace(gains["poss-1"], p=p, value=sign * gains["poss-1"].value)
-        rows.append(replace(found.overall[-1], method=name, gains={"tau_macro": gain}))
+        rows.append(replace(last, method=name, gains={"tau_macro": replace(gain, p=p, value=sign * gain.value)}))
     assert verdict(found._replace(rows=rows)).endswith("larger (c); smaller (a); no difference shown (b).")
-    same = replace(gains["poss-1"], value=0.0, detectable=0.0, p=1.0)
+    same = replace(gain, value=0.0, detectable=0.0, p=1.0)
     assert gain_text(same) == "identical" and gain_text(None) == ""
-    speed = {row.method: row.values["speed_up"] for row in found.overall if row.rounds}
-    assert {name for name, own in speed.items() if own.low > 1} == {*speed}
-    assert verdict(find(run)).startswith("Drafting is faster than plain. Largest τ: poss-1, ")
-    slow = [replace(row, values=row.values | {"speed_up": replace(speed["eagle"], low=0.9)}) for row in found.overall]
-    one = [old if old.method == "poss-1" else new for old, new in zip(found.overall, slow, strict=True)]
-    assert verdict(found._replace(rows=slow)).startswith("No draft is shown to be faster than plain.")
-    assert verdict(found._replace(rows=one)).startswith("Drafting is faster than plain: poss-1.")
+
+
+def test_a_verdict_says_which_drafts_are_faster(run):
+    found = find(run)
+    assert verdict(found).startswith("Drafting is faster than plain. Largest τ: poss-1, ")
+    rows = [replace(r, values=r.values | {"speed_up": Estimate(1.2, 0.9, 1.5)}) for r in found.overall]
+    assert verdict(found._replace(rows=rows)).startswith("No draft is shown to be faster than plain.")
+    (fast,) = (row for row in found.overall if row.method == "poss-1")
+    rows = [fast if row.method == "poss-1" else row for row in rows]
+    assert verdict(found._replace(rows=rows)).startswith("Drafting is faster than plain: poss-1.")
 
 
 def test_replayed_rounds_have_no_speeds(tmp_path):
@@ -112,7 +109,7 @@ def test_replayed_rounds_have_no_speeds(tmp_path):
     assert list(overview(found).columns) == ["method", "τ"] and verdict(found).startswith("Largest τ: poss-1, ")
 
 
-def test_another_baseline_is_named(tmp_path):
+def test_an_absent_baseline_is_refused(tmp_path):
     write_records(tmp_path, make_records(methods=("vllm", "eagle"), prompts=3), {})
     with pytest.raises(ValueError, match="baseline is 'plain'; these records have vllm"):
         find(tmp_path)
@@ -120,7 +117,7 @@ def test_another_baseline_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("tree", ["auto", "fixed"])
-def test_sized_trees_are_told(tmp_path, tree):
+def test_sized_trees_are_noted(tmp_path, tree):
     write_records(tmp_path, make_records(), {"config": {"tree": tree}})
     assert any("sized by their cost" in note for note in find(tmp_path).notes) == (tree == "auto")
 
@@ -137,8 +134,8 @@ def test_trainings_of_different_inputs_are_not_comparable(tmp_path, capsys):
 # --- temperatures ---
 
 
-def test_temperatures_stand_in_one_table_and_each_is_as_alone(tmp_path):
-    write_records(tmp_path / "warm", make_records(seed=1), {"config": {"temperature": 1.0}})
+def test_temperatures_share_a_table_and_each_is_as_alone(tmp_path):
+    write_records(tmp_path / "warm", make_records(seed=1), {"config": {"temperature": 1.0, "tree": "auto"}})
     write_records(tmp_path / "greedy", make_records(), {})
     both = find(tmp_path, reference="eagle")
     for name, folder in (("0", "greedy"), ("1", "warm")):
@@ -146,13 +143,14 @@ def test_temperatures_stand_in_one_table_and_each_is_as_alone(tmp_path):
         rows = [replace(row, method=f"{row.method}, T = {name}") for row in alone.rows]
         assert repr([row for row in both.rows if row.method.endswith(f"T = {name}")]) == repr(rows)  # nan is not itself
     assert both.answers == find(tmp_path / "greedy").answers
+    assert set(find(tmp_path / "greedy").notes) < set(find(tmp_path / "warm").notes) < set(both.notes)
     lines = (tmp_path / "warm" / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "warm" / "records.jsonl").write_text("".join(line for line in lines if '"eagle"' not in line))
     with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
         find(tmp_path, reference="eagle")
 
 
-def test_another_top_p_or_tree_under_one_name_is_refused(tmp_path):
+def test_a_different_top_p_or_tree_under_one_name_is_refused(tmp_path):
     for seed, (name, top_p) in enumerate((("cut", 0.5), ("warm", 1.0))):
         write_records(tmp_path / name, make_records(seed=seed), {"config": {"temperature": 1.0, "top_p": top_p}})
     with pytest.raises(ValueError, match=r"cut was sampled with top_k 0 and top_p 0\.5, .*warm with top_k 0"):
@@ -173,30 +171,30 @@ def answer(accepted: list[int], prompt_tokens: int = 10, **fields) -> Record:
     return replace(make_records(methods=("eagle",))[0], accepted=accepted, **lengths, **fields)
 
 
-def test_rounds_stand_where_they_began_and_by_the_length_of_their_input():
-    record = answer([3] * 40)  # rounds begin at 1, 5, 9, … 157
-    assert [column for column, _ in by_position(record)] == [0] * 8 + [32] * 8 + [64] * 16 + [128] * 8
-    columns = {length: next(by_input(answer([1], length)))[0] for length in (1, 127, 128, 255, 256, 512, 33000)}
+def test_a_round_counts_where_it_began_and_by_the_length_of_its_input():
+    rounds = list_rounds(answer([3] * 40))  # they begin at 1, 5, 9, … 157
+    assert [each["position"] for each in rounds] == [0] * 8 + [32] * 8 + [64] * 16 + [128] * 8
+    columns = {length: list_rounds(answer([1], length))[0]["input"] for length in (1, 127, 128, 255, 256, 512, 33000)}
     assert columns == {1: 0, 127: 0, 128: 128, 255: 128, 256: 256, 512: 512, 33000: 32768}
-    assert not list(by_category(answer([1, 2])))
 
 
-def test_the_tables_of_lengths_are_what_counting_gives():
+def test_tables_of_lengths_are_what_counting_gives():
     records = make_records(methods=("eagle", "poss-1"))
     records = [replace(each, prompt_tokens=100 * (each.turn + 1), category=each.suite) for each in records]
     tables = length_tables(group(records)).values()
-    names = [["0–31", "32–"], ["0–127", "128–"], ["chat", "code"]]
-    for table, cut, named in zip(tables, (by_position, by_input, by_category), names, strict=True):
+    names = {"position": ["0–31", "32–"], "input": ["0–127", "128–"], "category": ["chat", "code"]}
+    for table, (by, named) in zip(tables, names.items(), strict=True):
         assert list(table.columns) == ["method", *named]
         for method, *texts in table.itertuples(index=False):
-            own = [one for record in records if record.method == method for one in cut(record)]
-            means = [fmean(a + 1 for at, a in own if at == column) for column in sorted({column for column, _ in own})]
+            rounds = [each for record in records if record.method == method for each in list_rounds(record)]
+            columns = sorted({each[by] for each in rounds})
+            means = [fmean(each["accepted"] + 1 for each in rounds if each[by] == column) for column in columns]
             assert [text.partition(" (")[0] for text in texts] == [f"{mean:.2f}" for mean in means]
             assert all("…" in text for text in texts)
 
 
-def test_a_column_of_few_prompts_is_as_unsure_as_few_prompts():
-    """Three long answers among 57 short ones: the interval is that of the three; of two there is none."""
+def test_a_column_of_few_prompts_is_as_uncertain_as_few_prompts():
+    """Three long answers among 57 short ones have the interval of three; two have none."""
     long = {("chat", place, 0, 0): answer([1] * 14 + [level] * 30) for place, level in enumerate((1, 2, 4))}
     short = {("chat", place, 0, 0): answer([place % 3, 1]) for place in range(3, 60)}
     two = dict([*long.items()][:2]) | short
@@ -205,7 +203,7 @@ def test_a_column_of_few_prompts_is_as_unsure_as_few_prompts():
     assert texts[0] == texts[1] and "…" in texts[0] and "…" not in texts[2]
 
 
-def test_what_drafting_costs_stands_where_it_was_measured(tmp_path):
+def test_measured_costs_are_shown(tmp_path):
     costs = Costs.interpolate(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 32: 0.17})
     write_records(tmp_path, make_records(), {"costs": {"eagle": costs._asdict()}})
     found = find(tmp_path)

@@ -1,9 +1,8 @@
-"""The page of `poss compare --html`: what it shows, and what it must never hold."""
+"""The page of `poss compare --html`: what it shows, and what it must never contain."""
 
 import json
 import re
 import shutil
-from collections import Counter
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
@@ -15,9 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.evaluation.cells import pack
 from poss_lightning.reports.compare import compare
-from poss_lightning.reports.explorer import spans
 from poss_lightning.reports.findings import find
-from poss_lightning.reports.page import public
+from poss_lightning.reports.page import public, split_rounds
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
 from poss_lightning.reports.tables import overview
 from tests.support import look
@@ -37,7 +35,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """The page over records in which every text of others tries to break out, and all names are of one machine."""
+    """The page over records whose every foreign text tries to break out, and whose names are of one machine."""
     folder = tmp_path_factory.mktemp("hostile")
     records = [replace(r, method=EVIL if r.method == "eagle" else r.method, question=EVIL) for r in make_records()]
     records = [replace(r, text=EVIL, pieces=None) if r.method == "generate" else r for r in records]
@@ -58,19 +56,19 @@ def page_of(folder, records, **options) -> str:
 
 
 class Tags(HTMLParser):
-    """Fails where a tag is closed that is not open; counts tags, and what attributes ask for."""
+    """Fails where a tag is closed that is not open; collects tags, and what attributes load."""
 
     void = ("meta", "br", "use", "path", "rect", "circle", "line")
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.tags, self.asked = [], Counter(), []
+        self.open, self.tags, self.loaded = [], set(), []
         self.feed(page)
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
-        self.tags[tag] += 1
-        self.asked += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[0] != "#"]
+        self.tags.add(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href", "xlink:href") and value[0] != "#"]
         if tag not in self.void:
             self.open.append(tag)
 
@@ -84,15 +82,15 @@ class Tags(HTMLParser):
             assert self.open.pop() == tag
 
 
-def test_a_page_is_complete_in_itself_and_well_formed(lab, hostile):
+def test_a_page_is_self_contained_and_well_formed(lab, hostile):
     for page in (lab[1], hostile):
         found = Tags(page)
-        assert not found.asked and not re.search(r"https?:|@import|url\((?!#)", page)
-        assert "default-src 'none'" in page  # and the browser sees to it
-        assert found.tags["style"] and not found.tags.keys() & {"script", "link", "img", "iframe", "object"}
+        assert not found.loaded and not re.search(r"https?:|@import|url\((?!#)", page)
+        assert "default-src 'none'" in page  # the browser enforces it
+        assert "style" in found.tags and not found.tags & {"script", "link", "img", "iframe", "object"}
 
 
-def test_texts_of_others_stay_text(hostile):
+def test_foreign_texts_are_escaped(hostile):
     assert str(escape(EVIL)).replace("\x00", "␀").replace("\x7f", "␡").replace("\x9b", "\ufffd") in hostile
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", hostile)
 
@@ -102,7 +100,7 @@ def test_no_page_names_a_home_or_a_secret(hostile):
     assert all(name in hostile for name in ("x y", "s3://bucket/store", "--drafts.a=store"))
 
 
-def test_what_is_no_path_stays_as_it_is():
+def test_only_paths_are_shortened():
     kept = {"a/b": ["poss", "owner/name", "2.13.0+cpu", "runs/x", "and/or", "5 / 3", "T = 1"], "n": 1.5, "x": None}
     assert public(kept) == kept and json.dumps(public({"/home/me/s": "file:///home/me/t"})) == '{"s": "t"}'
 
@@ -116,7 +114,7 @@ def test_the_page_shows_the_numbers_of_the_terminal(lab):
     assert page.count('role="img"') == 2 + 1 + 5 + 1  # comparisons, acceptance, by depth, by step
 
 
-def test_an_answer_stands_under_its_question(lab):
+def test_an_answer_follows_its_question(lab):
     sweep, page = lab
     record = next(r for r in map(json.loads, (sweep / "eagle/seed-0/records.jsonl").open()) if r["method"] == "eagle")
     first = page[page.index("<h2>Decoded text") :]
@@ -124,7 +122,7 @@ def test_an_answer_stands_under_its_question(lab):
     assert f"eagle: {record['new_tokens']} tokens in {len(record['accepted'])} rounds" in first
 
 
-def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path):
+def test_seconds_measured_apart_are_not_drawn_side_by_side(tmp_path):
     for choice in CHOICES:
         write_records(tmp_path / choice / "seed-0", make_records(methods=("plain", choice)), {"methods": {}})
     assert "Milliseconds" not in page_of(tmp_path, tmp_path, reference="eagle")
@@ -132,14 +130,7 @@ def test_seconds_of_trainings_decoded_apart_are_not_drawn_side_by_side(tmp_path)
     assert "Milliseconds" in page_of(tmp_path, tmp_path / "turns", reference="eagle")
 
 
-def test_answers_of_two_temperatures_are_those_of_the_lower(lab, tmp_path):
-    shutil.copytree(lab[0] / "eagle" / "seed-0", tmp_path / "run")
-    write_records(tmp_path / "warm", make_records(methods=("eagle",), seed=1), {"config": {"temperature": 1.0}})
-    page = page_of(tmp_path, [str(tmp_path / "run"), str(tmp_path / "warm")])
-    assert "Decoded text" in page and "eagle, T = 1" in page
-
-
-def test_sections_without_matter_are_left_out(tmp_path):
+def test_empty_sections_are_left_out(tmp_path):
     replayed = [replace(record, seconds={}, text="", pieces=None) for record in make_records(methods=("eagle",))]
     write_records(tmp_path / "run", replayed, {})
     (tmp_path / "run" / "run.json").unlink()
@@ -152,7 +143,7 @@ def test_methods_are_defined_below_the_title(tmp_path):
     write_records(tmp_path / "run", make_records(prompts=3), facts | {"trainings": {"eagle": "10 steps from hass"}})
     page = page_of(tmp_path, tmp_path / "run")
     for defined in (
-        "plain: the target alone, one token a step",
+        "plain: the target alone, one token per step",
         "eagle: one layer [6], 1.2 M parameters, 10 steps from hass",
         "poss-1: 2 specialists [1, 1]",
     ):
@@ -161,7 +152,7 @@ def test_methods_are_defined_below_the_title(tmp_path):
     assert page.index("<th>τ</th>") < page.index("<th>speed-up</th>")
 
 
-def test_a_failing_page_leaves_the_old_one_and_is_named_like_one(tmp_path):
+def test_a_failure_leaves_the_old_page_and_no_other_file(tmp_path):
     write_records(tmp_path / "run", make_records(prompts=1), {})
     (tmp_path / "page.html").write_text("old")
     with pytest.raises(ValueError, match="baseline is 'beam'"):
@@ -178,17 +169,17 @@ def test_a_browser_finds_nothing_wrong_on_a_phone(lab, hostile, tmp_path):
         assert not look.look(tmp_path / f"{place}.html")
 
 
-# --- text and rounds ---
+# --- decoded text ---
 
 
-def test_spans_are_the_rounds_and_hold_every_piece_once():
+def test_spans_are_the_rounds_and_have_every_piece_once():
     record = next(record for record in make_records() if record.method == "eagle")
     short = replace(record, accepted=[2, 0], new_tokens=5, tokens=[0] * 5, pieces=["a", "b", "\n", "c", "d"])
-    assert spans(short) == [("plain", "a"), ("accepted", "b↵\n"), ("bonus", "c"), ("bonus", "d")]
+    assert split_rounds(short) == [("plain", "a"), ("accepted", "b↵\n"), ("bonus", "c"), ("bonus", "d")]
     cut = replace(record, accepted=[0, 3], new_tokens=4, tokens=[0] * 4, pieces=list("abcd"))  # by the limit
-    assert spans(cut) == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
+    assert split_rounds(cut) == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
     for record in make_records():
-        assert "".join(span.text for span in spans(record)).split() == record.text.split()
+        assert "".join(text for _, text in split_rounds(record)).split() == record.text.split()
 
 
 # --- what trainings logged ---
@@ -203,7 +194,7 @@ def training(tmp_path):
     return tmp_path / "fit"
 
 
-def test_scalars_by_depth_are_in_order_of_number(training):
+def test_depths_are_in_numerical_order(training):
     (own,) = read_scalars(training).values()
     drift = series_by_depth(own, "val_drift_cosine")
     assert list(drift) == list(range(1, 13))  # not 1, 10, 11, 12, 2, ...
@@ -212,7 +203,7 @@ def test_scalars_by_depth_are_in_order_of_number(training):
         read_scalars(training / "nowhere")
 
 
-def test_where_there_are_no_event_files_the_last_values_will_do(training, tmp_path):
+def test_without_event_files_a_cell_gives_its_last_values(training, tmp_path):
     events = next(iter(read_scalars(training).values()))
     rows = [asdict(record) for record in make_records(methods=("poss-1",))]
     pack(tmp_path, "poss-1", 0, {"scalars": {tag: series[-1] for tag, series in events.items()}}, rows)
@@ -223,7 +214,7 @@ def test_where_there_are_no_event_files_the_last_values_will_do(training, tmp_pa
     assert list(read_scalars(cell).values()) == [events]  # event files say more
 
 
-def test_runs_are_named_by_what_their_folders_do_not_share():
+def test_runs_are_named_without_what_their_paths_share():
     own = {"loss": [(1, 0.5)]}
     runs = {f"out/{choice}/seed-{seed}": own for choice in ("a", "b") for seed in (0, 1)}
     assert {name: len(found) for name, found in group_by_choice(runs).items()} == {"a": 2, "b": 2}
@@ -232,7 +223,7 @@ def test_runs_are_named_by_what_their_folders_do_not_share():
     assert group_by_choice(again) == {"a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]}  # one run, two folders
 
 
-def test_a_curve_over_runs_is_the_mean_where_all_have_come_and_its_t_interval():
+def test_a_curve_over_runs_is_the_mean_at_shared_steps_with_its_t_interval():
     values = np.random.default_rng(0).normal(size=(4, 5))
     runs = [[(step, float(values[run, step])) for step in range(5 - (run == 2))] for run in range(4)]
     found = mean_over_runs([*runs[:3], [(0, 99.0), *runs[3]]])  # step 0 logged again

@@ -1,4 +1,4 @@
-"""Measures and intervals: compared with loops from the definitions, with scipy, and with truths that are known."""
+"""Measures and intervals: compared with loops from the definitions, with scipy, and with known truths."""
 
 import math
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from poss_lightning.reports import statistics
 from poss_lightning.reports.statistics import (
     Jackknife,
     Mean,
@@ -16,9 +15,8 @@ from poss_lightning.reports.statistics import (
     detectable,
     holm,
     interval,
-    leave_one_out,
     mean_over,
-    pseudo_values,
+    measures,
 )
 from poss_lightning.reports.summary import group, sum_by_prompt
 from tests.support.synthetic import draw_reach, make_cells, make_records, over_seeds, rows_of, true_tau
@@ -53,13 +51,12 @@ def test_an_interval_is_the_jackknife_prompt_by_prompt(measure):
     half = stats.t.ppf(0.975, len(own) - 1) * stats.sem(own)
     change = np.exp if measure == "tokens_per_second" else float
     found = rows_of(records)["eagle"].values[measure]
-    assert (found.value, found.low, found.high) == pytest.approx(
-        [change(x) for x in (value, value - half, value + half)]
-    )
+    expected = [change(x) for x in (value, value - half, value + half)]
+    assert (found.value, found.low, found.high) == pytest.approx(expected)
 
 
 def naive_crossed(effects):
-    """The textbook's mean squares of a crossed design with one value a cell."""
+    """The textbook's mean squares of a crossed design with one value per cell."""
     seeds, prompts = effects.shape
     mean = effects.mean()
     s = prompts * sum((effects[i].mean() - mean) ** 2 for i in range(seeds)) / (seeds - 1)
@@ -98,19 +95,15 @@ def test_one_training_of_each_is_scipys_paired_t_test_over_prompts():
     assert not rows_of(records, reference="eagle")["generate"].gains  # so nothing is corrected for it
     assert rows_of(records, reference="generate")["poss-1"].gains["tokens_per_second"].p < 0.05
     speeds = rows_of(records, reference="eagle")["poss-1"].gains["tokens_per_second"]
-    assert speeds.value == pytest.approx(np.divide(*(rows_of(records)[m].values["tokens_per_second"].value
-                                                     for m in ("poss-1", "eagle"))))  # fmt: skip
+    rates = [rows_of(records)[method].values["tokens_per_second"].value for method in ("poss-1", "eagle")]
+    assert speeds.value == pytest.approx(rates[0] / rates[1])
 
 
 def test_several_trainings_are_compared_seed_by_seed_and_prompt_by_prompt():
     cells = make_cells()
     gain = over_seeds(cells)["poss-1"].gains["tau_macro"]
-    effects = np.array(
-        [
-            prompt_means(cells["poss-1", seed], "poss-1") - prompt_means(cells["eagle", seed], "eagle")
-            for seed in range(3)
-        ]
-    )
+    means = {cell: prompt_means(records, cell[0]) for cell, records in cells.items()}
+    effects = np.array([means["poss-1", seed] - means["eagle", seed] for seed in range(3)])
     error, freedom = naive_crossed(effects)
     assert gain.value == pytest.approx(effects.mean())
     assert gain.p == pytest.approx(2 * stats.t.sf(effects.mean() / error, freedom))
@@ -122,7 +115,7 @@ def test_several_trainings_are_compared_seed_by_seed_and_prompt_by_prompt():
 
 
 def naive_holm(p):
-    """Reject the smallest while it is below level / left; the corrected p is the least level that rejects it."""
+    """Reject the smallest p while it is below level / remaining; its corrected p is the least level that does."""
     levels = np.linspace(0, 1, 10001)
     corrected = np.ones(len(p))
     for level in levels[::-1]:
@@ -158,7 +151,7 @@ def test_shares_stay_shares():
             assert not share.interval() or 0 <= share.low <= share.high <= 1
 
 
-def test_p_is_below_5_percent_exactly_where_the_interval_leaves_no_effect_out():
+def test_p_is_below_5_percent_exactly_where_the_interval_excludes_no_effect():
     draw = np.random.default_rng(0)
     for value, error in zip(draw.normal(0, 2, 200), draw.uniform(0.5, 1.5, 200), strict=True):
         apart, times = (compare({"a": Mean(value, error, 7)}, logs)["a"] for logs in (False, True))
@@ -166,7 +159,7 @@ def test_p_is_below_5_percent_exactly_where_the_interval_leaves_no_effect_out():
         assert times.p == apart.p and bool(apart.direction) == (apart.p < 0.05)
 
 
-def test_comparisons_are_corrected_over_methods_and_so_is_what_they_could_find():
+def test_p_and_detectable_effect_are_corrected_over_methods():
     means = {name: Mean(value, 0.1, 9) for name, value in (("a", 0.25), ("b", 0.3), ("c", math.nan))}
     alone = {name: compare({name: mean})[name].p for name, mean in means.items()}
     for logs, change in ((False, float), (True, math.expm1)):
@@ -175,21 +168,19 @@ def test_comparisons_are_corrected_over_methods_and_so_is_what_they_could_find()
         assert found["a"].detectable == change(detectable(0.1, 9, tests=2)) > change(detectable(0.1, 9))
     assert alone["a"] < 0.05 and compare(means)["a"].direction == "larger"
     eight = compare(means | {str(i): Mean(0.0, 0.1, 9) for i in range(8)})["a"]
-    assert eight.p > 0.05 and not eight.direction  # the best of many is judged as one of many
+    assert eight.p > 0.05 and not eight.direction  # the best of nine is judged as one of nine
 
 
-# --- what is known about drawn experiments ---
+# --- simulated experiments with a known truth ---
 
 
-def test_intervals_of_one_training_hold_the_truth_about_as_often_as_they_say():
-    draw, counts, hits = np.random.default_rng(0), leave_one_out(8), []
+def test_intervals_of_one_training_contain_the_truth_as_often_as_they_claim():
+    draw, hits = np.random.default_rng(0), []
     truth = [true_tau(method, math.hypot(0.6, 0.2)) for method in ("eagle", "poss-1")]
     for _ in range(500):
         ease = draw.normal(0, 0.6, 8)  # shared, and a little of it each method's own
         reach = [draw_reach(draw, method, ease + draw.normal(0, 0.2, 8)) for method in ("eagle", "poss-1")]
-        a, b = (
-            Jackknife(statistics.tau_micro(counts, Sums(own, own[:, 0], own[:, 0])), own[:, 0] > 0) for own in reach
-        )
+        a, b = (measures(Sums(own, own[:, 0], own[:, 0]), range(8))["tau_micro"] for own in reach)
         found = [
             interval(mean_over([a])),
             interval(mean_over([b], [a])),
@@ -209,8 +200,8 @@ SPREADS = {  # standard deviations of ease: by seed and by prompt of a method al
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-def test_intervals_of_several_hold_the_truth_for_other_seeds_and_prompts(spread):
-    """Where nothing varies but the rounds themselves, more often than they say: the seeds' share is never below 0."""
+def test_intervals_of_several_trainings_contain_the_truth_for_other_seeds_and_prompts(spread):
+    """Where only the rounds vary, more often than they claim: the share of seeds is never negative."""
     by_seed, by_prompt = SPREADS[spread]
     draw, count, seeds, prompts = np.random.default_rng(0), 1000, 5, 40
     ease, means = draw.normal(0, 0.5, (count, 1, prompts)), []
@@ -225,7 +216,7 @@ def test_intervals_of_several_hold_the_truth_for_other_seeds_and_prompts(spread)
     assert 0.935 <= held <= (0.995 if spread == "neither" else 0.98)
 
 
-def test_at_the_detectable_effect_four_in_five_are_found_and_without_one_few():
+def test_the_detectable_effect_is_found_in_four_of_five_cases_and_no_effect_rarely():
     draw = np.random.default_rng(0)
     true = np.array([detectable(math.sqrt(2 / 5), 4, tests=5), 0, 0, 0, 0])
     found = []
@@ -242,21 +233,16 @@ def test_at_the_detectable_effect_four_in_five_are_found_and_without_one_few():
 # --- edges ---
 
 
-def test_without_any_spread_equal_is_equal_and_nothing_else_is_sure():
-    """Two prompts may agree by chance, so a difference without any spread is not known to be one."""
+def test_without_any_spread_only_equality_is_certain():
+    """Few prompts may agree by chance, so a difference without any spread proves nothing."""
     for logs in (False, True):
         same, apart = (compare({"a": Mean(value, 0.0, 9)}, logs)["a"] for value in (0.0, 0.5))
         assert same.identical and same.p == 1 and not apart.identical
         assert math.isnan(apart.p) and apart.interval() == apart.significance() == apart.direction == ""
 
 
-def test_positions_that_few_prompts_reach_in_one_training_have_the_certainty_of_few():
+def test_a_position_that_few_prompts_reach_has_the_certainty_of_few():
     values, few, many = np.random.default_rng(0).normal(size=61), np.arange(60) < 4, np.arange(60) < 60
     assert mean_over([Jackknife(values, many)]).freedom == 59
     assert mean_over([Jackknife(values, few)], [Jackknife(values[::-1], many)]).freedom == 3
     assert math.isnan(mean_over([Jackknife(values, np.arange(60) < 2)]).error)
-
-
-def test_pseudo_values_of_a_mean_are_its_values():
-    values = np.random.default_rng(0).normal(size=9)
-    assert pseudo_values(leave_one_out(9) @ values / leave_one_out(9).sum(1)) == pytest.approx(values)

@@ -1,4 +1,4 @@
-"""Methods summed up: which prompts and seeds count, and what cannot be compared."""
+"""Summaries of methods: which prompts and seeds count, and what cannot be compared."""
 
 from dataclasses import replace
 
@@ -7,10 +7,11 @@ import pytest
 from poss_lightning.reports.summary import by_method, group, summarise
 from tests.support.synthetic import make_cells, make_records, over_seeds, rows_of
 
+RECORDS = make_records()
 SHORT = {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}  # an answer without a round
 
 
-def test_few_prompts_have_values_and_neither_intervals_nor_a_verdict():
+def test_few_prompts_have_values_but_neither_intervals_nor_a_verdict():
     for prompts in (1, 2):
         row = rows_of(make_records(suites=("chat",), prompts=prompts), reference="eagle")["poss-1"]
         gain = row.gains["tau_macro"]
@@ -29,15 +30,13 @@ def test_identical_counts_prompts_not_answers():
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_prompts_without_rounds_add_no_certainty(seeds):
-    """The same to the last digits as if they had not been asked; of positions, those that never come so far."""
+    """As if they had not been asked; at a position, those that never reach it."""
     cells = make_cells(seeds=range(seeds))
-    idle, asked = (
-        {cell: [change(record) for record in records if keep(record)] for cell, records in cells.items()}
-        for change, keep in (
-            (lambda r: replace(r, **SHORT) if r.id == 1 and r.method != "plain" else r, lambda r: True),
-            (lambda r: r, lambda r: r.id != 1),
-        )
-    )
+    idle = {
+        cell: [replace(r, **SHORT) if r.id == 1 and r.method != "plain" else r for r in records]
+        for cell, records in cells.items()
+    }
+    asked = {cell: [record for record in records if record.id != 1] for cell, records in cells.items()}
     with_idle, without = over_seeds(idle), over_seeds(asked)
     for measure in ("tau_macro", "tau_micro", "pos_acc_2"):
         for kind in ("gains", "values"):
@@ -45,7 +44,7 @@ def test_prompts_without_rounds_add_no_certainty(seeds):
             assert (first.low, first.high) == pytest.approx((second.low, second.high))
 
 
-def test_only_seeds_that_both_have_are_paired():
+def test_only_shared_seeds_are_paired():
     cells = make_cells()
     del cells["poss-1", 0]
     row = over_seeds(cells)["poss-1"]
@@ -57,43 +56,43 @@ def test_only_seeds_that_both_have_are_paired():
 
 
 @pytest.mark.parametrize(
-    "change, options, said",
+    ("records", "options", "said"),
     [
-        (lambda records: records[:-1], {}, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
-        (lambda records: [*records, records[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
+        (RECORDS[:-1], {}, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
+        ([*RECORDS, RECORDS[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
         (
-            lambda records: [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in records],
+            [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in RECORDS],
             {},
             "'plain' and 'poss-1' have prompts of 10 and 11 tokens at chat/0 turn 0 repeat 0",
         ),
-        (list, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
-        (list, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
+        (RECORDS, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
+        (RECORDS, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
     ],
 )
-def test_what_cannot_be_compared_is_said(change, options, said):
+def test_records_that_cannot_be_compared_are_refused(records, options, said):
     with pytest.raises(ValueError, match=said):
-        summarise(by_method(change(make_records())), **options)
+        summarise(by_method(records), **options)
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    ("cell", "used", "said"),
     [
-        (lambda cells: {("hass", 1): cells["eagle", 1]}, "choice 'hass', seed 1: no record has this method; there are"),
-        (lambda cells: {("eagle", 1): cells["eagle", 1][:-8]}, "seed 1 and .* differ in 4 answers, such"),
+        (("hass", 1), slice(None), "choice 'hass', seed 1: no record has this method; there are"),
+        (("eagle", 1), slice(-8), "seed 1 and .* differ in 4 answers, such"),
     ],
 )
-def test_trainings_that_cannot_be_compared_are_named(change, said):
+def test_trainings_that_cannot_be_compared_are_refused(cell, used, said):
+    cells = make_cells()
     with pytest.raises(ValueError, match=said):
-        over_seeds((cells := make_cells()) | change(cells))
+        over_seeds(cells | {cell: cells["eagle", 1][used]})
 
 
-def test_replayed_rounds_are_of_one_answer_as_far_as_both_go():
+def test_replays_must_share_their_tokens():
     records = [replace(record, seconds={}) for record in make_records(methods=("eagle", "poss-1"), prompts=1)]
     group(records)
     changed = [replace(r, tokens=[*r.tokens[:3], 99, *r.tokens[4:]]) if r.method == "poss-1" else r for r in records]
     with pytest.raises(ValueError, match="replays of different answers at chat/0 turn 0"):
         group(changed)
-    group([replace(record, seconds={"total": 1.0}) for record in changed])  # what was decoded may differ by ties
-    group(
-        [replace(r, prompt_tokens=12) if (r.turn, r.method) == (1, "eagle") else r for r in records]
-    )  # later turns may
+    group([replace(record, seconds={"total": 1.0}) for record in changed])  # decoded answers may differ by ties
+    later = [replace(r, prompt_tokens=12) if (r.turn, r.method) == (1, "eagle") else r for r in records]
+    group(later)  # later turns contain answers

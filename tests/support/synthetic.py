@@ -87,8 +87,13 @@ def draw_reach(draw: np.random.Generator, method: str, ease: np.ndarray, rounds:
     return np.stack(reach, -1).astype(float)
 
 
-def true_tau(method: str, deviation: float) -> float:
-    """Its τ over all prompts, where the ease is normal around 0."""
+def true_reach(method: str, deviation: float) -> np.ndarray:
+    """Share of its rounds over all prompts that accept at least k tokens, (K+1,), where the ease is normal around 0."""
     points, weights = np.polynomial.hermite_e.hermegauss(60)
     shares = expit(LOGITS[method][:, None] + deviation * points)  # (K, points)
-    return 1 + (np.cumprod(shares, 0).sum(0) @ weights) / weights.sum()
+    return np.append(1, np.cumprod(shares, 0) @ weights / weights.sum())
+
+
+def true_tau(method: str, deviation: float) -> float:
+    """Its τ over all prompts."""
+    return true_reach(method, deviation).sum()
