@@ -2,6 +2,7 @@
 
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
 draws       a round that draws beside a greedy one, by tree
+context     a draft step and verification beside a plain step, by tokens of the text
 suites      tokens per second of each suite: plain (our own loop and generate), lookup alone, the draft, and both
 batch       the same for batches of prompts
 
@@ -44,6 +45,7 @@ KINDS = {  # experiments/methods and size have the same, trained
 }
 VOCABULARY = 8192  # of the drafts whose costs are compared
 TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}  # depth, nodes, width
+LENGTHS = (100, 1000, 4000)  # of texts
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 AUTO, FIXED, BOTH = "auto", "fixed", "auto_and_lookup"
 BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "plain", "lookup"
@@ -84,6 +86,19 @@ def draws(target: Target, draft: Specialists, rounds: int) -> dict[str, Any]:
             "greedy_ms": 1000 * median(times["greedy"]),
             "drawn_over_greedy": spread(ratios(times, "drawn", "greedy")),
         }
+    return found
+
+
+def context(target: Target, draft: Specialists) -> dict[str, Any]:
+    """What `tree: auto` measures on texts of several lengths; all but the plain step in plain steps."""
+    found = {}
+    for length in LENGTHS:
+        engine = Speculative(target, draft, tree="auto")
+        engine.decode([(torch.arange(length) % target.spec.vocab_size).tolist()], 2, frozenset())
+        assert (costs := engine.costs) is not None
+        verify = {f"{n}_nodes": costs.verify[n] / costs.verify[1] for n in (4, 16, 60)}
+        plain = {"plain_ms": 1000 * costs.verify[1], "draft_step": costs.draft_step / costs.verify[1]}
+        found[f"{length} tokens"] = plain | verify
     return found
 
 
@@ -172,7 +187,9 @@ def batch(target: Target, draft: Specialists, questions: list[Question], size: i
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("costs", "draws", "suites", "batch"), help="all by default")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("costs", "draws", "context", "suites", "batch"), help="all by default"
+    )
     parser.add_argument("--device", default="cpu", choices=list(BATCHES))
     parser.add_argument("--draft", default="embedded-hass", help="for draws, suites and batch")
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
@@ -192,6 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     parts = {
         "costs": costs_of_kinds,
         "draws": lambda: draws(target, draft, rounds),
+        "context": lambda: context(target, draft),
         "suites": lambda: suites(target, draft, questions, limit),
         "batch": lambda: {str(n): batch(target, draft, questions, n, limit) for n in BATCHES[target.device.type]},
     }
