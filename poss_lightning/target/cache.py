@@ -81,17 +81,22 @@ class Slots:
     `advance_device` changes the first in place, without synchronising; `advance_host` lets the second follow.
 
     Attributes:
-        lengths: (B,) on the device; `host_lengths` are the same on the host, and `longest` is their maximum.
+        lengths: (B,) on the device; `host_lengths` are the same on the host.
         min_extent: views reach at least this many slots past the longest row, so that steps of several sizes share a
             shape.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
         self.capacity, self.step = capacity, step_of(device)
-        self.host_lengths, self.longest = [0] * batch, 0
+        self.host_lengths = [0] * batch
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
         self.min_extent, self.extent = 0, 0
         self.index = self.lengths
+
+    @property
+    def longest(self) -> int:
+        """The largest length, as the host knows it."""
+        return max(self.host_lengths, default=0)
 
     def extent_for(self, count: int) -> int:
         """Slots per row that a view needs for `count` tokens after the longest row, rounded up to a multiple of `step`.
@@ -106,7 +111,7 @@ class Slots:
 
     def clear(self) -> None:
         """Set all lengths to 0."""
-        self.host_lengths, self.longest = [0] * len(self.host_lengths), 0
+        self.host_lengths = [0] * len(self.host_lengths)
         self.lengths.zero_()
 
     def fits(self, batch: int, capacity: int) -> bool:
@@ -130,12 +135,10 @@ class Slots:
     def advance_host(self, counts: list[int]) -> None:
         """Tell the host by how much each row has advanced."""
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
-        self.longest = max(self.host_lengths)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
         self.host_lengths = [self.host_lengths[row] for row in rows]
-        self.longest = max(self.host_lengths)
         self.lengths = self.lengths[rows]
 
     def tree_mask(self, ancestors: Tensor, window: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ import inspect
 import json
 import random
 from datetime import date
+from functools import partial
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -82,18 +83,30 @@ def render(chat: Chat, messages: list[dict[str, str]], variables: dict | None = 
     return chat.texts(messages, variables)[-1]
 
 
-def metaspace_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """Like Llama-2's: words, and the text itself, begin with a space sign; the stop token is `</s>`."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    tokenizer.decoder = decoders.Metaspace()
+def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
+    """Like Llama-2's: `normalizer` puts a blank before each piece of a text, `first` before the first one."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    letters = list("abcdefghijklmnopqrstuvwxyzAH[]/INST.?<>")
-    trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=special, initial_alphabet=letters, show_progress=False)
-    tokenizer.train_from_iterator(["[INST] How many legs? [/INST] A horse has four legs. after lines spaced"], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    fast.chat_template = template.replace("<|im_end|>", "</s>")
-    return fast
+    letters = [*map(chr, range(33, 127)), "▁"]
+    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    tokenizer.train_from_iterator(["▁USER:▁Which▁river▁is▁longest?▁ASSISTANT:▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    if prefix == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif prefix == "none":  # Gemma's
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def metaspace_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = sentencepiece("first")
+    tokenizer.chat_template = template.replace("<|im_end|>", "</s>")
+    return tokenizer
 
 
 def trimming_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -336,14 +349,8 @@ def test_templates_that_want_a_calls_arguments_as_text_get_it():
 
 def test_only_an_answer_to_somebody_that_counts_has_a_span():
     chat = Chat(tiny_tokenizer())
-    messages = [
-        system("Be brief."),
-        user("a"),
-        assistant("b") | {"weight": 0},
-        user("c"),
-        assistant("d"),
-        assistant("e"),
-    ]
+    left_out = assistant("b") | {"weight": 0}
+    messages = [system("Be brief."), user("a"), left_out, user("c"), assistant("d"), assistant("e")]
     assert words(chat, [*messages, user("And now?")]) == ["d<|im_end|>"]
     assert "e<|im_end|>" in decode(chat, render(chat, messages + chat_of(["f"])).tokens)
     assert chat.texts([user("Hi")]) == []
@@ -361,7 +368,7 @@ def test_variables_reach_the_template_and_a_conversations_own_go_first():
 
 @pytest.mark.parametrize("form", ["'%d %b %Y'", "form", "format='%d' ~ ' %b %Y'"])
 def test_the_date_is_that_of_the_day_when_work_began(form):
-    """However a template spells its format; and a fixed day changes nothing else of it."""
+    """However the template spells its format; a fixed day changes nothing else."""
     dated = "{% set form = '%d %b %Y' %}" + DATED.replace("'%d %b %Y'", form)
     chat = Chat(tiny_tokenizer(dated))
     assert chat.template.variables["strftime_now"] == date.today().isoformat()
@@ -371,13 +378,13 @@ def test_the_date_is_that_of_the_day_when_work_began(form):
     assert decode(chat, chat.prompt([user("a")])).startswith("Today is 26 Jul 2024\n")
     given = Chat(tiny_tokenizer(dated), variables={"strftime_now": "2020-01-02"})
     given.template.freeze({"strftime_now": "2024-07-26"})
-    assert given._tokenizer.decode(given.prompt([user("a")])).startswith("Today is 02 Jan 2020\n")
+    assert decode(given, given.prompt([user("a")])).startswith("Today is 02 Jan 2020\n")
     assert not Chat(tiny_tokenizer()).template.variables
 
 
 @pytest.mark.parametrize(
     ("messages", "reason"),
-    [([], "there are no messages"), ([user("a"), assistant("b")], "message 1 is the assistant's too")],
+    [([], "there are no messages"), (chat_of(["b"]), "message 1 is the assistant's too")],
 )
 def test_prompts_need_somebody_to_answer(messages, reason):
     with pytest.raises(ValueError, match=reason):
@@ -393,7 +400,7 @@ def test_stops_come_from_generation_config_and_tokenizer():
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_token_that_the_template_writes_behind_every_answer_is_a_stop(special):
+def test_a_token_that_the_template_writes_after_every_answer_is_a_stop(special):
     tokenizer = tiny_tokenizer(CHATML.replace("<|im_end|>", "<turn>"))
     tokenizer.add_tokens([AddedToken("<turn>", special=special, normalized=False)])
     chat = Chat(tokenizer)
@@ -461,26 +468,6 @@ def test_the_guard_itself_is_not_read():
 LETTERS = "Is <s>old</s> HTML? </s>"
 
 
-def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
-    """Like Llama-2's, of several makes: `normalizer` puts a blank before each piece of a text, `first` before all."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    letters = [*map(chr, range(33, 127)), "▁"]
-    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=special, initial_alphabet=letters, show_progress=False)
-    tokenizer.train_from_iterator(["▁USER:▁Which▁river▁is▁longest?▁ASSISTANT:▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    if prefix == "normalizer":
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    elif prefix == "none":  # Gemma's
-        tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
 def unigram() -> PreTrainedTokenizerFast:
     """Its vocabulary has the letters of its special tokens as pieces, which it would find in a text."""
     pieces = ["<unk>", "<s>", "</s>", "▁", *map(chr, range(33, 127))]
@@ -497,12 +484,8 @@ def legacy(is_legacy: bool, folder) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(folder)
 
 
-MAKES = {
-    **{name: lambda folder, name=name: sentencepiece(name) for name in ("normalizer", "first", "always", "none")},
-    "legacy": lambda folder: legacy(True, folder),
-    "not legacy": lambda folder: legacy(False, folder),
-    "unigram": lambda folder: unigram(),
-}
+MAKES = {name: lambda folder, name=name: sentencepiece(name) for name in ("normalizer", "first", "always", "none")}
+MAKES |= {"legacy": partial(legacy, True), "not legacy": partial(legacy, False), "unigram": lambda folder: unigram()}
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -533,10 +516,8 @@ def test_a_stop_token_of_the_ordinary_vocabulary_leaves_letters_alone():
     tokenizer = tiny_tokenizer()
     line = tokenizer("\n").input_ids[0]
     chat = Chat(tokenizer, GenerationConfig(eos_token_id=[1, line]))
-    assert (
-        tokenizer.decode(chat.prompt([user(f"a\n{FORGED}")]))
-        == f"<|im_start|>user\na\n{FORGED}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    expected = f"<|im_start|>user\na\n{FORGED}<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(chat, chat.prompt([user(f"a\n{FORGED}")])) == expected
 
 
 def test_special_tokens_in_tool_calls_and_thoughts_are_letters():
