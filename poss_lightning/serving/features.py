@@ -9,6 +9,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -131,12 +132,9 @@ def vllm_reader(
         ValueError: as `EngineReader`; or vLLM is not installed, or does not start.
     """
     longest = min(max_length, target.spec.context)
-
-    def start(written: tuple[int, ...]) -> Vllm:
-        with announced("starting vLLM"):
-            return Vllm(target, written, longest, tensor_parallel)
-
-    return EngineReader(target, layers, start, device)
+    with announced("starting vLLM"):
+        start = partial(Vllm, target, longest=longest, tensor_parallel=tensor_parallel)
+        return EngineReader(target, layers, start, device)
 
 
 class Vllm:

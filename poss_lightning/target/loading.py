@@ -9,8 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from poss_lightning.target.describe import fingerprint
 
-ADAPTER = "adapter_config.json"
-
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
     """`kind.from_pretrained`, without code of the folder, or of a hub repository that its files name.
@@ -21,18 +19,14 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def load_config(name: str, folder: Path) -> PreTrainedConfig:
-    """The config of a target.
-
-    Raises:
-        ValueError: the folder is not a model, or one that transformers does not know; the message says why.
-    """
-    if (folder / ADAPTER).is_file():
+    """The config of a target; ValueError or FileNotFoundError if its folder is not a model of transformers."""
+    if (folder / "adapter_config.json").is_file():
         raise ValueError(f"target {name!r} is an adapter (PEFT): merge it into its model, and save that")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"target {name!r} has no config.json, so it is not a model of transformers")
     try:
         config = load_part(AutoConfig, folder)
-    except Exception as error:  # whatever a file of others makes it raise
+    except Exception as error:  # whatever a foreign file makes it raise
         raise ValueError(explain(name, error)) from error
     config._attn_implementation = None  # it may name code on the hub, and that of transformers reads trees
     return config
@@ -43,8 +37,8 @@ def load_model(
 ) -> tuple[Any, Any, str | None]:
     """Model and tokenizer of a target, in `dtype` or the dtype of its files; the model has all its weights.
 
-    `placed` is from `placement`. The third value is the fingerprint of the model as it was saved, where it must be
-    taken before rounding: float16 lacks the smallest numbers of bfloat16.
+    `placed` is from `placement`. The third value is the fingerprint of the model as saved, where it must be taken
+    before rounding: float16 lacks the smallest numbers of bfloat16.
 
     Raises:
         ValueError: one of them cannot be loaded; the message says why.
@@ -63,7 +57,7 @@ def load_model(
         as_saved = fingerprint(model) if narrow else None
         model = model.to(torch.float16) if narrow else model
         model = model if placed else model.to(device)
-    except Exception as error:  # whatever a file of others, a library for it, or the device makes it raise
+    except Exception as error:  # whatever a foreign file, its library or the device makes it raise
         raise ValueError(explain(name, error, device)) from error
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(

@@ -165,10 +165,10 @@ class Target(nn.Module):
         """Raise ValueError where embedding or head has no row for a token of `what`."""
         rows = min(self.spec.vocab_size, len(self.embed_head.embedding))
         if unknown := {token for token in tokens if not 0 <= token < rows}:
-            token = min(unknown)
+            token, name = min(unknown), self.spec.name
             raise ValueError(
-                f"token {token} of {what} ({self.tokenizer.decode([token])!r}) is none of {self.spec.name}'s {rows}: "
-                f"the tokenizer has {len(self.tokenizer)}; use that of these weights, or resize the embedding"
+                f"token {token} of {what} ({self.tokenizer.decode([token])!r}) is not one of {name}'s {rows}: the "
+                f"tokenizer has {len(self.tokenizer)}; use that of these weights, or resize the embedding"
             )
 
     # --- trees, after a cache ---

@@ -236,12 +236,6 @@ def test_embedding_and_head_are_frozen_and_in_no_state_dict(target, tiny_folder)
     assert target.embed_head.state_dict() == {}
 
 
-def test_a_restricted_head_has_the_logits_of_its_rows(target):
-    vocabulary = torch.tensor([3, 50, 7 * 40])
-    restricted, feature = target.embed_head.restrict(vocabulary), torch.randn(2, 32)
-    torch.testing.assert_close(restricted.logits(feature), target.embed_head.logits(feature)[:, vocabulary])
-
-
 def write(folder: Path, changes: dict, name: str = "config.json") -> None:
     """Write other fields into a JSON file."""
     file = folder / name
@@ -383,7 +377,7 @@ def test_a_token_without_a_row_is_refused_by_name_wherever_text_is_read(tmp_path
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<image>"])
     target = Target(tiny_model(vocab_size=len(tokenizer) - 1), tokenizer, "rare")
-    beyond, words = len(tokenizer) - 1, r"token \d+ of .* \('<image>'\) is none of rare's"
+    beyond, words = len(tokenizer) - 1, r"token \d+ of .* \('<image>'\) is not one of rare's"
     talk = [{"role": "user", "content": "<image> what?"}, {"role": "assistant", "content": "A horse."}]
     for work in (
         lambda: write_store(tmp_path / "store", target, [Conversation("img", talk)], **SIZES, strict=True),
