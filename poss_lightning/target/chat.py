@@ -147,6 +147,7 @@ class Chat:
             return _Answer(prompt, "", tokens)
         content, finished = message["content"], self.template.text(messages[: i + 1], variables)
         cut = message.get("finish_reason") == "length"
+        # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
         if cut and "</think>" not in content and "<think>" in (content.lstrip()[:7], prompt.rstrip()[-7:]):
             return _Answer(prompt, "", _after("<think>" * prompt.rstrip().endswith("<think>"), content))
         shared, opened, tail = _parted(prompt, finished, content)
@@ -158,9 +159,10 @@ class Chat:
             raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
         _check_said(message, i, shown)
         end = "" if cut else stop
+        # The template may write only the end of the content, because it drops thoughts; or the beginning that it leaves
+        # out, a thought's opening, is in the prompt already.
         missing = said[: len(said) - len(shown)] if shown and said.endswith(shown) else ""
-        is_known = _squeeze(prompt[:shared]).endswith(missing)  # the prompt opens the thought, and the content too
-        if missing and not is_known:  # the template keeps the end of the content, and drops thoughts
+        if missing and not _squeeze(prompt[:shared]).endswith(missing):
             return _Answer(prompt, "", _after(opened, content) + end)
         if opened:
             raise ValueError(
@@ -169,7 +171,7 @@ class Chat:
             )
         if said not in shown and not missing:
             raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
-        if not stop:
+        if not stop:  # the answer ends with its content; what follows belongs to the template
             kept = "" if message.get("tool_calls") else content if content in body else content.strip()
             body = body[: body.index(kept) + len(kept)] if kept and kept in body else body.rstrip()
         begins = content.strip() and tail.lstrip().startswith(content.strip())
