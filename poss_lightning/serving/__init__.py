@@ -1,1 +1,1 @@
-"""vLLM: a plugin that serves drafts, and features that it reads (docs/serving.md)."""
+"""vLLM: a plugin that serves drafts, and features that vLLM computes (docs/serving.md)."""

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's workers: hidden states of finished texts become files, on any device.
+"""Runs inside vLLM's workers: writes the hidden states of finished texts to files, on any device.
 
-vLLM's example connector finds the states in the cache and says where each file will be; it copies them on CUDA streams
-and reports a text before its file is written. Here the copy and the file are made at once. Written against vLLM 0.32.
+vLLM's example connector finds the states in the cache and says where each file will be, but copies them on CUDA streams
+and reports a text before its file is written. Here both happen at once. Written against vLLM 0.32.
 """
 
 # pyright: reportMissingImports=false
@@ -20,7 +20,7 @@ class FeatureConnector(ExampleHiddenStatesConnector):
     """Writes `hidden_states` (T, layers, D) and `token_ids` (T,) of each text, then frees the lock beside the file."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Write the texts that the scheduler calls finished; their blocks may then be used again."""
+        """Write the texts that the scheduler calls finished; then their blocks may be reused."""
         if not self._is_tp_rank_zero or not self.has_connector_metadata():
             return None, None
         finished = self._get_connector_metadata().pending_saves

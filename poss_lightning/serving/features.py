@@ -1,7 +1,7 @@
-"""Features from vLLM, for targets of any number of GPUs: `poss extract --engine vllm`.
+"""Features from vLLM, for targets on any number of GPUs: `poss extract --engine vllm`.
 
-vLLM reads the texts, and its workers write the outputs of decoder layers into a file a text (`connector.py`). The rest
-is ours: the final norm, the head, the order of texts, what is kept and how.
+vLLM reads the texts, and its workers write the outputs of decoder layers to one file per text (`connector.py`). The
+rest is ours: the final norm, the head, the order of texts, what is kept and how.
 """
 
 import copy
@@ -9,6 +9,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +21,8 @@ from poss_lightning.features.reading import TargetReader, TextFeatures
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced, is_verbose
 
-LOCK = ".lock"  # behind the name of a file: held by the worker until the file is complete
-PROBE = 24  # tokens, from all over the vocabulary, of the text by which engine and target are compared
+LOCK = ".lock"  # after the name of a file: held by the worker until the file is complete
+PROBE = 24  # tokens, from all over the vocabulary, of the text on which engine and target are compared
 TESTED = "0.32"  # versions of vLLM
 Engine = Callable[[list[list[int]]], list[str]]  # reads texts; returns the file of each
 
@@ -32,13 +33,13 @@ class EngineReader:
     Args:
         target: as loaded on the CPU. Its layers stay there and read one short text, to compare; embedding, head and
             final norm move to `device`.
-        layers: inner layers that are kept too.
-        start: starts the engine, which writes the outputs of these layers, counted from 1, ascending.
+        layers: inner layers that are kept, too.
+        start: starts the engine, which writes the outputs of the layers it is given, counted from 1, ascending.
         device: where features are normed and the head is multiplied.
 
     Raises:
         ValueError: the engine's features of a short text are not the target's.
-        NotImplementedError: the target has no module that makes features of its last layer's output.
+        NotImplementedError: no module of the target makes features from the output of its last layer.
     """
 
     def __init__(
@@ -70,11 +71,7 @@ class EngineReader:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """The module that makes features of the last decoder layer's output.
-
-    Raises:
-        NotImplementedError: no module of the target gives its features.
-    """
+    """The module whose output are the target's features; NotImplementedError if there is none."""
     outputs: list[tuple[nn.Module, object]] = []
     hooks = [
         module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
@@ -86,7 +83,7 @@ def final_norm(target: Target) -> nn.Module:
         hook.remove()
     norm = next((module for module, output in outputs if output is features), None)
     if norm is None:
-        raise NotImplementedError(f"target {target.spec.name!r} has no final norm of its own: extract without --engine")
+        raise NotImplementedError(f"target {target.spec.name!r} has no final norm: extract without --engine")
     return norm
 
 
@@ -94,7 +91,7 @@ def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch
     """The states (T, layers, D) of a text from its file, which is removed; waits until it is complete.
 
     Raises:
-        ValueError: the file is missing or torn, of another text, or of another shape or dtype.
+        ValueError: the file is missing or torn, or of a different text, shape or dtype.
     """
     try:
         with open(f"{file}{LOCK}") as lock:
@@ -102,7 +99,7 @@ def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch
         content = load_file(file)
         states, tokens = content["hidden_states"], content["token_ids"]
     except (OSError, SafetensorError, KeyError) as error:
-        raise ValueError(f"vLLM left no whole file of states at {file} ({error}): its log says why") from error
+        raise ValueError(f"vLLM left no complete file of states at {file} ({error}): its log says why") from error
     Path(file).unlink()
     Path(f"{file}{LOCK}").unlink()
     expected = (len(text), *shape)
@@ -111,7 +108,7 @@ def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch
             f"vLLM gave states {tuple(states.shape)} of {states.dtype}; they must be {expected} of {dtype}"
         )
     if tokens.tolist() != text:
-        raise ValueError(f"vLLM gave the states of another text: {file}")
+        raise ValueError(f"vLLM gave the states of a different text: {file}")
     return states
 
 
@@ -122,28 +119,22 @@ def _check_alike(name: str, theirs: Tensor, ours: Tensor) -> None:
         raise ValueError(f"vLLM's {name} of a short text are not the target's (relative distance {distance:.1g})")
 
 
-# --- the engine ---
-
-
 def vllm_reader(
     target: Target, layers: tuple[int, ...], *, max_length: int, tensor_parallel: int, device: str
 ) -> EngineReader:
-    """A reader whose engine is vLLM, as processes of its own.
+    """A reader whose engine is vLLM, in processes of its own.
 
     Args:
         max_length: tokens of the longest text; the target's context at most.
-        tensor_parallel: GPUs that a layer is split over.
+        tensor_parallel: GPUs that each layer is split over.
 
     Raises:
         ValueError: as `EngineReader`; or vLLM is not installed, or does not start.
     """
     longest = min(max_length, target.spec.context)
-
-    def start(written: tuple[int, ...]) -> Vllm:
-        with announced("starting vLLM"):
-            return Vllm(target, written, longest, tensor_parallel)
-
-    return EngineReader(target, layers, start, device)
+    with announced("starting vLLM"):
+        start = partial(Vllm, target, longest=longest, tensor_parallel=tensor_parallel)
+        return EngineReader(target, layers, start, device)
 
 
 class Vllm:
@@ -154,7 +145,7 @@ class Vllm:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no request to the outside
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # files are written while this process waits for them
-        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token behind a text is drawn, and never read
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token after a text is drawn, and never read
         try:
             import vllm  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -185,7 +176,7 @@ class Vllm:
                     "kv_connector_extra_config": {"shared_storage_path": self._folder.name},
                 },
             )
-        except (RuntimeError, ImportError) as error:  # of another version the connector may not find its parent
+        except (RuntimeError, ImportError) as error:  # in other versions the connector may not find its parent
             raise ValueError(f"{self._name} does not start with target {target.spec.name!r}: {error}") from error
 
     def __call__(self, texts: list[list[int]]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Every touch of vLLM that its documents do not promise, each with its reason; and the versions they were run with.
+"""All uses of vLLM that its documents do not promise, with their reasons, and the versions that were tested.
 
-count_steps        A model is not told which position it drafts. The builders of attention metadata are: on the V1 model
-                   runner by `build_for_drafting(…, draft_index)`, on the V2 runner by one
-                   `update_draft_decode_metadata` a step. So the builders of our layers write down the step.
+count_steps        A model is not told which position it drafts, but the builders of attention metadata are: on the V1
+                   model runner by `build_for_drafting(…, draft_index)`, on the V2 runner by one
+                   `update_draft_decode_metadata` per step. So the builders of our layers write down the step.
 draft_position     A model reads what they wrote from the forward context.
 write_keys_values  vLLM writes keys and values where it attends. Ours are written for specialists that do not run, too.
 
@@ -26,7 +26,7 @@ KNOWN = ("0.32",)  # versions whose tests passed (make test-vllm)
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Raise RuntimeError for a version of vLLM that nobody tried, or for a setting that would mix up specialists."""
+    """Raise RuntimeError for an untested version of vLLM, or a setting that would mix up specialists."""
     if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
         raise RuntimeError(
             f"vLLM is {vllm.__version__}; specialists were tested with {', '.join(KNOWN)}: install one of these, or "
@@ -37,7 +37,7 @@ def check_engine(config: VllmConfig) -> None:
 
 
 def count_steps(attention: Attention) -> None:
-    """Let the metadata of this layer carry `draft_index`: 0 where a round begins, and one more a drafted token."""
+    """Let the metadata of this layer carry `draft_index`: 0 where a round begins, plus 1 per drafted token."""
     backend = attention.attn_backend
     builder = backend.get_builder_cls()
 
@@ -47,7 +47,7 @@ def count_steps(attention: Attention) -> None:
             if self.vllm_config.use_v2_model_runner and not self.supports_draft_decode_metadata_update:
                 raise RuntimeError(
                     f"attention backend {backend.get_name()} does not count draft steps on vLLM's V2 model runner: "
-                    "set VLLM_USE_V2_MODEL_RUNNER=0, or another attention_backend in --speculative-config"
+                    "set VLLM_USE_V2_MODEL_RUNNER=0, or a different attention_backend in --speculative-config"
                 )
 
         def build(self, *arguments: Any, **options: Any) -> Any:
@@ -73,7 +73,7 @@ def count_steps(attention: Attention) -> None:
 
 
 def draft_position(attention: Attention) -> int:
-    """The position (from 1) that this forward drafts; 1 in the runs without metadata that measure memory."""
+    """The position (from 1) that this forward drafts; 1 in runs without metadata, which measure memory."""
     metadata = get_forward_context().attn_metadata
     if isinstance(metadata, list):
         raise RuntimeError("two batches overlap (enable_dbo), which specialists cannot tell apart: switch it off")

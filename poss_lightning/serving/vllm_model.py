@@ -1,6 +1,6 @@
 """Position specialists as a draft model of vLLM, from the folder that `poss convert --output_format vllm` writes.
 
-A round in vLLM is one forward a drafted token. The first reads the slots of newly verified text, each later one the
+A round in vLLM is one forward per drafted token. The first reads the slots of newly verified text, each later one the
 slot of the token drafted last. Every forward projects its slots' keys and values for each specialist that will read
 them, and runs one specialist (docs/METHOD.md, 6):
 
@@ -44,7 +44,7 @@ METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
 
 
 class Specialist(nn.Module):
-    """A decoder layer in the EAGLE-2 layout, as `draft.layer.Specialist`, from vLLM's parallel layers: Z is D."""
+    """A decoder layer in the EAGLE-2 layout, as `draft.layer.Specialist`, from vLLM's parallel layers; Z is D."""
 
     parts = 1  # of z, each D wide
 
@@ -55,7 +55,7 @@ class Specialist(nn.Module):
         self.q_proj = ColumnParallelLinear(
             self.parts * width, spec.heads * head_dim, bias=False, prefix=f"{within}.q_proj"
         )
-        self.kv_proj = QKVParallelLinear(  # without queries, as it works for specialists that do not run, too
+        self.kv_proj = QKVParallelLinear(  # without queries: it also works for specialists that do not run
             self.parts * width, head_dim, 0, spec.kv_heads, bias=False, prefix=f"{within}.kv_proj"
         )
         self.o_proj = RowParallelLinear(spec.heads * head_dim, width, bias=False, prefix=f"{within}.o_proj")
@@ -65,7 +65,7 @@ class Specialist(nn.Module):
         self.rotary = get_rope(head_dim, context, rope_parameters=rope_parameters(draft))
 
     def keys_values(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an attention input (S, Z): keys and values, (S, kv heads * d) each."""
+        """Keys and values of an attention input (S, Z), (S, kv heads * d) each."""
         keys, values = self.kv_proj(x)[0].chunk(2, dim=-1)
         keys, _ = self.rotary(positions, keys.contiguous())
         return keys, values
@@ -78,8 +78,6 @@ class Specialist(nn.Module):
         attended, _ = self.o_proj(attention(queries, *self.keys_values(positions, x)))
         hidden = self.residual(z) + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-    # --- what the layouts differ in ---
 
     def attention_input(self, z: Tensor) -> Tensor:
         """What queries, keys and values are projected from: (S, Z) -> (S, Z)."""
@@ -110,11 +108,11 @@ class NormedSpecialist(Specialist):
 
 
 class Specialists(nn.Module):
-    """All specialists behind one `fc`, and the caches that they read.
+    """All specialists after one `fc`, and the caches that they read.
 
     Args:
-        draft: the sizes, and who serves which position.
-        depth: tokens drafted a round.
+        draft: the sizes, and which specialist serves which position.
+        depth: tokens drafted per round.
         context: tokens that rotary angles reach.
         vllm_config: for the caches.
         prefix: of the names of its layers.
@@ -145,7 +143,7 @@ class Specialists(nn.Module):
             self.norm = RMSNorm(width, eps=draft.target.norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head and the next position read, (S, D) each, of tokens (S,) with features on their left."""
+        """What the head and the next position read, (S, D) each, from tokens (S,) and the features on their left."""
         position = draft_position(self.caches[0])
         z = self._join(self.embed_tokens(input_ids), features)
         serving = self.draft.specialist_at(position)
@@ -168,7 +166,7 @@ class Specialists(nn.Module):
         return joined if self.draft.reads_inner_layers else self.fc(joined)
 
     def _makers(self, first: int) -> set[int]:
-        """Who makes keys and values of the slots that position `first` is the first to read."""
+        """The specialists that make keys and values of the slots that position `first` is the first to read."""
         return {self.draft.kv_specialist(position, first) for position in range(first, self.depth + 1)}
 
     def _layer(self, specialist: int) -> Specialist:
@@ -179,11 +177,11 @@ class Specialists(nn.Module):
 
 
 class PossForCausalLM(Eagle3LlamaForCausalLM):
-    """The draft as vLLM's proposer asks for it. It checks the class, so this one is of EAGLE-3's for both kinds.
+    """The draft as vLLM's proposer asks for it: it checks the class, so both kinds of drafts derive from EAGLE-3's.
 
     Raises:
-        RuntimeError: a version of vLLM that nobody tried.
-        ValueError: --speculative-config has another method than the draft's kind needs.
+        RuntimeError: a version of vLLM that was not tested.
+        ValueError: --speculative-config names a different method than the draft's kind needs.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -202,7 +200,7 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
         self._build_head(maybe_prefix(prefix, "lm_head"))
 
     def _build_head(self, prefix: str) -> None:
-        """Under the names by which the base class computes logits; vLLM lends the target's head where there is none."""
+        """Make what the base class computes logits with; vLLM lends the target's head if the draft has none."""
         spec, size = self.draft.target, self.draft.vocabulary_size
         rows = size or spec.vocab_size
         self.has_own_embed_tokens, self.has_own_lm_head = False, self.draft.own_head or size is not None
@@ -224,11 +222,11 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
         return self.model.embed_tokens(input_ids)
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """Outputs of three inner layers as features: (S, 3D) -> (S, D). Only vLLM's method eagle3 asks."""
+        """Outputs of three inner layers as features: (S, 3D) -> (S, D). Only vLLM's method eagle3 calls it."""
         return self.model.fuse(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Returns the parameters it loaded, so that vLLM names those that the file lacks."""
+        """Load weights; returns the parameters loaded, so that vLLM can name those that the file lacks."""
         return AutoWeightsLoader(self).load_weights(weights, mapper=NAMES)
 
 
@@ -253,7 +251,7 @@ NAMES = WeightsMapper(
 
 
 def _make_cache(layer: Specialist, head_dim: int, vllm_config: VllmConfig, name: str) -> Attention:
-    """A KV cache of its own, and attention over it, for the heads of `layer` that this process has."""
+    """A KV cache, and attention over it, for the heads of `layer` that this process has."""
     attention = Attention(
         layer.q_proj.output_size_per_partition // head_dim,
         head_dim,

@@ -1,7 +1,7 @@
-"""Attention of a tree's nodes where heads share keys and values: a draft's, and the target's by its interface.
+"""Attention of a tree's nodes where several heads share keys and values, for a draft and for the target.
 
-No kernel of CUDA takes both a mask and groups of heads, but the slowest one. So transformers repeats keys and values
-for every head, in every layer and round. Here a group's queries stand side by side, as more nodes of one head.
+On CUDA only the slowest kernel takes both a mask and shared heads, so transformers repeats keys and values for every
+head, in every layer and round. Here the queries of a group stand side by side instead, as more nodes of one head.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,9 @@ NODES = 128  # more queries than that are a text, whose mask would grow more tha
 def grouped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention of H heads, groups of which share keys and values: (B, H, M, d).
+    """Attention of queries (B, H, M, d) on keys and values (B, kv heads, S, d): (B, H, M, d).
 
-    Args:
-        queries: (B, H, M, d)
-        keys, values: (B, kv heads, extent, d)
-        mask: (B, 1, M, extent), True where visible.
-        scale: of the scores; None for d ** -0.5.
+    `mask` (B, 1, M, S) is True where visible; `scale` multiplies the scores, by default d ** -0.5.
     """
     group = queries.shape[1] // keys.shape[1]
     folded = queries.unflatten(1, (-1, group)).flatten(2, 3)  # (B, kv heads, H/kv * M, d)
@@ -37,7 +33,7 @@ def grouped_attention(
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' modules call it: (B, H, n, d) on (B, KV, S, d) -> (B, n, H, d)."""
+    """Attention as transformers' modules call it: (B, H, n, d) on (B, kv heads, S, d) -> (B, n, H, d)."""
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
     if attention_mask is None or not shares or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -50,12 +46,10 @@ AttentionInterface.register(GROUPED, _attend)
 
 @contextmanager
 def grouped_heads(config: PreTrainedConfig) -> Iterator[None]:
-    """Within it a model of this config attends so, where it would by torch's `scaled_dot_product_attention`."""
+    """Let a model of this config attend by `grouped_attention` where it would use `scaled_dot_product_attention`."""
     usual = config._attn_implementation
-    if usual != "sdpa":  # what is eager caps or adds to its scores
-        yield
-        return
-    config._attn_implementation = GROUPED
+    if usual == "sdpa":  # eager attention caps its scores, or adds to them
+        config._attn_implementation = GROUPED
     try:
         yield
     finally:

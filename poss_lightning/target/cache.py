@@ -1,18 +1,15 @@
-"""Preallocated keys and values for trees: write N nodes behind the verified slots, then keep the accepted path.
+"""Preallocated keys and values for trees: write N nodes after the verified slots, then keep the accepted path.
 
-Every row of the batch has its own length. Slots below it are verified; the slots from it on hold the current tree:
+Every row of the batch has its own length. Slots below it are verified; the current tree starts at it:
 
     row 0   v v v v v v | r a b c . .        v verified, r root, a b c nodes: length 6
     row 1   v v v | r a b c . . . . .        length 3
 """
 
-from collections.abc import Callable
-from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 # Views grow by this many slots, so that few different shapes occur. What lies beyond a text costs bandwidth: little on
@@ -21,7 +18,7 @@ STEP, CUDA_STEP = 64, 512
 
 
 def step_of(device: torch.device) -> int:
-    """By how many slots views grow there."""
+    """By how many slots views grow on a device."""
     return CUDA_STEP if device.type == "cuda" else STEP
 
 
@@ -84,36 +81,37 @@ class Slots:
     `advance_device` changes the first in place, without synchronising; `advance_host` lets the second follow.
 
     Attributes:
-        lengths: (B,) on the device.
-        host_lengths: the same on the host; `longest` is their maximum.
-        step: views grow by this many slots.
-        min_extent: views reach at least this many slots behind the longest row, so that steps of several sizes share a
+        lengths: (B,) on the device; `host_lengths` are the same on the host.
+        min_extent: views reach at least this many slots past the longest row, so that steps of several sizes share a
             shape.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device):
         self.capacity, self.step = capacity, step_of(device)
-        self.host_lengths, self.longest = [0] * batch, 0
+        self.host_lengths = [0] * batch
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # (B,)
         self.min_extent, self.extent = 0, 0
         self.index = self.lengths
 
+    @property
+    def longest(self) -> int:
+        """The largest length, as the host knows it."""
+        return max(self.host_lengths, default=0)
+
     def extent_for(self, count: int) -> int:
-        """Slots of a row that a view needs for `count` more behind the longest row, rounded up to a multiple of `step`.
+        """Slots per row that a view needs for `count` tokens after the longest row, rounded up to a multiple of `step`.
 
         Raises:
             ValueError: they do not fit the capacity.
         """
         needed = self.longest + max(count, self.min_extent)
         if needed > self.capacity:
-            raise ValueError(
-                f"the cache has {self.capacity} slots a row, {needed} are needed: make it larger when it is built"
-            )
+            raise ValueError(f"the cache has {self.capacity} slots per row, and {needed} are needed: make it larger")
         return min(-(-needed // self.step) * self.step, self.capacity)
 
     def clear(self) -> None:
         """Set all lengths to 0."""
-        self.host_lengths, self.longest = [0] * len(self.host_lengths), 0
+        self.host_lengths = [0] * len(self.host_lengths)
         self.lengths.zero_()
 
     def fits(self, batch: int, capacity: int) -> bool:
@@ -121,46 +119,41 @@ class Slots:
         return len(self.host_lengths) == batch and self.capacity >= capacity
 
     def open(self, count: int, offset: int = 0) -> None:
-        """Let the next writes go to the `count` slots that begin `offset` behind each row's length."""
+        """Let the next writes go to the `count` slots that begin `offset` slots after each row's length."""
         self.extent = self.extent_for(offset + count)
         self.index = self.flat_index(torch.arange(offset, offset + count, device=self.lengths.device)[None])
 
-    def flat_index(self, behind: Tensor) -> Tensor:
-        """Slots `behind` (B or 1, n) each row's length, as flat indices (B*n,)."""
+    def flat_index(self, offsets: Tensor) -> Tensor:
+        """Slots at `offsets` (B or 1, n) from each row's length, as flat indices (B*n,)."""
         rows = torch.arange(len(self.lengths), device=self.lengths.device) * self.capacity
-        return ((rows + self.lengths)[:, None] + behind).flatten()
+        return ((rows + self.lengths)[:, None] + offsets).flatten()
 
     def advance_device(self, counts: Tensor | int) -> None:
-        """Count the next counts[b] slots of row b, or so many of every row, as verified; the host does not know it."""
+        """Count the next slots as verified, `counts` (B,) or the same number in every row; the host is not told."""
         self.lengths.add_(counts)
 
     def advance_host(self, counts: list[int]) -> None:
         """Tell the host by how much each row has advanced."""
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
-        self.longest = max(self.host_lengths)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
         self.host_lengths = [self.host_lengths[row] for row in rows]
-        self.longest = max(self.host_lengths)
         self.lengths = self.lengths[rows]
 
     def tree_mask(self, ancestors: Tensor, window: int | None = None) -> Tensor:
-        """Attention mask of nodes behind the verified slots.
+        """Attention mask of nodes after the verified slots: (B, 1, n, extent), True where visible.
 
         Args:
-            ancestors: (B or 1, n, m), True where query i may see the j-th slot behind the length.
-            window: how many of the newest verified slots are seen; None for all.
-
-        Returns:
-            (B, 1, n, extent), True where visible: verified slots, and the ancestors.
+            ancestors: (B or 1, n, m), True where query i may see the j-th slot from the length on.
+            window: how many of the newest verified slots are visible; None for all.
         """
-        behind = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
+        offsets = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
         batch, (queries, nodes) = len(self.lengths), ancestors.shape[1:]
-        lookup = behind.clamp(0, nodes - 1)[:, None].expand(batch, queries, self.extent)
-        tree = ancestors.expand(batch, queries, nodes).gather(2, lookup) & (behind < nodes)[:, None]
-        seen = tree | (behind < 0)[:, None]
-        return (seen if window is None else seen & (behind >= -window)[:, None])[:, None]
+        lookup = offsets.clamp(0, nodes - 1)[:, None].expand(batch, queries, self.extent)
+        tree = ancestors.expand(batch, queries, nodes).gather(2, lookup) & (offsets < nodes)[:, None]
+        visible = tree | (offsets < 0)[:, None]
+        return (visible if window is None else visible & (offsets >= -window)[:, None])[:, None]
 
 
 class _Layer(CacheLayerMixin):
@@ -172,7 +165,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store is allocated when the cache is built."""
+        pass  # the store is allocated with the cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.store.write(self.layer, self.slots.index.to(self.store.device), key_states, value_states)
@@ -192,21 +185,20 @@ class TreeCache(Cache):
     """The target's cache: B rows of `capacity` slots. `append` or `keep_path` says what of the last forward stays.
 
     Args:
-        devices: of every layer, whose keys and values lie beside it.
+        devices: one per layer, whose keys and values lie there.
         device: of lengths and indices.
-        batch, capacity: rows, and slots of each.
         sizes: the other arguments of `SlotStore`.
     """
 
     def __init__(self, devices: list[torch.device], device: torch.device, batch: int, capacity: int, **sizes: Any):
         sizes |= {"batch": batch, "capacity": capacity}
+        self.slots = Slots(batch, capacity, device)
         self.stores = {
             each: SlotStore(layers=devices.count(each), device=each, **sizes) for each in dict.fromkeys(devices)
         }
-        self.slots = Slots(batch, capacity, device)
-        own = [devices[:layer].count(each) for layer, each in enumerate(devices)]  # a layer's number in its store
+        in_store = [devices[:layer].count(each) for layer, each in enumerate(devices)]  # a layer's number in its store
         super().__init__(
-            layers=[_Layer(self.stores[each], self.slots, n) for each, n in zip(devices, own, strict=True)]
+            layers=[_Layer(self.stores[each], self.slots, n) for each, n in zip(devices, in_store, strict=True)]
         )
 
     def clear(self) -> None:
@@ -244,14 +236,3 @@ class TreeCache(Cache):
         self.slots.select(rows)
         for store in self.stores.values():
             store.select(rows)
-
-
-def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """The forward of a base model that takes a `cache` which it reads and writes, or None, and inputs by name."""
-    # transformers warns of the longer name since 5.24, and takes it until 5.40.
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    return partial(_forward, model, name)
-
-
-def _forward(model: nn.Module, name: str, cache: Cache | None, **inputs: Any) -> Any:
-    return model(**inputs, **{name: cache}, use_cache=cache is not None)

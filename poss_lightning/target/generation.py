@@ -1,4 +1,4 @@
-"""Plain autoregressive generation: one token a forward, a batch side by side; and where texts end."""
+"""Plain generation: one token per forward, for a batch of texts side by side; and where texts end."""
 
 from collections.abc import Iterator
 
@@ -16,9 +16,9 @@ BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of a
 
 
 class OutputTracker:
-    """Which of B texts go on, and how long: cuts what is emitted at the first stop token and at each text's limit.
+    """Which of B texts are unfinished, and how many tokens each may still get.
 
-    The one place that knows the rule of stop tokens: a text ends with its first one, and nothing behind it counts.
+    The one place that knows the rule of stop tokens: a text ends with its first one, and nothing after it counts.
 
     Args:
         limits: new tokens of each text, at most.
@@ -30,11 +30,11 @@ class OutputTracker:
 
     @property
     def active(self) -> list[int]:
-        """Numbers of the texts that go on."""
+        """Numbers of the unfinished texts."""
         return [text for text, remaining in enumerate(self.remaining) if remaining]
 
     def append(self, text: int, emitted: list[int]) -> tuple[list[int], int]:
-        """Count emitted tokens: those kept, and the number up to a stop token, less the last, without the limit."""
+        """Count emitted tokens: those kept, and how many come before the last one that counts without the limit."""
         until = until_stop(emitted, self.stops)
         kept = until[: self.remaining[text]]
         self.remaining[text] = 0 if until[-1] in self.stops else self.remaining[text] - len(kept)
@@ -42,7 +42,7 @@ class OutputTracker:
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """The tokens up to and with the first stop token."""
+    """The tokens up to and including the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
     return tokens[:end]
 
@@ -51,7 +51,7 @@ def pad_right(prompts: list[list[int]], device: torch.device) -> Tensor:
     """Pad token lists on the right with token 0: (B, T).
 
     Raises:
-        ValueError: no prompt, or an empty one.
+        ValueError: there is no prompt, or an empty one.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt is empty: every prompt needs at least one token")
@@ -74,19 +74,19 @@ def prefill(
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).
 
     Raises:
-        ValueError: a prompt is empty, or has a token that is none of the target's.
+        ValueError: a prompt is empty, or has a token that the target does not have.
     """
     for prompt in prompts:
         target.check_tokens(prompt, "a prompt")
     tokens = pad_right(prompts, target.device)
     capacity = tokens.shape[1] + room
-    if cache is None or not cache.slots.fits(len(prompts), capacity):
+    if cache is not None and cache.slots.fits(len(prompts), capacity):
+        cache.clear()
+    else:
         if cache is not None:
             cache.free()  # before the next takes more
         ahead = 2 * step_of(target.device)  # a text that is a little longer finds it large enough
         cache = target.new_cache(len(prompts), -(-capacity // ahead) * ahead)
-    else:
-        cache.clear()
     lengths, draft_inputs = torch.tensor([len(prompt) for prompt in prompts]), []
     last = torch.zeros(len(prompts), target.spec.hidden_size, dtype=target.dtype, device=target.device)  # (B, D)
     size = max(1, min(BLOCK, TOKENS // len(prompts)))
@@ -102,27 +102,15 @@ def prefill(
     return cache, torch.cat(draft_inputs, dim=1), last
 
 
-def generate(
-    target: Target,
-    prompts: list[list[int]],
-    limit: int,
-    stops: frozenset[int],
-    sampling: Sampling = GREEDY,
-    generator: torch.Generator | None = None,
-) -> list[list[int]]:
-    """Each prompt's new tokens, up to and with a stop token, `limit` at most."""
-    return PlainLoop(target).generate(prompts, limit, stops, sampling, generator)
-
-
 class PlainLoop:
-    """Decodes a batch by one token a forward; the next batch takes over its cache where it fits.
+    """Decodes a batch by one token per forward; the next batch takes over its cache where it fits.
 
-    On CUDA a step runs as a graph, as the engine's rounds do. Otherwise a speed-up over this loop would come in part
-    from its kernels, which Python starts one by one.
+    On CUDA a step runs as a graph, as the engine's rounds do. Otherwise part of a speed-up over this loop would come
+    from starting kernels faster.
 
     Args:
         target: the frozen model.
-        graphs: whether steps run as CUDA graphs; None for: where the target can.
+        graphs: whether steps run as CUDA graphs; None where the target can.
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):
@@ -141,7 +129,7 @@ class PlainLoop:
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> list[list[int]]:
-        """Each prompt's new tokens, up to and with a stop token; `limit`, of all or of each, at most."""
+        """Each prompt's new tokens, up to and including a stop token; at most `limit`, of all or of each."""
         texts: list[list[int]] = [[] for _ in prompts]
         limits = [limit] * len(prompts) if isinstance(limit, int) else limit
         with tqdm(desc="tokens", unit="token", leave=False, delay=2) as bar:
@@ -162,7 +150,7 @@ class PlainLoop:
     ) -> Iterator[dict[int, int]]:
         """The next token of every unfinished prompt, by its number; the first step reads the prompts.
 
-        The clock's parts are `prefill` and `verify`, as every later step is a forward of the target.
+        The clock's parts are `prefill`, and `verify` for every later step, which is a forward of the target.
         """
         clock = clock or Clock(self.target.device)
         with clock.part("prefill"):

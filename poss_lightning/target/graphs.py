@@ -12,31 +12,32 @@ from poss_lightning.clock import Clock, Timer
 
 MOST = 32  # captures that are kept: each holds memory; a text needs one for every 512 tokens
 Result = TypeVar("Result")
+Replays = list[tuple[str, Callable[[], None]]]  # the parts of some work by name, and how to do each again
 logger = logging.getLogger(__name__)
 
 
 class Graphs:
-    """Captures work of fixed shapes once a key, and replays it. Its results stay in place and are overwritten.
+    """Captures work of fixed shapes once per key, and replays it. Its results stay in place and are overwritten.
 
     Each part of the work becomes a graph of its own, so that a clock sees the parts as they really run.
 
     Args:
-        device: of all tensors of the work, which need not be the current one.
-        enabled: whether to capture, else work is simply done. None captures on CUDA, and where that fails it says so
-            once, and work is simply done from then on.
+        device: of all tensors of the work; need not be the current one.
+        enabled: whether to capture; otherwise work is simply done. None captures on CUDA, but only warns where that
+            fails, and does the work without graphs from then on.
         possible: whether the work can be captured at all.
 
     Raises:
-        ValueError: enabled, on another device.
+        ValueError: enabled on a device that is not CUDA's.
     """
 
     def __init__(self, device: torch.device, enabled: bool | None = None, possible: bool = True):
         if enabled and device.type != "cuda":
             raise ValueError(f"graphs is true, but the target is on {device}: CUDA graphs need a GPU of NVIDIA or AMD")
         self.enabled, self.device = (device.type == "cuda" and possible) if enabled is None else enabled, device
-        self.asked = enabled is not None  # then a capture that fails is an error: seconds without it mean another thing
-        self.captured: dict[Hashable, tuple[list[tuple[str, Callable[[], None]]], Any]] = {}  # the latest used is last
-        # Of all captures, which never run at once: torch reuses a pool's blocks stream by stream.
+        self.asked = enabled is not None  # then a failed capture is an error: times without graphs mean something else
+        self.captured: dict[Hashable, tuple[Replays, Any]] = {}  # the most recently used is last
+        # Shared by all captures, which never run at once: torch reuses a pool's blocks per stream.
         self.pool = self.stream = None
 
     def clear(self) -> None:
@@ -45,14 +46,14 @@ class Graphs:
         self.pool = None  # it holds nothing any more
 
     def run(self, key: Hashable, work: Callable[[Timer], Result], state: list[Tensor], clock: Clock) -> Result:
-        """Do `work`.
+        """Do `work`, as a replay where it was captured before.
 
         Args:
-            key: all that shapes depend on.
-            work: is given what opens a part by name, and computes within parts only; reads and writes tensors that stay
-                where they are, and never synchronises with the host.
-            state: those tensors that it must find as it left them; all others it writes before it reads them.
-            clock: times the parts; a capture is the part `capture`, outside the total, as it is paid once for many.
+            key: everything that shapes depend on.
+            work: is given a function that opens a part by name, and computes only within parts. It reads and writes
+                tensors that stay where they are, and never synchronises with the host.
+            state: the tensors that it must find as it left them; all others it writes before it reads them.
+            clock: times the parts. A capture is the part `capture`, outside the total, as it is paid once for many.
 
         Raises:
             RuntimeError: a capture failed, and graphs were asked for.
@@ -69,7 +70,7 @@ class Graphs:
         return result
 
     def run_alone(self, key: Hashable, work: Callable[[], Result]) -> Result:
-        """`run` for work of one part that needs no state, and is timed from outside."""
+        """`run` for work of one part that needs no state and is timed from outside."""
 
         def one_part(part: Timer) -> Result:
             with part("work"):
@@ -88,20 +89,17 @@ class Graphs:
             logger.warning("rounds run without CUDA graphs, so more slowly: %s", str(error).splitlines()[0])
             self.enabled = False
 
-    def _capture(
-        self, work: Callable[[Timer], Any], state: list[Tensor]
-    ) -> tuple[list[tuple[str, Callable[[], None]]], Any]:
-        """Record what `work` does: how to do each part again, and where its result is."""
-        parts: list[tuple[str, Callable[[], None]]] = []
+    def _capture(self, work: Callable[[Timer], Any], state: list[Tensor]) -> tuple[Replays, Any]:
+        parts: Replays = []
         saved = [tensor.clone() for tensor in state]
-        with torch.cuda.device(self.device):  # streams and graphs are those of the current device
+        with torch.cuda.device(self.device):  # streams and graphs belong to the current device
             usual = torch.cuda.current_stream()
             stream = self.stream = self.stream or torch.cuda.Stream()
             stream.wait_stream(usual)
             try:
-                with torch.cuda.stream(stream):  # as torch asks: libraries allocate in a first run, outside the graph
+                with torch.cuda.stream(stream):  # torch asks for a first run outside: libraries allocate in it
                     work(lambda name: nullcontext())
-            finally:  # also where it ran out of memory: the work is then done without a graph
+            finally:  # also where memory ran out: the work is then done without a graph
                 usual.wait_stream(stream)
                 for tensor, value in zip(state, saved, strict=True):
                     tensor.copy_(value)
@@ -109,7 +107,7 @@ class Graphs:
             @contextmanager
             def record(name: str) -> Iterator[None]:
                 graph = torch.cuda.CUDAGraph()
-                # Other threads may allocate meanwhile, as another engine or a loader that pins memory does.
+                # Other threads may allocate meanwhile: a second engine, or a loader that pins memory.
                 with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                     yield
                 self.pool = graph.pool()

@@ -1,4 +1,4 @@
-"""What transformers loads from a folder, none of whose own code ever runs; and why a folder is not a target."""
+"""Loading of a target's folder by transformers, without ever running code of the folder; and why it fails."""
 
 import re
 from pathlib import Path
@@ -9,30 +9,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from poss_lightning.target.describe import fingerprint
 
-ADAPTER = "adapter_config.json"
-
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
-    """`kind.from_pretrained`, without code of the folder, or of a hub's repository that its files name.
+    """`kind.from_pretrained`, without code of the folder, or of a hub repository that its files name.
 
-    Every use of transformers' `from_pretrained` is this one: left alone, it asks at the terminal and then runs it.
+    Every use of `from_pretrained` goes through here: left alone, transformers asks at the terminal and then runs it.
     """
     return kind.from_pretrained(folder, trust_remote_code=False, **options)
 
 
 def load_config(name: str, folder: Path) -> PreTrainedConfig:
-    """The config of a target.
-
-    Raises:
-        ValueError: the folder is not a model, or one that transformers does not know; the message says why.
-    """
-    if (folder / ADAPTER).is_file():
+    """The config of a target; ValueError or FileNotFoundError if its folder is not a model of transformers."""
+    if (folder / "adapter_config.json").is_file():
         raise ValueError(f"target {name!r} is an adapter (PEFT): merge it into its model, and save that")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"target {name!r} has no config.json, so it is not a model of transformers")
     try:
         config = load_part(AutoConfig, folder)
-    except Exception as error:  # whatever a file of others makes it raise
+    except Exception as error:  # whatever a foreign file makes it raise
         raise ValueError(explain(name, error)) from error
     config._attn_implementation = None  # it may name code on the hub, and that of transformers reads trees
     return config
@@ -41,19 +35,10 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
 def load_model(
     name: str, folder: Path, config: PreTrainedConfig, dtype: str | None, device: str, placed: dict[str, Any]
 ) -> tuple[Any, Any, str | None]:
-    """Model and tokenizer of a target; the model has all its weights.
+    """Model and tokenizer of a target, in `dtype` or the dtype of its files; the model has all its weights.
 
-    Args:
-        name: of the target, for messages.
-        folder: of its files.
-        config: as of `load_config`.
-        dtype: that it shall have; None for that of its files.
-        device: where it computes.
-        placed: as of `placement`.
-
-    Returns:
-        The model, the tokenizer; and the fingerprint of the model as it was saved, where it is taken before it is
-        rounded: the smallest numbers of bfloat16 are none of float16.
+    `placed` is from `placement`. The third value is the fingerprint of the model as saved, where it must be taken
+    before rounding: float16 lacks the smallest numbers of bfloat16.
 
     Raises:
         ValueError: one of them cannot be loaded; the message says why.
@@ -64,7 +49,7 @@ def load_model(
         "output_loading_info": True,
         **placed,
     }
-    if device.startswith("cuda") and not placed and not narrow:  # not by way of the host's memory
+    if device.startswith("cuda") and not placed and not narrow:  # not through the host's memory
         options["device_map"] = {"": device}
     try:
         tokenizer = load_part(AutoTokenizer, folder)
@@ -72,14 +57,16 @@ def load_model(
         as_saved = fingerprint(model) if narrow else None
         model = model.to(torch.float16) if narrow else model
         model = model if placed else model.to(device)
-    except Exception as error:  # whatever a file of others, a library for it, or the device makes it raise
+    except Exception as error:  # whatever a foreign file, its library or the device makes it raise
         raise ValueError(explain(name, error, device)) from error
     if missing := sorted(loading["missing_keys"]):
-        raise ValueError(f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: get its files anew")
+        raise ValueError(
+            f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: download its files again"
+        )
     if packed := [key for key in loading["unexpected_keys"] if re.search(r"weight_scale|\.scales$|qweight$", key)]:
         raise ValueError(f"target {name!r} is quantised in a way that transformers does not read: see {packed[0]}")
     if any(value.device.type == "meta" for value in model.parameters()):
-        raise ValueError(f"target {name!r}: some layers found no room on the GPUs; take more of them")
+        raise ValueError(f"target {name!r}: some layers do not fit on the GPUs; use more of them")
     return model, tokenizer, as_saved
 
 

@@ -1,6 +1,6 @@
 """Attention masks of a tree, for every kind of layer: a full layer sees all, a sliding one the last few tokens.
 
-A node's depth counts, not its slot. With a window of 2, behind 3 verified tokens, the tree r(a(c) b(d(e))) sees
+A node's depth counts, not its slot. With a window of 2, after 3 verified tokens, the tree r(a(c) b(d(e))) sees
 
     slot       0 1 2 | r a b c d e
     position   0 1 2 | 3 4 4 5 5 6
@@ -23,22 +23,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """Turns what a tree's nodes may see into the masks that a model's layers take.
+    """Turns what a tree's nodes may see into the masks that a model's layers take."""
 
-    Args:
-        windows: tokens that each kind of layer sees, itself included; None for all. Kinds as in `config.layer_types`.
-        eager: whether attention adds the mask to its scores, as transformers' eager one does; others take bools.
-    """
-
-    windows: dict[str, int | None]
-    eager: bool
+    windows: dict[str, int | None]  # tokens that each kind of layer sees, itself included; kinds as in `layer_types`
+    eager: bool  # attention adds the mask to its scores, as transformers' eager one does; others take bools
 
     @classmethod
     def of(cls, config: PreTrainedConfig, context: int) -> "LayerMasks":
-        """Those of a model that reads `context` tokens; a window of that size or larger is none.
+        """The masks of a model that reads `context` tokens; a window of that size or larger hides nothing.
 
         Raises:
-            NotImplementedError: layers of another kind (chunked, linear, …).
+            NotImplementedError: the model has other kinds of layers (chunked, linear, …).
         """
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
@@ -50,11 +45,11 @@ class LayerMasks:
     def __call__(
         self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> Tensor | dict[str, Tensor]:
-        """What `attention_mask` takes: one mask, or one for each kind of layer where there are several.
+        """What `attention_mask` takes: one mask, or one per kind of layer where there are several.
 
         Args:
             visible: (B, 1, n, extent) bool, from `Slots.tree_mask`.
-            positions: (B, n) of the nodes, which stand in the slots from `lengths` (B,) on.
+            positions: (B, n) of the nodes, whose slots begin at `lengths` (B,).
             dtype: of the scores.
         """
         masks = {
@@ -62,20 +57,20 @@ class LayerMasks:
             for kind, window in self.windows.items()
         }
         if self.eager:
-            masks = {kind: _additive(mask, dtype) for kind, mask in masks.items()}
+            lowest = torch.finfo(dtype).min
+            masks = {
+                kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in masks.items()
+            }
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def in_window(window: int, positions: Tensor, lengths: Tensor, extent: int) -> Tensor:
-    """Whether a slot's token is among the `window` tokens up to a node, whatever its branch: (B, 1, n, extent).
+    """Whether a slot's token is among the `window` tokens up to a node, on any branch: (B, 1, n, extent).
 
-    Slots below `lengths` (B,) hold the token of that position; those behind hold the nodes at `positions` (B, n).
+    Slots below `lengths` (B,) hold the token of that position; the slots after them hold the nodes at `positions`
+    (B, n).
     """
     slots = torch.arange(extent, device=positions.device)
-    behind = slots - lengths[:, None]  # (B, extent)
-    keys = torch.where(behind < 0, slots, positions.gather(1, behind.clamp(0, positions.shape[1] - 1)))  # (B, extent)
+    after = slots - lengths[:, None]  # (B, extent)
+    keys = torch.where(after < 0, slots, positions.gather(1, after.clamp(0, positions.shape[1] - 1)))  # (B, extent)
     return (keys[:, None] > (positions - window)[:, :, None])[:, None]
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

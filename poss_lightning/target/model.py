@@ -1,29 +1,31 @@
-"""The frozen target: any transformers causal LM, used as features and a head."""
+"""The frozen target: any causal LM of transformers, used as features and a head."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import Cache
 
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
 from poss_lightning.target.attention import grouped_heads
-from poss_lightning.target.cache import TreeCache, forward_of
+from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
 from poss_lightning.target.loading import explain, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
-from poss_lightning.target.placement import Parallel, home_device, layer_devices, placement
+from poss_lightning.target.placement import Parallel, home_device, placement
 from poss_lightning.target.template import Variables
 from poss_lightning.terminal import announced, without_bars
 
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
 TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
 PATHS = ((0, 1, 3), (0, 2, 4))
@@ -33,8 +35,7 @@ class Target(nn.Module):
     """A causal LM of unmodified transformers code, with its tokenizer and chat template. The model stays as it is.
 
     Features are the inputs of the LM head, so `embed_head.logits(features)` are the model's logits (checked here).
-
-    The model may lie on several devices (`device_map`). Features, embedding and head are on the head's device, and so
+    The model may lie on several devices (`device_map`); features, embedding and head are on the head's device, and so
     is a draft.
 
     Args:
@@ -56,10 +57,13 @@ class Target(nn.Module):
     ):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self._base_forward = forward_of(model.base_model)
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None), chat_template_kwargs)
         self.config = model.config.get_text_config()
-        self._dynamic_rope: list[Any] = [module for module in model.modules() if _is_dynamic(module)]
+        rope: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
+        self._dynamic_rope = [module for module in rope if module.rope_type != _without_dynamic(module.rope_type)]
+        # transformers has warned of the longer name since 5.24, and accepts it until 5.40.
+        names = signature(model.base_model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
         self.spans_devices = len({value.device for value in model.parameters()}) > 1
         try:
             self.spec = spec_of(model, name, self.chat.template.digest)
@@ -85,26 +89,26 @@ class Target(nn.Module):
 
         Args:
             name: "embedded", a local folder, or a hub id.
-            dtype: "auto" for what the device multiplies fastest, "bfloat16", "float16" or "float32"; None for that of
-                its files.
-            device: where it computes: "auto" for "cuda", else "mps", else "cpu"; or one of these.
+            dtype: "auto" for what the device multiplies fastest, "bfloat16", "float16" or "float32"; None for the dtype
+                of its files.
+            device: "auto" for "cuda", else "mps", else "cpu"; or one of these.
             parallel: "none" for one device; "layers" to spread its layers over all GPUs.
             spared: with "layers", number of a GPU that gets none.
             chat_template_kwargs: variables of the chat template, as {"enable_thinking": False}.
 
         Raises:
             FileNotFoundError: no such folder or hub id, or the embedded target's package is missing.
-            ValueError: an unknown dtype or device; no model of transformers, or a damaged one; weights missing, or
+            ValueError: an unknown dtype or device; not a model of transformers, or a damaged one; weights missing, or
                 larger than the memory for them; a model whose logits are not head(feature).
         """
         device = home_device(parallel, device)
         if dtype is not None:
             dtype = choose_dtype(dtype, device)
-        source = _folder(name)
-        config = load_config(name, source)
-        placed = placement(name, source, config, dtype, device, parallel, spared)
+        folder = embedded.folder() if name == embedded.NAME else fetch(name, "target", FILES)
+        config = load_config(name, folder)
+        placed = placement(name, folder, config, dtype, device, parallel, spared)
         with announced(f"loading target {name}"), without_bars():
-            model, tokenizer, as_saved = load_model(name, source, config, dtype, device, placed)
+            model, tokenizer, as_saved = load_model(name, folder, config, dtype, device, placed)
         with announced(f"checking target {name}"):
             target = cls(model.requires_grad_(False), tokenizer, name, chat_template_kwargs)
         if as_saved:
@@ -119,13 +123,20 @@ class Target(nn.Module):
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """The model's embedding and head, and where its layers keep keys and values."""
+        """Find the model's embedding and head, and where each layer keeps keys and values."""
         self.embed_head = embed_head_of(self.model, self.spec)
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         self.layer_devices = [self.device] * self.config.num_hidden_layers
         if self.spans_devices:
-            self.layer_devices = layer_devices(self.model, self.device)
+            cache = DynamicCache()
+            with torch.inference_mode():
+                self._base_forward(cache, input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
+            self.layer_devices = [layer.keys.device for layer in cache.layers]  # pyright: ignore
+
+    def _base_forward(self, cache: Cache | None, **inputs: Any) -> Any:
+        """Run the model without its head; `cache` is read and written."""
+        return self.model.base_model(**inputs, **{self._cache_name: cache}, use_cache=cache is not None)
 
     @property
     def device(self) -> torch.device:
@@ -137,12 +148,12 @@ class Target(nn.Module):
 
     @property
     def dtype_name(self) -> str:
-        """As options and files name it, e.g. bfloat16."""
+        """The dtype as options and files name it, e.g. bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def has_graphs(self) -> bool:
-        """Whether its steps can be CUDA graphs: not if they go from device to device."""
+        """Whether its steps can be CUDA graphs: not if they pass from device to device."""
         return self.device.type == "cuda" and not self.spans_devices
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
@@ -154,24 +165,21 @@ class Target(nn.Module):
         """Raise ValueError where embedding or head has no row for a token of `what`."""
         rows = min(self.spec.vocab_size, len(self.embed_head.embedding))
         if unknown := {token for token in tokens if not 0 <= token < rows}:
-            token = min(unknown)
+            token, name = min(unknown), self.spec.name
             raise ValueError(
-                f"token {token} of {what} ({self.tokenizer.decode([token])!r}) is none of {self.spec.name}'s {rows}: "
-                f"the tokenizer has {len(self.tokenizer)}; take that of these weights, or resize the embedding"
+                f"token {token} of {what} ({self.tokenizer.decode([token])!r}) is not one of {name}'s {rows}: the "
+                f"tokenizer has {len(self.tokenizer)}; use that of these weights, or resize the embedding"
             )
 
-    # --- trees, behind a cache ---
+    # --- trees, after a cache ---
 
     def tree_features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache) -> Tensor:
-        """Features of n tokens behind the cache's verified slots, taken as a tree.
+        """Features (B, n, D) after each of n tokens, which form a tree after the cache's verified slots.
 
         Args:
             tokens: (B, n)
             ancestors: (B or 1, n, n) bool, True where token i sees token j of this call; itself included.
             cache: is written to, but nothing counts as verified until `append` or `keep_path`.
-
-        Returns:
-            (B, n, D), the features after each token.
         """
         return self.forward_tree(tokens, ancestors, cache)[0]
 
@@ -200,10 +208,10 @@ class Target(nn.Module):
         """`text_features`, and the outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
 
         Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The last one is
-        not among them: behind the norm it is the feature. EAGLE-3 takes 2, half of all, and all less 3.
+        not among them: after the norm it is the feature.
 
         Raises:
-            ValueError: no such layer.
+            ValueError: there is no such layer.
         """
         self.check_layers(layers)
         with self._as_decoded(), self._kept(layers) as inner:
@@ -220,7 +228,7 @@ class Target(nn.Module):
 
     @contextmanager
     def _kept(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Within the context a forward leaves the outputs of these layers here; of others nothing stays in memory."""
+        """Collect the outputs of these layers from the forwards in the block."""
         kept: dict[int, Tensor] = {}
 
         def keep(i: int, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -239,30 +247,29 @@ class Target(nn.Module):
 
     # --- the model as it decodes ---
 
-    def _as_decoded(self):
-        """The model in eval mode and with fixed rotary angles; afterwards it is as it was."""
-        return self._prepared() if self.model.training or self._dynamic_rope else nullcontext()
-
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """Within the context "dynamic" angles never change, but their code asks the device whether they should.
+    def _as_decoded(self) -> Iterator[None]:
+        """Put the model in eval mode, with fixed rotary angles; afterwards it is as it was.
 
-        A CUDA graph cannot ask, and a batch of transformers' `generate` may go beyond the context for its longest row.
+        Within a target's context "dynamic" angles never change, but their code asks the device whether they should. A
+        CUDA graph cannot ask, and a batch of transformers' `generate` may pass the context for its longest row.
         """
-        training, kinds = self.model.training, [module.rope_type for module in self._dynamic_rope]
-        self.model.eval()
-        for module, kind in zip(self._dynamic_rope, kinds, strict=True):
-            module.rope_type = _fixed(kind)
+        was_training, usual = self.model.training, [module.rope_type for module in self._dynamic_rope]
+        if was_training:
+            self.model.eval()
+        for module in self._dynamic_rope:
+            module.rope_type = _without_dynamic(module.rope_type)
         try:
             yield
         finally:
-            self.model.train(training)
-            for module, kind in zip(self._dynamic_rope, kinds, strict=True):
-                module.rope_type = kind
+            for module, kinds in zip(self._dynamic_rope, usual, strict=True):
+                module.rope_type = kinds
+            if was_training:
+                self.model.train()
 
     @contextmanager
     def without_defaults(self) -> Iterator[Any]:
-        """The model for `generate`, without the penalties or the temperature that its own files may ask for."""
+        """The model for `generate`, without the penalties or the temperature that its files may ask for."""
         usual = self.model.generation_config
         self.model.generation_config = GenerationConfig()
         try:
@@ -275,7 +282,7 @@ class Target(nn.Module):
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Raise NotImplementedError where logits, inner layers or features behind a mask are not the model's."""
+        """Raise NotImplementedError where logits, inner layers or features under a mask are not the model's."""
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self._as_decoded():
             output = self.model(tokens, use_cache=False, output_hidden_states=True)
@@ -291,11 +298,16 @@ class Target(nn.Module):
             )
         self._check_tree("")
         if any(self.masks.windows.values()):
-            with self._short_window(5):
+            usual = self.config.sliding_window, self.masks
+            self.config.sliding_window = 5  # for transformers' masks; ours are made anew
+            self.masks = LayerMasks.of(self.config, self.spec.context)
+            try:
                 self._check_tree(" and windows")
+            finally:
+                self.config.sliding_window, self.masks = usual
 
     def _check_tree(self, suffix: str) -> None:
-        """Hold `TREE` behind 8 tokens against each of its paths as a text of its own."""
+        """Compare `TREE` after 8 tokens with each of its paths as a separate text."""
         tokens = torch.arange(13, device=self.device)[None] % self.spec.vocab_size
         text, nodes = tokens.split([8, 5], dim=1)
         cache = self.new_cache(1, 13)
@@ -312,38 +324,14 @@ class Target(nn.Module):
                 f"distance {distance:.1g})"
             )
 
-    @contextmanager
-    def _short_window(self, window: int) -> Iterator[None]:
-        """Give sliding layers a short window: ours is in the mask alone, transformers' follows the config."""
-        usual = self.config.sliding_window, self.masks
-        self.config.sliding_window = window
-        self.masks = LayerMasks.of(self.config, self.spec.context)
-        try:
-            yield
-        finally:
-            self.config.sliding_window, self.masks = usual
-
 
 def causal_ancestors(count: int, device: torch.device) -> Tensor:
     """The ancestors of a plain text: (1, n, n), lower triangle."""
     return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
 
 
-def _folder(name: str) -> Path:
-    """The local folder of a target: the embedded one's, a user's, or a hub id's after its download."""
-    if name == embedded.NAME:
-        return embedded.folder()
-    return fetch(name, "target", ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-
-
-def _is_dynamic(module: nn.Module) -> bool:
-    """Whether it makes rotary angles of kind "dynamic"; `rope_type` is one, or one for each kind of layer."""
-    kinds = getattr(module, "rope_type", None)
-    return "dynamic" in (kinds.values() if isinstance(kinds, dict) else [kinds])
-
-
-def _fixed(kinds: str | dict[str, str]) -> str | dict[str, str]:
-    """The same kinds of rotary angles, with "default" for "dynamic"."""
+def _without_dynamic(kinds: Any) -> Any:
+    """Kinds of rotary angles, one or one per kind of layer, with "default" for "dynamic"."""
     if isinstance(kinds, dict):
-        return {layers: "default" if kind == "dynamic" else kind for layers, kind in kinds.items()}
+        return {layers: _without_dynamic(kind) for layers, kind in kinds.items()}
     return "default" if kinds == "dynamic" else kinds

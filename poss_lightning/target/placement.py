@@ -1,28 +1,24 @@
-"""Where a target lies: on one device; or its layers on several GPUs, by transformers' `device_map`."""
+"""Where a target lies: on one device, or with its layers on several GPUs (transformers' `device_map`)."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from poss_lightning.machine import choose_device, free_bytes
 from poss_lightning.ranks import local_rank
-from poss_lightning.target.cache import forward_of
 
 Parallel = Literal["none", "layers"]
 GB = 10**9
 FILLED = 0.85  # of a GPU's free memory; the rest is for caches and activations
 
 
-# --- before it is loaded ---
-
-
 def home_device(parallel: str, device: str) -> str:
-    """The device on which this process computes, or from which its layers are spread.
+    """The device on which this process computes, or the first of those over which layers are spread.
 
     Raises:
-        ValueError: an unknown way to lie, or a device on which it cannot.
+        ValueError: unknown values, or values that do not go together.
     """
     if parallel not in ("none", "layers"):
         raise ValueError(f"parallel is {parallel!r}; it must be none or layers")
@@ -39,16 +35,10 @@ def home_device(parallel: str, device: str) -> str:
 def placement(
     name: str, folder: Path, config: PreTrainedConfig, dtype: str | None, device: str, parallel: str, spared: int | None
 ) -> dict[str, Any]:
-    """How transformers should load a model: arguments of `from_pretrained`.
+    """Arguments of `from_pretrained` that say where the model of a folder shall lie.
 
-    Args:
-        name: of the target, for messages.
-        folder: of its files.
-        config: of the model.
-        dtype: it will have; None for that of its files.
-        device: its home.
-        parallel: none or layers.
-        spared: number of a GPU that gets no layer.
+    `dtype` is the one it will have (None for that of its files), `device` its home, and `spared` the number of a GPU
+    that gets no layer.
 
     Raises:
         ValueError: it does not fit.
@@ -59,14 +49,14 @@ def placement(
         return _spread(device, needed, what, spared)
     free = free_bytes(device)
     if free is not None and needed > free:
-        more = "--parallel layers takes several GPUs" if device.startswith("cuda") else "take a machine with more"
+        more = "--parallel layers takes several GPUs" if device.startswith("cuda") else "use a machine with more"
         raise ValueError(f"{what}, and {device} has {free / GB:.1f} GB for it: {more}")
     quantized = getattr(config, "quantization_config", None) is not None
     return {"device_map": {"": device}} if quantized else {}  # what is packed cannot be moved later
 
 
 def weight_bytes(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> float:
-    """Bytes of a model's weights once they are loaded, from the sizes of its files."""
+    """Bytes of a model's weights once loaded, from the sizes of its files."""
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     kept = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
     return stored * (dtype.itemsize / kept.itemsize if dtype and kept else 1)
@@ -79,16 +69,5 @@ def _spread(device: str, needed: float, what: str, spared: int | None) -> dict[s
         raise ValueError("parallel is layers, but there is one GPU, which the training needs: store the features first")
     there = sum(free.values())
     if needed > there:
-        raise ValueError(f"{what}, and these {len(free)} GPUs have {there / GB:.1f} GB for it: take more GPUs")
+        raise ValueError(f"{what}, and these {len(free)} GPUs have {there / GB:.1f} GB for it: use more GPUs")
     return {"device_map": "auto", "max_memory": free}
-
-
-# --- once it is loaded ---
-
-
-@torch.inference_mode()
-def layer_devices(model: PreTrainedModel, device: torch.device) -> list[torch.device]:
-    """Where every layer keeps its keys and values, as a forward of one token leaves them."""
-    cache = DynamicCache()
-    forward_of(model.base_model)(cache, input_ids=torch.zeros(1, 1, dtype=torch.long, device=device))
-    return [layer.keys.device for layer in cache.layers]  # pyright: ignore

@@ -15,12 +15,12 @@ Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSpec:
-    """What a store or a draft must know of its target: which model it is, and its sizes."""
+    """What a store or a draft must know of its target: its identity and its sizes."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
-    fingerprint: str = ""  # of the weights, see `same_weights`: the same under any name, in bfloat16 or as it was saved
+    fingerprint: str = ""  # of the weights (`same_weights`), under any name, in bfloat16 or as they were saved
     template: str = ""  # digest of the chat template
     hidden_size: int
     intermediate_size: int
@@ -28,33 +28,33 @@ class TargetSpec:
     kv_heads: int
     head_dim: int
     vocab_size: int
-    context: int  # tokens the target reads; with rotary angles of kind "longrope", those it reads with short factors
+    context: int  # tokens that the target reads; with "longrope" angles, those that it reads with short factors
     rope_theta: float  # of its full attention, where layers differ
     norm_eps: float
     logit_scale: float = 1.0  # between head and softmax; see `EmbedHead`
     logit_cap: float | None = None
-    layers: int | None = None  # decoder layers; None in files of before they were counted
+    layers: int | None = None  # decoder layers; None in older files
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a field of another type, as a file from elsewhere may have it."""
+        """Raise ValueError for a field of another type, as a foreign file may have."""
         refuse_types(self, "target's ")
 
     def difference(self, other: "TargetSpec") -> str | None:
-        """The first field in which two specs differ, in words; None where they are the same target."""
+        """The first field in which two specs differ, in words; None if they describe the same target."""
         for field, value in asdict(self).items():
-            another = getattr(other, field)
-            known = field == "layers" and None in (value, another)
-            if field == "name" or known or (field == "fingerprint" and same_weights(value, another)):
+            theirs = getattr(other, field)
+            unknown = field == "layers" and None in (value, theirs)
+            if field == "name" or unknown or (field == "fingerprint" and same_weights(value, theirs)):
                 continue
-            if value != another:
-                return f"{field} {value!r} ({self.name}) against {another!r} ({other.name})"
+            if value != theirs:
+                return f"{field} {value!r} ({self.name}) against {theirs!r} ({other.name})"
         return None
 
 
 class EmbedHead(nn.Module):
     """The target's frozen embedding and LM head, which a draft borrows. Never part of a checkpoint.
 
-    With a `vocabulary` (token ids, ascending) the head has only these rows, and its i-th logit is of the i-th of them.
+    With a `vocabulary` (token ids, ascending) the head keeps only these rows, and logit i is that of the i-th of them.
     Some families scale logits (Granite, Cohere), others cap them softly (Gemma-2): cap * tanh(scale * head(f) / cap).
     """
 
@@ -91,8 +91,7 @@ class EmbedHead(nn.Module):
     def logits(self, features: Tensor, product: Product | None = None) -> Tensor:
         """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours.
 
-        Args:
-            product: multiplies features by the head; `linear` by default.
+        `product` multiplies features by the head; by default it is `linear`.
         """
         logits = (product or nn.functional.linear)(features.to(self.head.dtype), self.head)
         if self.scale != 1.0:
@@ -100,14 +99,14 @@ class EmbedHead(nn.Module):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def has_row(self, tokens: Tensor) -> Tensor:
-        """For which of the target's token ids the head has a row; False for -1, which is not a token."""
+        """Whether the head has a row for each of these token ids; False for -1, which is not a token."""
         if self.vocabulary is None:
             return tokens >= 0
         rows = torch.searchsorted(self.vocabulary, tokens.contiguous()).clamp(max=len(self.vocabulary) - 1)
         return self.vocabulary[rows] == tokens
 
     def restrict(self, vocabulary: Tensor | None) -> "EmbedHead":
-        """The same with only the head's rows of `vocabulary`, unless it has only these already; None keeps all."""
+        """The same with only the head's rows of `vocabulary`, unless that is None or it is restricted already."""
         if vocabulary is None or self.vocabulary is not None:
             return self
         return EmbedHead(self.embedding, self.head, vocabulary.to(self.head.device), self.scale, self.cap)

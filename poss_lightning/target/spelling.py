@@ -1,4 +1,4 @@
-"""Text -> tokens where only the chat template writes special tokens: inside a message their letters stay letters."""
+"""Text -> tokens where only the chat template can write special tokens: inside a message their letters stay letters."""
 
 import json
 import re
@@ -10,28 +10,24 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-GUARD = "\ufdd0"  # stands in no text: Unicode keeps it for a program's own use
-_ANCHOR = "\u241f"  # merges with no letter
+GUARD = "\ufdd0"  # not in any text: Unicode reserves it for a program's own use
+_ANCHOR = "\u241f"  # does not merge with any letter
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-# Special in some tokenizers, and they close no turn: tokens of single bytes, and the marks of thoughts in an answer.
+# Special in some tokenizers, but they cannot close a turn: tokens of single bytes, and the marks of thoughts.
 _HARMLESS = re.compile(f"{_BYTE.pattern}|</?think>")
-_NOT_TEXT = ("role", "tokens", "finish_reason", "drawn", "weight")  # of a message
+_NOT_TEXT = ("role", "tokens", "finish_reason", "drawn", "weight")  # fields of a message
 
 
 class Spelling:
-    """A tokenizer, and the letters that special tokens have.
+    """Tokenises text in which a person may have typed the letters of special tokens.
 
-    `guard` puts a GUARD behind the first letter of a special token in a message. After rendering, the special tokens
-    without one are the template's own. `encode` hands the text to a copy of the tokenizer in which special tokens have
-    other names, and puts these names for the template's. So the tokens are those of the tokenizer for the whole text,
-    with `split_special_tokens` for what people wrote.
+    `guard` puts a GUARD after the first letter of a special token in a message; the special tokens without one are
+    then the template's own. `encode` gives these other names, which a copy of the tokenizer knows. So the tokens are
+    those of the tokenizer for the whole text, with `split_special_tokens` for what people wrote.
 
     Args:
         tokenizer: a fast one.
-        stops: texts of tokens that are special here, whether the tokenizer calls them so or not.
-
-    Raises:
-        ValueError: the tokenizer gives no offsets.
+        stops: texts of tokens that are special here, even if the tokenizer does not call them so.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: Iterable[str]):
@@ -43,7 +39,7 @@ class Spelling:
         self._special = any_of(special)
 
     def guard(self, value: Any) -> Any:
-        """Every text inside a value, with guards."""
+        """The value with guards in every text inside it."""
         if isinstance(value, str):
             return self._special.sub(lambda found: found[0][:1] + GUARD + found[0][1:], value.replace(GUARD, ""))
         if isinstance(value, list):
@@ -53,14 +49,14 @@ class Spelling:
         return value
 
     def guard_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with guards in all that somebody wrote."""
+        """The message with guards in everything that somebody wrote."""
         return {key: part if key in _NOT_TEXT else self.guard(part) for key, part in message.items()}
 
     def encode(self, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Tokens of guarded text, none of them reaching over a border, where a prompt ends.
+        """Tokens of guarded text, none of which reaches across a border, where a prompt ends.
 
-        Before a border stand the tokens of that prompt. Where the tokenizer would rather merge across it ("\\n" +
-        "\\n\\nHi"), what follows is tokenised apart: after this prompt the target could not write otherwise.
+        Before a border stand the tokens of that prompt. Where the tokenizer would merge across it ("\n" + "\n\nHi"),
+        what follows is tokenised apart, as the target itself would have to write it.
 
         Returns:
             The tokens, the character at which each begins, and the number of tokens before each border.
@@ -84,7 +80,7 @@ class Spelling:
             return encoding["input_ids"], [begin for begin, _ in encoding["offset_mapping"]]
         parts, places, done = [], [], 0
         for found in re.finditer(f"{self._special.pattern}|{GUARD}", text):
-            name = self._names.get(found[0], "")  # a guard is left out
+            name = self._names.get(found[0], "")  # "" for a guard
             parts += [text[done : found.start()], name]
             places += [*range(done, found.start()), *[found.start()] * len(name)]
             done = found.end()
@@ -93,7 +89,7 @@ class Spelling:
         return encoded.ids, [places[begin] for begin, _ in encoded.offsets]
 
     def _continued(self, text: str) -> tuple[list[int], list[int]]:
-        """Tokens of a text that stands behind another: without the blank that some tokenizers put at a beginning."""
+        """Tokens of a text that continues one: without the blank that some tokenizers put at the beginning."""
         if not self._adds_blank:
             return self.tokens(text)
         tokens, begins = self.tokens(_ANCHOR + text)
@@ -102,12 +98,12 @@ class Spelling:
 
     @cached_property
     def _adds_blank(self) -> bool:
-        """Whether the tokenizer puts a blank before a text, as those of Llama-2's kind do."""
+        """Whether the tokenizer puts a blank before a text, as Llama-2's does."""
         return self._tokenizer.convert_ids_to_tokens(self.tokens("a")[0])[0][:1] in ("▁", "Ġ")
 
     @cached_property
     def _renamed(self) -> Tokenizer:
-        """The copy of the tokenizer in which special tokens have other names; loaded when a text has their letters."""
+        """A copy of the tokenizer in which special tokens have other names; made when a text has their letters."""
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         model, names = state["model"], self._names
         state |= {"truncation": None, "padding": None}  # a saved tokenizer may have them
@@ -126,5 +122,5 @@ class Spelling:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the texts, the longest where several begin."""
+    """A pattern of any of the texts, which prefers the longest."""
     return re.compile("|".join(map(re.escape, sorted({*texts} - {""}, key=len, reverse=True))) or "(?!)")

@@ -1,4 +1,4 @@
-"""A target's chat template: messages -> text, as transformers renders it, and what it leaves out of them."""
+"""A target's chat template: messages -> text, as transformers renders it; and what the template leaves out."""
 
 import hashlib
 import json
@@ -8,29 +8,27 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-Message = dict[str, Any]  # role and content, and what else a template reads: tool_calls, thoughts, name
-Variables = Mapping[str, Any]  # of a template, beside the messages: tools, enable_thinking
+Message = dict[str, Any]  # role, content, and whatever else a template reads: tool_calls, thoughts, name
+Variables = Mapping[str, Any]  # of a template, besides the messages: tools, enable_thinking
 
 MARK, OTHER_MARK = "\u241f one \u241f", "\u241f two \u241f"
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that templates have for an answer's thoughts
-_TODAY = "strftime_now"  # a function of the templates that ask for the date; here its day, as 2026-11-25
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an answer's thoughts, as templates call them
+_TODAY = "strftime_now"  # the function by which templates ask for the date; as a variable, its day: 2026-11-25
 _DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
 _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
 _TAKEN = ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "return_dict")
 
 
 def thinking(text: str) -> Message:
-    """The thoughts of a message, under each of the names that templates have for them."""
+    """The fields of a message that hold its thoughts, under every name that templates use."""
     return dict.fromkeys(THOUGHTS, text)
 
 
 class Template:
     """The chat template of a tokenizer.
 
-    Args:
-        tokenizer: has it.
-        variables: of the template, for all conversations: `{"enable_thinking": False}`. Where a template asks for the
-            date, it is that of `strftime_now`, today by default.
+    `variables` are for all conversations, as `{"enable_thinking": False}`. A template that asks for the date gets that
+    of the variable `strftime_now`, by default today.
 
     Raises:
         ValueError: there is no template, or a variable cannot be one.
@@ -45,11 +43,10 @@ class Template:
         self._tokenizer, self._source = tokenizer, tokenizer.get_chat_template()
         given = dict(variables or {})
         if taken := [name for name in given if name in _TAKEN]:
-            raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template's own")
+            raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template")
         self._today = self._render([{"role": "user", "content": ""}], {}, template=_ISO_DATE)  # by the templates' clock
-        self.variables: dict[str, Any] = (
-            {_TODAY: self._today} if _TODAY in str(tokenizer.chat_template) else {}
-        ) | given
+        today = {_TODAY: self._today} if _TODAY in str(tokenizer.chat_template) else {}
+        self.variables: dict[str, Any] = today | given
         try:
             date.fromisoformat(self.variables.get(_TODAY, self._today))
         except (TypeError, ValueError) as error:
@@ -61,18 +58,18 @@ class Template:
         self.opens_answers = "add_generation_prompt" in self._source
 
     def freeze(self, earlier: Variables) -> None:
-        """Take the date of work that was begun on another day, unless the user has given one."""
+        """Take the date of work that began on an earlier day, unless the user has given one."""
         if _TODAY in earlier and self.variables.get(_TODAY) == self._today:
             self.variables[_TODAY] = earlier[_TODAY]
 
     def text(self, messages: list[Message], variables: Variables, open_answer: bool = False) -> str:
-        """What the target reads, up to where an answer begins if `open_answer`.
+        """What the target reads; with `open_answer`, up to where an answer begins.
 
         Raises:
             ValueError: the template refuses the messages.
         """
         given, faults, texts = {**self.variables, **variables}, [], []
-        # Some templates want a call's arguments as an object, and others as a text.
+        # Some templates want the arguments of a call as an object, others as text.
         for variant in (messages, [_with_text_arguments(message) for message in messages]):
             try:
                 texts.append(self._render(variant, given, open_answer))
@@ -95,7 +92,7 @@ class Template:
         return str(render(messages, chat_template=template, tokenize=False, add_generation_prompt=open_answer, **rest))
 
     def check_rendered(self, messages: list[Message], variables: Variables) -> None:
-        """Raise ValueError where the template leaves out the tools, or what a system or a tool says, of a prompt."""
+        """Raise ValueError where the template leaves the tools, or what a system or a tool says, out of a prompt."""
         others = [i for i, message in enumerate(messages) if message["role"] in ("system", "tool")]
         if not others and not variables.get("tools"):
             return
@@ -108,18 +105,18 @@ class Template:
             if message["content"].strip() and text == self.text(changed, variables, open_answer=True):
                 raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
 
-    def behind_answers(self) -> Iterable[str]:
-        """What follows an answer, as the last one and where the chat continues; nothing where that cannot be told."""
+    def after_answers(self) -> Iterable[str]:
+        """What follows an answer: the last one, and one after which the chat continues. Nothing if that is unclear."""
         turns = [(role, MARK if role == "assistant" else role) for role in ("user", "assistant", "user", "assistant")]
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
             return [self.text(some, {}).split(MARK)[1] for some in (messages[:2], messages)]
-        except (ValueError, IndexError):  # it refuses them, or changes what is said
+        except (ValueError, IndexError):  # the template refuses them, or changes what is said
             return []
 
 
 def _dated(template: str, day: date) -> str:
-    """The template with a `strftime_now` of its own, of a fixed day; transformers hands no function to a template."""
+    """The template with its own `strftime_now`, of a fixed day; transformers passes no functions to a template."""
     spelt = "".join(f".replace('%{each}', {json.dumps(day.strftime(f'%{each}'))})" for each in _DIRECTIVES)
     return f"{{% macro {_TODAY}(format) %}}{{{{ format{spelt} }}}}{{% endmacro %}}\n{template}"
 
@@ -135,7 +132,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def _has_calls(messages: list[Message], text: str) -> bool:
-    """Whether the text has all calls, and no arguments as Python would print them."""
+    """Whether the text has all calls, and no arguments in Python's notation."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     printed = any(
         function["arguments"] and str(function["arguments"]) in text

@@ -15,7 +15,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.synthesize import synthesize
-from poss_lightning.target.generation import PlainLoop, generate
+from poss_lightning.target.generation import PlainLoop
 from tests.support.stores import contents, dies_at
 from tests.support.tiny import tiny_target
 
@@ -54,7 +54,7 @@ def test_answers_are_the_targets_own(tmp_path, loads_at_once):
     chat = loads_at_once.chat
     for record in write(tmp_path / "corpus.jsonl", turns=1):
         question, answer = record["messages"]
-        tokens = generate(loads_at_once, [chat.prompt([question])], 8, chat.stops)[0]
+        tokens = PlainLoop(loads_at_once).generate([chat.prompt([question])], 8, chat.stops)[0]
         assert answer == chat.message(tokens)
 
 

@@ -7,7 +7,7 @@ import pytest
 from poss_lightning import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.synthesize import synthesize
-from poss_lightning.target.generation import PlainLoop, generate
+from poss_lightning.target.generation import PlainLoop
 from tests.support.tiny import tiny_target
 
 TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["The draft " * 9], ["please"]]
@@ -35,7 +35,7 @@ def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
         assert [message["content"] for message in messages if message["role"] == "user"] == turns, name
         for place in range(1, len(messages), 2):
             prompt = target.chat.prompt(messages[:place])
-            tokens = generate(target, [prompt], 12, target.chat.stops)[0]
+            tokens = PlainLoop(target).generate([prompt], 12, target.chat.stops)[0]
             assert messages[place] == target.chat.message(tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the laws on a device share. `make test-gpu` runs them on CUDA; without POSS_DEVICE they run on the CPU."""
+"""Fixtures of the laws on a device: `make test-gpu` runs them on CUDA; without POSS_DEVICE they run on the CPU."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ INNER = (2, 3, 4)
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> torch.device:
-    """Where the laws are tried; where there is no such device, none of them passes for tried."""
+    """The device that POSS_DEVICE names; if there is none, the session ends, so that nothing seems tested."""
     name = os.environ.get("POSS_DEVICE", "cpu")
     try:
         return torch.device(choose_device(name))
@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_products() -> Iterator[None]:
-    """No TF32, which some containers switch on: laws in float32 are about float32."""
+    """Switch TF32 off, which some containers switch on: laws in float32 are about float32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -39,7 +39,7 @@ def exact_products() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_always() -> Iterator[None]:
-    """Laws meet more shapes than a training. Beyond its limit dynamo gives up, and would run FlexAttention eagerly."""
+    """Laws meet more shapes than a training. Beyond its limit dynamo would run FlexAttention eagerly."""
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
         yield
@@ -71,16 +71,16 @@ def store(folder, tmp_path_factory) -> str:
 
 @pytest.fixture
 def report(record_property) -> Callable[[str, object], None]:
-    """Tell a figure, by its name; see `pytest_terminal_summary`."""
+    """Report a figure by its name; see `pytest_terminal_summary`."""
     return record_property
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """What tests of this folder told, and why others were skipped, one line each."""
-    told = {report.longrepr[2]: None for report in _here(terminalreporter, "skipped")}
+    """Print what tests of this folder reported, and why others were skipped, one line each."""
+    lines = {report.longrepr[2]: None for report in _here(terminalreporter, "skipped")}
     for report in _here(terminalreporter, "passed"):
-        told |= {f"{name}: {value}": None for name, value in report.user_properties}
-    for line in told:
+        lines |= {f"{name}: {value}": None for name, value in report.user_properties}
+    for line in lines:
         terminalreporter.write_line(line)
 
 

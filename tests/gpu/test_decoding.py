@@ -1,4 +1,4 @@
-"""Lossless on a device, with graphs and without: the tokens of our plain loop, and of transformers' `generate`."""
+"""Lossless decoding on a device, with graphs and without: the tokens of our plain loop and of `generate`."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ WAYS = [pytest.param(*way, marks=() if number == 3 else pytest.mark.nightly) for
 
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch):
-    """Views of the caches grow as on CUDA, and `tree: auto` settles, on the CPU too; and soon."""
+    """On the CPU, too, views of the caches grow as on CUDA, and `tree: auto` settles soon."""
     monkeypatch.setattr("poss_lightning.decoding.budget.SETTLE", 4)
     monkeypatch.setattr("poss_lightning.target.cache.STEP", CUDA_STEP)
     monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
@@ -41,12 +41,12 @@ def limit(device):
 
 
 def graphs_of(decoder) -> Graphs:
-    """Those of an engine or a plain loop; on a CPU they do the work without a capture."""
+    """The graphs of an engine or a plain loop; on a CPU they do the work without a capture."""
     return decoder.loop.graphs if isinstance(decoder, Autoregressive) else decoder.graphs
 
 
 def count_captures(decoder) -> list[None]:
-    """A list that grows by every capture of its graphs from now on."""
+    """A list that grows with every capture from now on."""
     graphs, counted = graphs_of(decoder), []
     capture = graphs._capture
     graphs._capture = lambda *given: counted.append(None) or capture(*given)
@@ -59,7 +59,7 @@ def texts(decoder, law, prompts, limit, seed=3):
 
 @pytest.mark.parametrize("kind, tree, law", WAYS)
 def test_drafting_is_lossless_with_graphs_and_without(target, limit, kind, tree, law):
-    """In a batch, in others that find the graphs of the first, and alone."""
+    """In a batch, in later batches that reuse its graphs, and alone."""
     allocation = [2] if kind == "block" else [1, 1]
     draft, plain = tiny_draft(target, allocation, kind=kind), Autoregressive(target, graphs=False)
     cases = (PROMPTS, 3), (PROMPTS, 4), (LONGER, 3)
@@ -106,7 +106,7 @@ def test_a_long_text_is_captured_once_in_512_slots_and_the_next_one_never(target
 
 
 def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
-    """Which is not the current device where there are several: graphs and streams are made on the target's own."""
+    """With several GPUs it is not the current device: graphs and streams are made on the target's own."""
     device = target.device
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.device_count() - 1)
@@ -116,11 +116,11 @@ def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
     assert engine.graphs.enabled == (device.type == "cuda")
 
 
-# --- the embedded target, with the drafts that are shipped ---
+# --- the embedded target with the shipped drafts ---
 
 
 def embedded_answers(device: torch.device, dtype: str, law: Sampling) -> dict[str, list[list[int]]]:
-    """Answers to the project's own questions, by plain decoding with graphs and without, and by the shipped drafts."""
+    """Answers to our own questions: plainly, with graphs and without, and by the shipped drafts."""
     target = Target.load("embedded", dtype, str(device))
     count, limit = (1, 16) if device.type == "cpu" else (12, 128)
     asked = [question.turns[0] for question in read_suites(limit=2)[:count]]
@@ -142,8 +142,8 @@ def test_shipped_drafts_on_the_embedded_target_are_lossless_in_float32(device, l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS)
-def test_answers_in_bfloat16_that_equal_plain_decodings_are_counted(device, law, report):
-    """No bar: products of a tree have other shapes than those of a token, and round otherwise."""
+def test_answers_in_bfloat16_that_equal_plain_decoding_are_counted(device, law, report):
+    """There is no threshold: products of a tree have different shapes than those of a token, and round differently."""
     answers = embedded_answers(device, "bfloat16", law)
     plain = answers.pop("plain")
     for name, answer in answers.items():

@@ -1,4 +1,4 @@
-"""`poss demo` on the embedded target, as small as it goes: extraction, training, benchmark and report in one."""
+"""`poss demo` on the embedded target, as small as possible: extraction, training, benchmark and report in one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Features that a device computes and encodes are those of the CPU, to rounding."""
+"""Features that a device computes and encodes are those of the CPU up to rounding."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 @pytest.mark.nightly
 @pytest.mark.parametrize("stored", STORED)
 def test_a_store_of_the_device_is_the_cpu_s_to_rounding(target, store, tmp_path, stored):
-    """Exact: float32 sums in another order. In 8 bits: a few numbers are rounded the other way."""
+    """If exact, float32 sums are in a different order; in 8 bits, a few numbers are rounded the other way."""
     exact = FeatureStore(store)
     layers = exact.manifest.layers
     write_store(tmp_path / "own", target, talks(), **SIZES, stored=stored, layers=layers)
     own = FeatureStore(tmp_path / "own")
-    assert own.manifest.target == exact.manifest.target  # so that a draft of one is a draft of the other
+    assert own.manifest.target == exact.manifest.target  # so that a draft of one fits the other
     for ours, theirs in ((own[i], exact[i]) for i in range(len(exact))):
         assert (ours.id, ours.spans) == (theirs.id, theirs.spans)
         assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.greedy, theirs.greedy)

@@ -1,4 +1,4 @@
-"""Trainings on a device, each in processes of its own: the steps of a plain loop, however many GPUs share them."""
+"""Trainings on a device, each in separate processes: the steps of a plain loop, on any number of GPUs."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,8 @@ HAS_DEEPSPEED = find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed; see `make setup`")
 TORCH, ZERO = ["ddp"], ["zero1", "zero2", "zero3"]
 BATCHES, CLIP = 4, 20.0  # of a step; some gradients of this target are longer, some are not
-# Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU, where a
-# mean over other slots is 1e-1.
+# Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU. A mean over
+# the wrong slots is 1e-1 away.
 NEAR = 1e-3
 
 
@@ -36,7 +36,7 @@ def one(store, initial, device, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(store, initial, device, tmp_path_factory) -> Path:
-    """A folder a strategy, of trainings by two processes; each library has processes of its own."""
+    """Trainings by two processes, in one folder per strategy; each library has its own processes."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
     out = tmp_path_factory.mktemp("two")

@@ -1,4 +1,4 @@
-"""Training on a device: the same attention, losses and gradients as on the CPU, and what is resumed goes on."""
+"""Training on a device: attention, losses and gradients are those of the CPU, and a training can be resumed."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from tests.support.tiny import tiny_draft
 from tests.support.unrolling import KINDS, packed, packed_padded_alone, unroll_what_is_drafted
 
 pytestmark = pytest.mark.gpu
-# Relative distances. On a CPU float32 is up to 6e-5 from float64 where passes carry on what was rounded, or softmax
-# saturates; what is wrong is 1e-1 away.
+# Relative distances. On a CPU float32 is up to 6e-5 from float64 where passes accumulate rounding, or softmax
+# saturates; a wrong result is 1e-1 away.
 NEAR = 1e-3
 FLOAT32 = 1e-4  # of one attention; TF32 would be 1e-3 away
 BFLOAT16 = 2e-2  # an entry is rounded by up to 4e-3, and weights are before they are summed
-SHAPES = [  # heads, of which so many have keys of their own, and their width
+SHAPES = [  # heads, heads of keys, and their width
     pytest.param(6, 2, 64, torch.float32, FLOAT32, marks=pytest.mark.nightly),
     (4, 1, 128, torch.float32, FLOAT32),
     pytest.param(4, 2, 128, torch.bfloat16, BFLOAT16, marks=pytest.mark.nightly),
@@ -31,7 +31,7 @@ SHAPES = [  # heads, of which so many have keys of their own, and their width
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Relative, of the whole."""
+    """Relative distance of the whole tensors."""
     found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     return float((found - expected).norm() / expected.norm())
 
@@ -43,7 +43,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_flex_attention_is_causal_attention_with_its_norm_and_gradients(
     device, monkeypatch, heads, kv_heads, width, dtype, most
 ):
-    """Against our own block in float64 on the CPU. There FlexAttention runs eagerly, and offers no backward."""
+    """Compared with our own block in float64 on the CPU, where FlexAttention runs eagerly and has no backward."""
     if device.type == "cpu":
         monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
         monkeypatch.setattr(attention, "_compiled", lambda function: function)
@@ -86,7 +86,7 @@ def draft_on(target, allocation, **config):
     return tiny_draft(target, allocation, **config).to(target.device)
 
 
-# --- a step, and a training that goes on ---
+# --- a step, and a resumed training ---
 
 
 @pytest.mark.parametrize("options", [{}, EAGLE3 | {"vocabulary_size": 200}], ids=["eagle2", "eagle3"])
@@ -96,7 +96,7 @@ def test_a_step_s_losses_and_gradients_are_those_of_the_cpu(store, device, optio
 
 
 def losses_and_gradients(store: str, device: torch.device, options: dict) -> list[Tensor]:
-    """Of one batch: the losses of the passes (K,), and the gradient of every parameter."""
+    """The losses of the passes (K,) of one batch, and the gradient of every parameter."""
     torch.manual_seed(0)
     module = SpecialistTraining(store, [1, 2], **options)
     for parameter in module.draft.parameters():
@@ -110,8 +110,8 @@ def losses_and_gradients(store: str, device: torch.device, options: dict) -> lis
     return [losses.weighted, *(parameter.grad for parameter in module.draft.parameters())]
 
 
-def test_a_training_that_goes_on_ends_where_an_unbroken_one_does(store, device, tmp_path, report):
-    """On a CPU bitwise. On CUDA products may be summed in another order, and Adam divides by what is left of them."""
+def test_a_resumed_training_ends_where_an_unbroken_one_does(store, device, tmp_path, report):
+    """Bitwise on a CPU. On CUDA products may be summed in a different order, and Adam divides by what is left."""
     options = {"accelerator": accelerator_of(device), "devices": 1, "max_epochs": -1, "max_steps": 6}
     whole, _, seen = fit(store, tmp_path, Left(), **options)
     again, _, rest = fit(store, tmp_path, goes_on="3.ckpt", **options)
@@ -122,7 +122,7 @@ def test_a_training_that_goes_on_ends_where_an_unbroken_one_does(store, device, 
 
 
 def since(checkpoint: Path, module: SpecialistTraining, other: SpecialistTraining) -> float:
-    """How far two drafts are apart, relative to what training changed since a checkpoint."""
+    """The distance of two drafts, relative to what training changed since a checkpoint."""
     start = torch.load(checkpoint, "cpu", weights_only=True)["state_dict"]
 
     def changed(draft: Specialists) -> Tensor:

@@ -1,6 +1,6 @@
-"""Laws in vLLM itself: its answers stay the target's own, and each round drafts what ours drafts on a chain.
+"""Laws in vLLM itself: its answers stay the target's own, and each round drafts what our engine drafts on a chain.
 
-They need vLLM, so they run by `make test-vllm` alone.
+They need vLLM, so only `make test-vllm` runs them.
 """
 
 from dataclasses import dataclass, field
@@ -32,14 +32,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "he
 
 @dataclass
 class Case:
-    """A draft, and how many tokens vLLM shall draft a round."""
+    """A draft, and how many tokens vLLM shall draft per round."""
 
     allocation: list[int]
     config: dict = field(default_factory=dict)
     smaller: bool = False  # a vocabulary without every seventh token
     depth: int = 6
-    plugin: bool = True  # whether vLLM alone cannot load it
-    steps: int = 150  # it learns for; EAGLE-3.1 learns sooner, and would accept everything
+    plugin: bool = True  # whether it needs the plugin
+    steps: int = 150  # of its training; EAGLE-3.1 learns sooner, and would accept everything
     output_format: str = "vllm"
 
 
@@ -134,11 +134,11 @@ def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
     assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
     assert served == ours
     lengths = [count for answer in served for count in answer.accepted]
-    assert len(set(lengths)) > min(case.depth, 2)  # with all rounds alike, the law would say little
+    assert len(set(lengths)) > min(case.depth, 2)  # if all rounds were alike, the law would say little
 
 
 def test_a_folder_of_speculators_is_served_by_its_name_alone(target, folder, tmp_path):
-    """It names its target, and how many tokens to draft."""
+    """It says which target, and how many tokens to draft."""
     draft = make_draft(Case([6], {"kind": "eagle3"}), target)
     draft.save_pretrained(tmp_path / "ours")
     convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="speculators", target=str(folder))
@@ -160,9 +160,6 @@ def test_shipped_drafts_are_served(name, tmp_path):
     assert served == draft_here(target, Specialists.from_pretrained(name), prompts, LIMIT, 6)
     plain = serve(embedded.folder(), prompts, LIMIT)
     assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
-
-
-# --- what it refuses ---
 
 
 def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
@@ -223,7 +220,7 @@ def test_a_backend_that_rebuilds_on_v2_is_refused():
     counting(v2=False, supported=False)
 
 
-def test_a_method_of_another_kind_is_refused(target, folder, tmp_path):
+def test_a_method_for_the_other_kind_of_draft_is_refused(target, folder, tmp_path):
     tiny_draft(target, [2, 2]).save_pretrained(tmp_path / "ours")
     convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
     with pytest.raises(ValueError, match="is of kind eagle2, and method is 'eagle3'; it must be 'eagle'"):

@@ -15,7 +15,7 @@ from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 
 pytestmark = pytest.mark.vllm
-LAYERS = (27, 2, 15)  # EAGLE-3's, not in their order
+LAYERS = (27, 2, 15)  # EAGLE-3's, in a different order
 SIZES = {"max_length": 300, "batch_tokens": 700, "shard_bytes": 2**21}
 
 
@@ -26,7 +26,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def reader(target) -> Reader:
-    with pytest.MonkeyPatch.context() as environment:  # the reader sets more, which other tests shall not see
+    with pytest.MonkeyPatch.context() as environment:  # the reader sets more, which other tests must not see
         for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "1")):
             environment.setenv(name, value)
         return vllm_reader(target, LAYERS, max_length=SIZES["max_length"], tensor_parallel=1, device="cpu")
@@ -64,7 +64,7 @@ def test_the_exact_store_is_that_of_the_target(tmp_path, target, reader):
 
 
 def test_the_store_in_8_bits_is_that_of_the_target(tmp_path, target, reader):
-    """Where a number stands on the border of two codes, rounding may fall on either side; that is rare."""
+    """A number on the border of two codes may be rounded to either side; that is rare."""
     ours, theirs = both(tmp_path, target, reader, "float8")
     for name in ("features", "layers"):
         differ = torch.cat([(getattr(a, name) != getattr(b, name)).flatten() for a, b in pairs(ours, theirs)])

@@ -1,4 +1,4 @@
-"""Families of targets: each one a tiny random model that decodes losslessly, or is refused with the reason."""
+"""Families of targets: each is a tiny random model that decodes losslessly, or is refused with the reason."""
 
 import copy
 
@@ -32,7 +32,7 @@ DRAFTS = [([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1)]
 
 
 def family(name: str, seed: int = 0, **changes) -> Target:
-    """A random target of the family whose name comes before the comma, its biases and norms random too."""
+    """A random target of the family before the comma, with random biases and norms."""
     torch.manual_seed(seed)
     kind = name.split(",")[0]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
@@ -42,7 +42,7 @@ def family(name: str, seed: int = 0, **changes) -> Target:
     return Target(model, tiny_tokenizer(), name)
 
 
-# By default one family a kind of angles and of layers.
+# By default one family per kind of angles and of layers.
 FIRST = ("llama", "llama, dynamic", "phi3, longrope", "gemma2")
 EACH = [pytest.param(name, marks=() if name in FIRST else pytest.mark.nightly) for name in FAMILIES]
 
@@ -53,7 +53,7 @@ def target(request) -> Target:
 
 
 def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int = 30):
-    """Of every prompt: the tokens of a tree behind it, what each sees of the others, and the features (n, D)."""
+    """For every prompt: the tokens of a tree after it, which of the others each one sees, and the features (n, D)."""
     rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
     above = [naive.ancestor_mask(parents) for _, parents in rows]
     cache = prefill(target, prompts, nodes)[0]
@@ -64,7 +64,7 @@ def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int =
 
 def test_greedy_is_lossless(target):
     expected = tokens_of(Generate(target), PROMPTS, 20)
-    assert len({token for text in expected for token in text}) > 20  # it does not just repeat itself
+    assert len({token for text in expected for token in text}) > 20  # the target does not just repeat itself
     assert tokens_of(Autoregressive(target), PROMPTS, 20) == expected
     for allocation, *tree in DRAFTS:
         assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), PROMPTS, 20) == expected
@@ -81,8 +81,8 @@ def test_long_paths_accepted_are_lossless_too(target, wrong_every):
     assert sum(decoded.accepted) > 25
 
 
-@pytest.mark.filterwarnings("error::FutureWarning")  # of what the newest transformers will no longer take
-def test_a_tree_behind_a_cache_equals_its_paths_read_alone(target):
+@pytest.mark.filterwarnings("error::FutureWarning")  # of transformers, about arguments that it will drop
+def test_a_tree_after_a_cache_equals_its_paths_read_alone(target):
     prompts = [[9] * 4 + list(range(20, 36)), [10, 11, 12]]
     for prompt, (tokens, above, features) in zip(prompts, read_trees(target, prompts), strict=True):
         paths = [[token for token, on in zip(tokens, seen, strict=True) if on] for seen in above]
@@ -120,8 +120,8 @@ def test_specs_of_rotary_kinds():
 
 
 @pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic"])
-def test_what_is_drafted_beyond_the_context_does_not_turn_the_others(name):
-    """The last rounds draft beyond the limit; so does a row that waits for others."""
+def test_what_is_drafted_beyond_the_context_does_not_change_other_angles(name):
+    """The last rounds draft beyond the limit; so does a finished row that waits for others."""
     target, prompts = family(name), [list(range(20, 16 + TURN)), [5, 6, 7]]
     expected = [tokens_of(Generate(target), [prompt], 12, frozenset())[0] for prompt in prompts]
     assert [len(text) for text in expected] == [4, 12]
@@ -131,8 +131,8 @@ def test_what_is_drafted_beyond_the_context_does_not_turn_the_others(name):
 
 
 @pytest.mark.parametrize("name", ["llama, dynamic", "gemma2"])
-def test_a_tree_never_asks_the_device(name):
-    """What must know a value would break the graph, and is refused."""
+def test_a_tree_never_synchronises(name):
+    """A line that needs a value would break the compiled graph."""
     target, prompts = family(name), [[5, 6, 7, 8, 9], [3, 4]]
     expected = [features for *_, features in read_trees(target, prompts)]
     whole = torch.compile(target.tree_features, fullgraph=True, backend="eager")
@@ -166,7 +166,7 @@ def test_what_cannot_read_a_tree_is_refused_in_one_line(name):
 
 @pytest.mark.parametrize("name", ["granite", "gemma2", "cohere2"])
 def test_in_bfloat16_logits_are_rounded_as_the_model_rounds_them(name):
-    """A tie that the model's rounding makes must be a tie for the engine too."""
+    """A tie made by the model's rounding must be a tie for the engine, too."""
     target = Target(family(name).model.to(torch.bfloat16), tiny_tokenizer(), name)
     tokens = torch.arange(200)[None]
     assert torch.equal(target.embed_head.logits(target.text_features(tokens)), target.model(tokens).logits)
@@ -190,7 +190,7 @@ def test_store_and_online_have_the_target_s_own_logits_and_train(name, tmp_path)
 
 
 def train(store: str) -> None:
-    """Two steps; before and after, the loss of a batch is the twin's, and it has become smaller."""
+    """Train two steps: before and after, the loss of a batch is the twin's; afterwards it is smaller."""
     lightning.seed_everything(0)
     data = FeatureData(store, batch_tokens=200, validation=0.2)
     module, batches, losses = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, warmup=0.0), [], []

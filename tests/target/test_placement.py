@@ -1,6 +1,6 @@
-"""A target whose layers lie on several devices is the same target, and one that does not fit is refused.
+"""A target whose layers lie on several devices is the same target; one that does not fit is refused.
 
-accelerate's hooks around every module stand for several devices, on the one that there is.
+accelerate's hooks around every module stand for several devices.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from poss_lightning.decoding.autoregressive import Generate
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.target import loading, placement
 from poss_lightning.target.cache import TreeCache
-from poss_lightning.target.generation import generate
+from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import weight_bytes
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
@@ -24,7 +24,7 @@ STOPS = frozenset([1])
 
 
 def hooked(**changes) -> Target:
-    """accelerate moves what goes into every module; here to the device where it is."""
+    """With accelerate's hooks, which move the inputs of every module, here to the device where they are."""
     model = tiny_model(**changes)
     names = [name for name, module in model.named_modules() if not list(module.children())]
     dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True)
@@ -35,14 +35,14 @@ def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
     spread = hooked()
     assert spread.model.model.layers[0].mlp.up_proj._hf_hook is not None and not spread.spans_devices
     assert spread.spec.difference(target.spec) is None
-    expected = generate(target, PROMPTS, 20, STOPS)
-    assert generate(spread, PROMPTS, 20, STOPS) == expected
+    expected = PlainLoop(target).generate(PROMPTS, 20, STOPS)
+    assert PlainLoop(spread).generate(PROMPTS, 20, STOPS) == expected
     for decoder in (Speculative(spread, tiny_draft(spread, [2, 1])), Generate(spread)):
         assert [decoded.tokens for decoded in decoder.decode(PROMPTS, 20, STOPS)] == expected
 
 
 def test_keys_lie_beside_their_layers_and_follow_a_path():
-    """Twin: one store of all layers. The devices of the law are names of the one that there is."""
+    """Twin: one store of all layers. The devices are two names of one."""
     sizes = {"heads": 2, "head_dim": 8, "dtype": torch.float32}
     cpu, far = torch.device("cpu"), torch.device("cpu:0")
     caches = [TreeCache(devices, cpu, 2, 9, **sizes) for devices in ([cpu] * 3, [cpu, far, cpu])]
@@ -81,7 +81,7 @@ def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(tiny_folder, 
     Target.load(tiny_folder, "float32", "cpu")
 
 
-def test_what_helps_depends_on_where_it_should_lie(tiny_folder, monkeypatch):
+def test_what_helps_depends_on_the_device(tiny_folder, monkeypatch):
     folder, config = Path(tiny_folder), AutoConfig.from_pretrained(tiny_folder)
     half = (folder / "model.safetensors").stat().st_size // 2
     monkeypatch.setattr(placement, "free_bytes", lambda device: half)
@@ -90,13 +90,13 @@ def test_what_helps_depends_on_where_it_should_lie(tiny_folder, monkeypatch):
         placement.placement("big", folder, config, "float32", "cuda:1", "none", None)
     fits = placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
     assert fits == {"device_map": "auto", "max_memory": dict.fromkeys((1, 2, 3), int(0.85 * half))}  # room for caches
-    for gpus, words in ((3, "these 2 GPUs have .* take more GPUs"), (1, "there is one GPU, which the training needs")):
+    for gpus, words in ((3, "these 2 GPUs have .* use more GPUs"), (1, "there is one GPU, which the training needs")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         with pytest.raises(ValueError, match=words):
             placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
 
 
-def test_processes_that_would_take_the_same_gpus_say_why(tiny_folder, monkeypatch):
+def test_parallel_layers_is_one_process(tiny_folder, monkeypatch):
     with pytest.raises(ValueError, match="parallel is 'both'; it must be none or layers"):
         Target.load(tiny_folder, parallel="both")  # pyright: ignore[reportArgumentType]
     monkeypatch.setenv("LOCAL_RANK", "1")
