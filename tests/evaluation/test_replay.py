@@ -12,8 +12,8 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.evaluation.schedules import Schedule
-from poss_lightning.evaluation.stored import find_answers, mismatch, sampled
+from poss_lightning.evaluation.schedules import RoundSchedule
+from poss_lightning.evaluation.stored import describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Draw, Sampling
 from tests.support.tiny import tiny_target
@@ -100,7 +100,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, samp
     if sees:
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
-        monkeypatch.setattr(Schedule, "rows", rows)
+        monkeypatch.setattr(RoundSchedule, "rows", rows)
         replayed = replay_rounds(draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
@@ -143,7 +143,7 @@ def test_nothing_to_replay(target):
 
 
 def told(target, samples: list[Sample]) -> str | None:
-    return mismatch([answer for sample in samples for answer in find_answers(sample, target.embed_head)])
+    return describe_mismatch([answer for sample in samples for answer in find_answers(sample, target.embed_head)])
 
 
 def test_answers_that_the_target_would_not_write_are_told(target, plain):
@@ -171,6 +171,6 @@ def test_drawn_answers_are_the_targets_own_where_they_say_how(target):
     assert "not the target's own ones" in told(target, changed)
     assert "own greedy ones" in told(target, [sample._replace(draws=()) for sample in own])
     answers = [answer for sample in own for answer in find_answers(sample, target.embed_head)]
-    assert sampled(answers) == {"temperature": 1.0, "top_k": 0, "top_p": 0.95}
+    assert sampling_settings(answers) == {"temperature": 1.0, "top_k": 0, "top_p": 0.95}
     with pytest.raises(ValueError, match="were chosen in 2 ways"):
-        sampled([*answers, answers[0]._replace(draw=None)])
+        sampling_settings([*answers, answers[0]._replace(draw=None)])

@@ -9,8 +9,16 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree, ancestor_mask
-from poss_lightning.evaluation.replay import Rounds, _replay_all
-from poss_lightning.evaluation.schedules import LEFT_OUT, SCHEDULES, Equal, Pearl, Schedule, SizedTetris, read_costs
+from poss_lightning.evaluation.replay import Replayed, _replay_all
+from poss_lightning.evaluation.schedules import (
+    LEFT_OUT,
+    SCHEDULES,
+    Equal,
+    Pearl,
+    RoundSchedule,
+    SizedTetris,
+    read_costs,
+)
 from poss_lightning.evaluation.stored import find_answers
 from tests.evaluation.test_replay import LIMIT, PROMPTS, ended, lucky
 from tests.support.tiny import tiny_target
@@ -32,14 +40,14 @@ def told():
     return engine, plain, [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
 
 
-def replayed(told, schedule: Schedule) -> list[Rounds]:
+def replayed(told, schedule: RoundSchedule) -> list[Replayed]:
     engine, _, answers = told
     drafter = Drafter(engine.drafter.draft, engine.target.embed_head, DEPTH, WIDTH)
-    return _replay_all(drafter, answers, schedule, lambda count: None)
+    return _replay_all(drafter, answers, schedule)
 
 
 def test_depth_and_time_leave_the_rounds_as_they_are(told):
-    plain = replayed(told, Schedule(DEPTH, NODES))
+    plain = replayed(told, RoundSchedule(DEPTH, NODES))
     fixed, oracle = (replayed(told, SCHEDULES[name](DEPTH, NODES, COSTS)) for name in ("", "oracle"))
     assert [own.accepted for own in plain] == [own.accepted for own in fixed] == [own.accepted for own in oracle]
     assert any(count for own in plain for count in own.accepted)
