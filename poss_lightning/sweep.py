@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from poss_lightning.configs import read_config
-from poss_lightning.evaluation.cell import Cell
+from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import FOLDERS, PackedCell, pack, packed_cells
 from poss_lightning.evaluation.records import check_names, read_records, read_runs
 from poss_lightning.files import find_config
@@ -92,19 +92,19 @@ class Sweep:
         if self.reference is not None and self.reference not in self.choices:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
-    def cells(self, experiment: Path) -> list[Cell]:
+    def cells(self, experiment: Path) -> list[PlannedCell]:
         """Every choice of the first seed, then of the second, and so on."""
         packed = {cell.key: cell for cell in packed_cells(experiment)}
         pairs = product(map(int, self.seeds), self.choices)
         return [self._cell(experiment / FOLDERS, choice, seed, packed.get((choice, seed))) for seed, choice in pairs]
 
-    def _cell(self, folder: Path, choice: str, seed: int, packed: PackedCell | None) -> Cell:
+    def _cell(self, folder: Path, choice: str, seed: int, packed: PackedCell | None) -> PlannedCell:
         measure = "replay" if self.benchmark is None else "benchmark"
         common, special = (_with_seed(options or {}, seed) for options in (self.fit, self.choices[choice]))
         configs = [*common.pop("config", []), *special.pop("config", [])]
         layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
         place = folder / choice / f"seed-{seed}"
-        return Cell(choice, seed, place, layers, measure, _with_seed(getattr(self, measure), seed), packed)
+        return PlannedCell(choice, seed, place, layers, measure, _with_seed(getattr(self, measure), seed), packed)
 
 
 def _with_seed(options: Any, seed: int) -> Any:
@@ -165,7 +165,7 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
-def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
+def _check(folder: Path, cells: list[PlannedCell], share: list[PlannedCell]) -> None:
     """Raise ValueError for a training made with other settings, or one of this share that can only fail; name it."""
     changed: dict[Path, list[str]] = {}
     for cell in cells:
@@ -185,7 +185,7 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
 
 
 @contextmanager
-def _named(folder: Path, cell: Cell) -> Iterator[None]:
+def _named(folder: Path, cell: PlannedCell) -> Iterator[None]:
     """Let an error of a cell say whose it is."""
     try:
         yield
@@ -195,7 +195,7 @@ def _named(folder: Path, cell: Cell) -> Iterator[None]:
         raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
 
 
-def _share(cells: list[Cell], shard: str) -> list[Cell]:
+def _share(cells: list[PlannedCell], shard: str) -> list[PlannedCell]:
     try:
         place, shares = map(int, shard.split("/"))
     except ValueError:
@@ -205,13 +205,13 @@ def _share(cells: list[Cell], shard: str) -> list[Cell]:
     return cells[place - 1 :: shares]
 
 
-def _sum_up(done: list[Cell], reference: str | None) -> None:
+def _sum_up(done: list[PlannedCell], reference: str | None) -> None:
     if reference not in {cell.choice for cell in done}:
         reference = None
     print_findings(find([cell.folder for cell in done], reference=reference), all=True)
 
 
-def _pack(cell: Cell, experiment: Path) -> None:
+def _pack(cell: PlannedCell, experiment: Path) -> None:
     """Add it to cells.jsonl and records.parquet, with the last of every scalar."""
     scalars = read_scalars(cell.folder)[str(cell.folder)]
     last = {tag: series[-1] for tag, series in sorted(scalars.items())}

@@ -304,5 +304,5 @@ def _explain(error: ValidationError) -> str:
         return f"lacks {', '.join(missing)}"
     first = errors[0]
     if first["type"] == "value_error":  # of `Record.__post_init__`
-        return str(first["ctx"]["error"])
+        return first["msg"].removeprefix("Value error, ")
     return f"{first['loc'][0]} is {reprlib.repr(first['input'])}; {first['msg']}"

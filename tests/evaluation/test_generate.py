@@ -118,7 +118,7 @@ def test_it_says_why_auto_gave_up_drafting(common, caplog, monkeypatch):
     ("ours", "theirs", "words"),
     [
         ([5, 6], [5, 6], "2.00 × plain decoding (4.0 tokens/s), same tokens"),
-        ([5, 6], [5, 7], "other tokens from number 2 on, where two all but tied in bfloat16"),
+        ([5, 6], [5, 7], "different tokens from number 2, where two all but tied in bfloat16"),
     ],
 )
 def test_the_comparison_says_where_tokens_part(ours, theirs, words):
@@ -156,13 +156,11 @@ def test_json_is_one_object_with_all_that_was_asked_and_measured(common, target,
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as locales have it
-@pytest.mark.parametrize(("chat", "what"), [(False, "stdin|the prompt"), (True, "a line of stdin")])
-def test_bytes_that_are_no_text_are_refused(common, monkeypatch, errors, chat, what):
+@pytest.mark.parametrize("chat", [False, True])
+def test_bytes_that_are_not_text_are_refused(common, monkeypatch, errors, chat):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
-    with pytest.raises(ValueError, match=f"^({what}) is not UTF-8 text: "):
+    with pytest.raises(UnicodeError, match="'utf-8' codec can't"):
         generate("-", **common, chat=chat)
-    with pytest.raises(ValueError, match="the prompt is not UTF-8 text"):
-        generate("gr\udcf6\udcdfer", **common)
 
 
 def test_a_prompt_may_come_from_stdin(common, capsys, monkeypatch):
