@@ -112,12 +112,8 @@ def replay(
     with work.exclusive(wait=False):
         records, printed = [], []
         for name, draft in loaded.items():
-            chosen = features.select(draft.config.layers)
-            places, answers = [], []  # conversation and turn of each answer
-            for sample in (chosen[i] for i in range(len(chosen))):
-                for turn, answer in enumerate(find_answers(sample, embed_head)):
-                    places.append((sample.id, turn))
-                    answers.append(answer)
+            stored = _read_answers(features, draft, embed_head)
+            answers = [answer for *_, answer in stored]
             if not records:
                 config |= sampling_settings(answers)
                 if warning := describe_mismatch(answers):
@@ -127,7 +123,7 @@ def replay(
             drafter = make_drafter(draft, embed_head, described[name]["depth"], tree_width)
             for method, schedule in planned[name].items():
                 rounds = _replay_all(drafter, answers, schedule, f"replay {method}")
-                records += [_record(method, *each) for each in zip(places, answers, rounds, strict=True)]
+                records += [_record(method, *each, own) for each, own in zip(stored, rounds, strict=True)]
                 if isinstance(schedule, Pearl):
                     printed.append(f"{method}: what was assumed came true in {_share(rounds)} of the rounds")
             if config["temperature"]:
@@ -149,6 +145,13 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
     if difference := draft.config.target.difference(features.target):
         raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
     return draft
+
+
+def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
+    """Conversation, turn and answer, with the layers that the draft reads."""
+    chosen = store.select(draft.config.layers)
+    samples = (chosen[i] for i in range(len(chosen)))
+    return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 
 
 def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int) -> dict[str, Any]:
@@ -285,9 +288,8 @@ def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
     return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
 
 
-def _record(method: str, place: tuple[str, int], answer: Answer, rounds: Replayed) -> Record:
-    """A record of an answer, with the tokens that its rounds give."""
-    name, turn = place
+def _record(method: str, name: str, turn: int, answer: Answer, rounds: Replayed) -> Record:
+    """A record of an answer of the conversation `name`, with the tokens that its rounds give."""
     suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
     tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in rounds.accepted)].tolist()
     seconds = sum(rounds.seconds)

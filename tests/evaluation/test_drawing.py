@@ -1,4 +1,4 @@
-"""Rounds as the terminal shows them: the drawing is the law."""
+"""Rounds as the terminal shows them."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from poss_lightning.evaluation.drawing import BOLD, DIM, GREEN, RESET, Guesses, draw
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "\n", " down"]
-#         the(cat(sat(\n) ran) dog), of which the target takes cat and sat, and goes on with down
+#         the(cat(sat(\n) ran) dog), of which the target accepts cat and sat, and adds down
 CHANCES = [1.0, 0.62, 0.21, 0.4, 0.09, 0.05]
 GUESSES = Guesses([0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 3], [math.log(chance) for chance in CHANCES], [0, 1, 3], 6)
 
