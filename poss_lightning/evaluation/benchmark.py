@@ -196,8 +196,8 @@ class Run:
         """Decode every unfinished question `repeats` times, and write the files; return the number of records.
 
         Raises:
-            ValueError: the folder holds gzipped records, or records of other settings or of another machine; or another
-                process writes there.
+            ValueError: the folder holds gzipped records, or records of other settings or from a different machine; or
+                another process writes there.
         """
         records, work = self.folder / NAMES[0], Work(self.folder / UNFINISHED)
         if (packed := self.folder / NAMES[1]).exists():
@@ -289,7 +289,7 @@ class Run:
             write_run(self.folder, read_json(self.folder / "run.json") | {"costs": costs})
 
     def _note_process(self, resumed: bool) -> None:
-        """Add where and with what this process decodes to run.json; refuse a machine whose seconds do not compare."""
+        """Add this process's machine and versions to run.json; refuse a machine whose seconds do not compare."""
         facts = provenance(self.target.device)
         if not resumed:
             return write_run(self.folder, self.facts | facts)

@@ -57,7 +57,7 @@ class PackedCell(NamedTuple):
 
     folder: Path  # where it was made, EXPERIMENT/cells/CHOICE/seed-N
     choice: str  # its name in sweep.yaml
-    seed: int  # of its training
+    seed: int  # the seed of its training
     facts: dict[str, Any]  # its line: settings, inputs, processes, run (its run.json) and scalars (see `_fold`)
 
     @property

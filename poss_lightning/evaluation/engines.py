@@ -24,8 +24,8 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
     rounds, so they are shuffled; token ids are unknown, and 0.
 
     Args:
-        objects: of the file, each with its place.
-        file: whose name, unless an answer says otherwise, names the method.
+        objects: those of the file, each with its place.
+        file: names the method, unless an answer does.
 
     Raises:
         ValueError: no answer has rounds, or one has something else in their place; the message says what writes them.

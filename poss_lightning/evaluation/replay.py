@@ -199,7 +199,7 @@ class Replayed(NamedTuple):
 
     accepted: list[int]  # drafted tokens, per round
     seconds: list[float]
-    came_true: list[bool]  # what the schedule had assumed
+    came_true: list[bool]  # whether the schedule's assumption was right
 
 
 def _replay_all(
@@ -238,7 +238,7 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) ->
     sampler.begin(answers[0].sampling, [[]] * len(answers), seeds=seeds)
     rounds = [Replayed([], [], []) for _ in answers]
     schedule.begin(len(answers))
-    rows = list(rounds)  # of the answers that are still drafted
+    rows = list(rounds)  # those of unfinished answers
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
@@ -275,7 +275,7 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) ->
 
 
 def _share(replayed: list[Replayed]) -> str:
-    """Of the rounds, how many per cent came true, with a 95 % interval for other answers."""
+    """The percentage of rounds that came true, with a 95 % interval for other answers."""
     true, rounds = np.array([(sum(own.came_true), len(own.came_true)) for own in replayed], dtype=float).T
     share, count = true.sum() / rounds.sum(), len(replayed)
     error = 1.96 * np.sqrt(count / max(1, count - 1) * np.square(true - share * rounds).sum()) / rounds.sum()

@@ -27,12 +27,12 @@ class RoundSchedule:
     Args:
         depth: K, positions drafted.
         nodes: nodes of a tree, root included.
-        costs: of this machine, for a text that is decoded alone.
+        costs: measured on this machine, for a text that is decoded alone.
 
     Attributes:
         rows: answers that are replayed side by side.
         budget: tells the drafter how deep to go.
-        came_true: (B,) whether what it had assumed came true in this round.
+        came_true: (B,) whether its assumption about this round was right.
     """
 
     rows = 16

@@ -73,7 +73,7 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     Args:
         sources: one of these, or a list of them; None for all of the project's own suites.
             `chat`, ...: a suite of the project's own.
-            `FILE`, `FOLDER`: a file of records, as of a corpus, or a folder of `.jsonl` files; for the forms of a
+            `FILE`, `FOLDER`: a file of records, as for a corpus, or a folder of `.jsonl` files; for the forms of a
             record see `forms.read_question`. `FILE?field=NAME` reads a different field.
             `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
             questions of its split; `hub:speed_bench`, or `hub:speed_bench_1k`, `2k`, `8k`, `16k`, `32k` by length of
@@ -122,7 +122,7 @@ def _from_hub(source: str, limit: int | None, strict: bool) -> Suite:
         suite = HubSuite(name)
     else:
         known = ", ".join(HUB + known for known in KNOWN)
-        raise FileNotFoundError(f"suite {source!r} is none of {known}, and no hub:OWNER/NAME")
+        raise FileNotFoundError(f"suite {source!r} is none of {known}, and not hub:OWNER/NAME")
     field = options.pop("field", None)
     suite = replace(suite, **options)
     origin, records = stream(source, suite)
@@ -131,7 +131,7 @@ def _from_hub(source: str, limit: int | None, strict: bool) -> Suite:
 
 
 def local_files(suite: str) -> list[Path]:
-    """The user's own files that a suite's name stands for; none for a suite of the project or of the hub."""
+    """The user's own files that a suite's name refers to; none for a suite of the project or of the hub."""
     path = Path(suite.partition("?")[0])
     return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
 

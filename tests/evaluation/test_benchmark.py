@@ -177,15 +177,6 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run,
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
 
 
-def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
-    options = {"drafts": {"d": str(tmp_path / "draft")}, "limit": 1}
-    tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
-    run(tmp_path / "out", **options)
-    tiny_draft(target, [2], seed=1).save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
-        run(tmp_path / "out", **options)
-
-
 def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
     folder = tmp_path / "dated"
     target.model.save_pretrained(folder)

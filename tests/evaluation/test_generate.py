@@ -129,13 +129,15 @@ def test_the_comparison_says_where_tokens_differ(ours, theirs, words):
 # --- one JSON object ---
 
 
-def test_json_is_one_object_with_all_options_and_measurements(common, target, capsys):
-    generate("Hi 🐴", json=True, **common)
+def test_json_is_one_object_with_all_options_and_measurements(common, target, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs has 🐴?\n"))
+    generate("-", json=True, **common)
     out = capsys.readouterr().out
     assert out.count("\n") == 1 and "🐴" in out
     said = json.loads(out)
     assert {name: said[name] for name in common} == common
-    assert (said["prompt"], said["tree"], said["depth"], said["seed"]) == ("Hi 🐴", "auto", 3, 0)
+    assert said["prompt"] == "How many\nlegs has 🐴?"
+    assert (said["tree"], said["depth"], said["seed"]) == ("auto", 3, 0)
     assert said["text"] == target.chat.text(said["tokens"]) and len(said["tokens"]) == 20
     assert said["tau"] == sum(said["accepted"]) / len(said["accepted"]) + 1
     assert said["tokens_per_second"] == pytest.approx(20 / said["seconds"]["total"])
@@ -151,12 +153,6 @@ def test_bytes_that_are_not_text_are_refused(common, monkeypatch, errors, chat):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
     with pytest.raises(UnicodeError, match="'utf-8' codec can't"):
         generate("-", **common, chat=chat)
-
-
-def test_a_prompt_may_come_from_stdin(common, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs?\n"))
-    generate("-", json=True, compare=False, **common)
-    assert json.loads(capsys.readouterr().out)["prompt"] == "How many\nlegs?"
 
 
 @pytest.mark.parametrize(("first", "lines"), [("-", "One?\nTwo?\n"), ("One?", "Two?\n\nnever asked\n")])
@@ -220,7 +216,9 @@ def test_a_text_that_ended_within_a_round_is_drawn_so_far(stops, path, bonus):
 
 
 def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
-    speculative = Speculative(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so many guesses must hit
+    speculative = Speculative(
+        target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320
+    )  # so many that some are right
     drawn = []
 
     def watch(now: Progress) -> None:

@@ -3,7 +3,7 @@
 import gzip
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -45,8 +45,11 @@ def test_written_records_are_read_back(tmp_path):
         Record(**{**RECORD, "seconds": {}}),  # replayed
     ]
     newer = json.dumps(RECORD | {"field": "of a newer version"})
-    (tmp_path / "records.jsonl").write_text("\n".join([*map(to_line, records), newer]) + "\n", encoding="utf-8")
-    assert read_records([tmp_path]) == read_records(str(tmp_path / "records.jsonl")) == [*records, records[0]]
+    older = json.dumps(RECORD | {"method": "autoregressive", "accepted": []})
+    text = "".join(f"{line}\n" for line in [*map(to_line, records), newer, older])
+    (tmp_path / "records.jsonl").write_text(text, encoding="utf-8")
+    expected = [*records, records[0], replace(records[2], method="plain")]
+    assert read_records([tmp_path]) == read_records(str(tmp_path / "records.jsonl")) == expected
     assert not {"pieces", "question", "category"} & json.loads(to_line(records[0])).keys()  # as in older files
     rows = [asdict(record) | {"method": "poss-2"} for record in records if record.accepted]
     pack(tmp_path / "sweep", "poss-2", 0, {}, rows)
@@ -116,14 +119,14 @@ def test_cells_are_named_by_their_folders(tmp_path, monkeypatch):
         place: place for place in ("a/seed-0", "a/seed-10", "b/seed-0")
     }
     monkeypatch.chdir(tmp_path / "b" / "seed-0")
-    assert by_cell(read_sources(".")) == {("b", 0): cells["b", 0]}  # wherever one stands
-    for place, said in (("plain", "is not a folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")):
+    assert by_cell(read_sources(".")) == {("b", 0): cells["b", 0]}  # by the absolute path
+    for place, words in (("plain", "is not a folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")):
         write(tmp_path / place)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=words):
             by_cell(read_sources([tmp_path / "a", tmp_path / place]))
 
 
-def test_a_cell_keeps_what_is_read_and_older_cells_are_read(tmp_path):
+def test_a_cell_keeps_the_scalars_that_are_read_and_older_cells_are_read(tmp_path):
     scalars = {"val/loss": (9, 1 / 3), "train/loss": (9, 1.0), "val_drift_l2/depth_1": (9, 0.5)}
     scalars |= {"val_drift_l2/depth_3": (9, 0.7), "val/tau_tree": (4, 2.0)}
     for choice, question in (("old", {}), ("new", {"question": "Why?"})):
@@ -152,18 +155,13 @@ def test_run_facts_tolerate_gaps(tmp_path):
 def test_two_drafts_of_one_name_and_two_targets_are_refused():
     runs = {"a": {"methods": {"hass": {"depth": 6, "weights": "5c"}}}}  # as a replay's, whose trees are fixed
     check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "fixed"}, "poss": {}}}})
-    for facts, said in (
+    for facts, words in (
         ({"depth": 4, "weights": "37"}, r"\(weights 5c and 37, depth 6 and 4\)"),
         ({"depth": 6, "weights": "5c", "tree": "auto"}, r"\(tree fixed and auto\): rename one"),
     ):
-        with pytest.raises(ValueError, match=r"'hass' of a differs from that of b " + said):
+        with pytest.raises(ValueError, match=r"'hass' of a differs from that of b " + words):
             check_drafts(runs | {"b": {"methods": {"hass": facts}}})
     runs = {"old": {"config": {"target": "b"}}, "none": {}, "a": {"config": {"target": "b", "fingerprint": "12"}}}
     check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})
     with pytest.raises(ValueError, match=r"a was measured on another target than d \(b, fingerprint 12, and b, fing"):
         check_targets(runs | {"d": {"config": {"target": "b", "fingerprint": "34"}}})
-
-
-def test_plain_decoding_is_called_so_in_older_records_too(tmp_path):
-    (tmp_path / "records.jsonl").write_text(json.dumps(RECORD | {"method": "autoregressive", "accepted": []}))
-    assert [record.method for record in read_records(tmp_path)] == ["plain"]

@@ -50,7 +50,7 @@ def test_pieces_make_the_text_and_hold_whole_letters(kind, sizes):
 
 
 @pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
-def test_nothing_whole_is_held_back(kind):
+def test_no_complete_letter_is_held_back(kind):
     text, tokens = kind()
     pieces, said = Pieces(text), ""
     for count, token in enumerate(tokens, start=1):
@@ -58,7 +58,7 @@ def test_nothing_whole_is_held_back(kind):
         assert said.startswith(text(tokens[:count]).rstrip(LOST)) and TEXT.startswith(said)
 
 
-def test_bytes_that_make_no_letter_are_said_as_they_are():
+def test_bytes_that_are_not_text_are_given_out_as_they_are():
     text, _ = bytes_joined()
     byte = {character: number for character, number in tiny_tokenizer().get_vocab().items() if len(character) == 1}
     draw = random.Random(0)
