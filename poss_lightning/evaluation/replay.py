@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict, judge
@@ -98,13 +99,7 @@ def replay(
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
     described = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
     costs = {} if schedules is None else read_costs(Path(schedules), config, described)
-    planned: dict[str, dict[str, RoundSchedule]] = {}  # methods of each draft
-    for name, facts in described.items():
-        kinds = SCHEDULES if name in costs else {"": RoundSchedule}
-        planned[name] = {
-            f"{name}+{kind}" if kind else name: make(facts["depth"], facts["nodes"], costs.get(name, FREE))
-            for kind, make in kinds.items()
-        }
+    planned = {name: _plan(name, facts, costs.get(name)) for name, facts in described.items()}
     methods = {method: described[name] for name, own in planned.items() for method in own}
     trainings = {method: describe_training(drafts[name]) for name, own in planned.items() for method in own}
     check_settings(folder, {name: config[name] for name in ("store", "dtype", "fingerprint", "schedules")}, methods)
@@ -145,6 +140,13 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
     if difference := draft.config.target.difference(features.target):
         raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
     return draft
+
+
+def _plan(name: str, facts: dict[str, Any], costs: Costs | None) -> dict[str, RoundSchedule]:
+    """A draft's methods, each with its schedule: those of other papers only where costs are known."""
+    kinds = SCHEDULES if costs else {"": RoundSchedule}
+    sizes = facts["depth"], facts["nodes"], costs or FREE
+    return {f"{name}+{kind}" if kind else name: schedule(*sizes) for kind, schedule in kinds.items()}
 
 
 def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
