@@ -242,6 +242,13 @@ def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(run, tmp_pa
     assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
 
 
+def test_a_run_json_alone_may_be_of_anything_and_is_not_replaced(run, tmp_path):
+    (tmp_path / "run.json").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds nothing to resume"):
+        run(tmp_path)
+    assert (tmp_path / "run.json").read_text() == "mine"
+
+
 def test_gzipped_records_are_not_replaced(run, tmp_path):
     (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):

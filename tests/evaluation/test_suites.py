@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import logging as hub_logging
 
 from poss_lightning.evaluation import forms, hub
-from poss_lightning.evaluation.suites import OWN, Question, load_suites, own_suites, read_suites
+from poss_lightning.evaluation.suites import OWN, Question, load_suites, local_files, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -134,6 +134,13 @@ def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
 def test_sources_that_do_not_exist(source, words):
     with pytest.raises((FileNotFoundError, ValueError), match=words):
         read_suites([source])
+
+
+def test_only_files_of_the_user_are_digested_as_inputs(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    for name in (tmp_path, tmp_path / "a.jsonl", f"{tmp_path / 'a.jsonl'}?field=question"):
+        assert local_files(str(name)) == [tmp_path / "a.jsonl"]
+    assert local_files("chat") == local_files("hub:gsm8k") == []
 
 
 def test_two_suites_of_one_name_are_refused(tmp_path):
