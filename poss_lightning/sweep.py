@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from poss_lightning.configs import read_config
-from poss_lightning.evaluation.cell import Cell
+from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import FOLDERS, pack, packed_cells
 from poss_lightning.evaluation.records import check_names, read_records, read_runs
 from poss_lightning.files import find_config
@@ -91,7 +91,7 @@ class Sweep:
         if self.reference is not None and self.reference not in self.choices:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
-    def cells(self, experiment: Path) -> list[Cell]:
+    def cells(self, experiment: Path) -> list[PlannedCell]:
         """Every choice of the first seed, then of the second, and so on."""
         packed = {cell.key: cell for cell in packed_cells(experiment)}
         measure = "replay" if self.benchmark is None else "benchmark"
@@ -102,7 +102,7 @@ class Sweep:
             configs = [*common.pop("config", []), *special.pop("config", [])]
             layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
             folder = experiment / FOLDERS / choice / f"seed-{seed}"
-            cells.append(Cell(choice, seed, folder, layers, measure, options, packed.get((choice, seed))))
+            cells.append(PlannedCell(choice, seed, folder, layers, measure, options, packed.get((choice, seed))))
         return cells
 
 
@@ -158,7 +158,7 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
-def _train(cell: Cell, experiment: Path) -> bool:
+def _train(cell: PlannedCell, experiment: Path) -> bool:
     """Train, measure and pack a cell; or return False if another process does so or has just done it."""
     work = Work(experiment / FOLDERS)
     with work.part(f"{cell.choice}/seed-{cell.seed}/training") as acquired:
@@ -178,7 +178,7 @@ def _train(cell: Cell, experiment: Path) -> bool:
     return True
 
 
-def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
+def _check(folder: Path, cells: list[PlannedCell], share: list[PlannedCell]) -> None:
     """Raise ValueError for trainings made with different settings, or one of this share that would fail; name it."""
     changed: dict[Path, list[str]] = {}
     coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
@@ -201,7 +201,7 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
         )
 
 
-def _share(cells: list[Cell], shard: str) -> list[Cell]:
+def _share(cells: list[PlannedCell], shard: str) -> list[PlannedCell]:
     try:
         place, shares = map(int, shard.split("/"))
     except ValueError:

@@ -1,11 +1,9 @@
 """The target's own answers to prompts, as a corpus: `poss synthesize --prompts`.
 
-A draft should learn from, and be replayed on, its target's own answers; others' answers to the same prompts differ.
-An answer is kept as the tokens that were written: its text alone would be tokenised, and its turn closed, anew.
+A draft should learn from its target's own answers, and be replayed on them; answers of others are different text. An
+answer is kept as the tokens that were written: tokenising its text again might give others.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.records import report_left_out
 from poss_lightning.corpus.writer import CorpusWriter, Messages
-from poss_lightning.evaluation.suites import Question
+from poss_lightning.evaluation.suites import Question, digest
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
@@ -32,30 +30,22 @@ def answer_questions(
     settings: Mapping[str, Any],
     strict: bool,
 ) -> None:
-    """Write a corpus of the target's answers to these questions.
+    """Write a corpus of the target's answers, in the order of the questions.
 
     Args:
-        corpus: that is written.
-        target: that answers.
-        questions: in the order of the corpus.
-        answer: how the tokens of an answer are chosen, and how many at most.
+        answer: how the tokens of an answer are chosen, and its most tokens.
         batch_size: conversations side by side.
-        seed: of all that is sampled.
-        settings: what the conversations depend on besides.
-        strict: a question that the chat template refuses is an error, otherwise it is left out.
+        settings: everything else that the conversations depend on.
+        strict: a question that the chat template refuses is an error; otherwise it is left out.
 
     Raises:
-        ValueError: the context has no room for any answer, or every answer is empty.
+        ValueError: every answer is empty, or the context has no room for any.
     """
     asked, lengths = _first_prompts(target, questions, strict)
-    _check_room(target, min(lengths), answer[1])
-    # Side by side, each pays for the longest. Longest first: what does not fit the memory shows at once.
+    # Each of a batch costs as much as the longest. The longest go first: what does not fit the memory fails at once.
     order = sorted(range(len(asked)), key=lambda place: lengths[place], reverse=True)
     questions = [asked[place] for place in order]
-    names = [f"{question.suite}/{question.id}" for question in questions]
-    said = [[question.opening, question.turns, question.template] for question in questions]
-    digest = hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()[:16]
-    with corpus.claim({**settings, "questions": names, "asked": digest}):
+    with corpus.claim({**settings, "questions": digest(questions)}):
         conversations, loop = [], PlainLoop(target)
         with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
             for number, start in enumerate(range(0, len(questions), batch_size)):
@@ -65,47 +55,37 @@ def answer_questions(
                 bar.update(len(batch))
         answered = sorted(zip(order, questions, conversations, strict=True), key=lambda one: one[0])
         kept = [(question, messages) for _, question, messages in answered if messages]
+        why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
         if not kept:
             corpus.work.clear()
-            raise ValueError(f"every answer to the {len(names)} questions is empty")
+            raise ValueError(f"all {len(questions)} questions are left out: {why}")
         corpus.finish(_record(question, messages, target) for question, messages in kept)
-        if left_out := len(names) - len(kept):
-            why = "the answer is empty, or the context has no room for it"
-            print(f"{corpus.out}: {left_out} of {len(names)} questions are left out: {why}")
+        if left_out := len(questions) - len(kept):
+            print(f"{corpus.out}: {left_out} of {len(questions)} questions are left out: {why}")
 
 
 def _first_prompts(target: Target, questions: list[Question], strict: bool) -> tuple[list[Question], list[int]]:
-    """The questions that the chat template takes, and the lengths of their first prompts."""
+    """The questions that the chat template accepts, and the lengths of their first prompts."""
     asked, lengths, refused = [], [], []
     for question in questions:
         try:
-            prompt = target.chat.prompt(question.first, question.template)
+            prompt = question.first_prompt(target.chat)
             target.check_tokens(prompt, "its prompt")
             lengths.append(len(prompt))
             asked.append(question)
         except ValueError as error:
-            refused.append(f"question {question.id} of {question.suite}: {error}")
+            refused.append(f"{question}: {error}")
     report_left_out("{} questions that the target cannot read", refused, len(questions), strict)
     return asked, lengths
 
 
 def _record(question: Question, messages: Messages, target: Target) -> dict[str, Any]:
-    """A line of the corpus, with what the chat template was given."""
+    """A line of the corpus, including what the chat template was given."""
     given = {name: value for name, value in question.template.items() if name != "tools"}
     variables = target.chat.template.variables | given
     record = {"id": f"{question.suite}/{question.id}", "messages": messages}
     record |= {"tools": question.template["tools"]} if "tools" in question.template else {}
     return record | ({"chat_template_kwargs": variables} if variables else {})
-
-
-def _check_room(target: Target, least: int, most: int) -> None:
-    """Raise ValueError where not even a prompt of `least` tokens leaves the context room for an answer of `most`."""
-    if least + most >= (context := target.spec.context):
-        right = f"at most {context - least - 1}" if least < context - 1 else "shorter prompts"
-        raise ValueError(
-            f"answer_tokens is {most}, and no prompt leaves room for it: {target.spec.name} reads {context} "
-            f"tokens, and the shortest prompt has {least}; give {right}"
-        )
 
 
 @torch.inference_mode()
@@ -114,8 +94,8 @@ def _answer_batch(
 ) -> list[Messages]:
     """A conversation per question.
 
-    It ends before an answer that is empty or does not fit the context, and with one that has special tokens inside: how
-    the target would read these as a part of the chat, nobody knows.
+    It ends before an answer that is empty or does not fit the context, and with an answer that has special tokens
+    inside, since the target would read these as part of the chat.
     """
     chat, context = loop.target.chat, loop.target.spec.context
     generator = torch.Generator().manual_seed(seed)

@@ -1,16 +1,15 @@
-"""`poss benchmark`: decode suites with several methods, prompt by prompt in turn, and record every answer.
+"""`poss benchmark`: decode suites with several methods, which take turns, and record every answer.
 
 OUT/                 the folder of a benchmark
   run.json           settings, drafts, machine and versions; written first
-  unfinished/        only while it is at work: a part a question, with its records; see `work.py`
+  unfinished/        only while it is running: one part per question, with its records; see `work.py`
   records.jsonl      every answer; written last
 """
 
 import hashlib
-import json
 import logging
 import sys
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,11 +22,17 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import USUAL
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import check_settings, describe_method, describe_training, provenance
+from poss_lightning.evaluation.provenance import (
+    check_settings,
+    describe_method,
+    describe_training,
+    provenance,
+    write_run,
+)
 from poss_lightning.evaluation.records import NAMES, OURS, PLAIN, UNFINISHED, Record, check_names, to_line
 from poss_lightning.evaluation.streaming import pieces_of
-from poss_lightning.evaluation.suites import Question, load_suites
-from poss_lightning.files import atomic, check_folder, read_json, without_secrets
+from poss_lightning.evaluation.suites import Question, digest, load_suites
+from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.ranges import (
     Count,
     Lookups,
@@ -81,8 +86,8 @@ def benchmark(
 
     Every method is warmed up. Then the methods take turns prompt by prompt, in an order that rotates. All methods get
     the same context: a later turn of a conversation follows the target's own answers to the earlier turns. A
-    conversation ends where the target's context is full. If a run is killed, give the same command again, on the same
-    machine and device with as many threads: it resumes with the first question that is not finished.
+    conversation ends where the target's context is full. If a run is killed, give the same command again on the same
+    machine and device with the same number of threads: it resumes with the first unfinished question.
 
     Args:
         out: folder to write.
@@ -91,28 +96,28 @@ def benchmark(
         target: "embedded", a local folder or a hub id.
         suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
             `hub:OWNER/NAME`; all of the project's own by default.
-        limit: decode only the first questions of each suite, this many; by default all of a file and of SPEED-Bench,
-            and 80 of other data sets of the hub.
+        limit: decode at most this many questions of each suite, the first; by default all of a file and of
+            SPEED-Bench, and 80 of other data sets of the hub.
         max_new_tokens: most tokens of an answer.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
-        nodes: of a tree, root included.
-        tree_width: children tried a node; 1 drafts chains.
-        tree: fixed, or auto: chosen for the most tokens a second, within depth and nodes.
+        nodes: nodes of a tree, root included.
+        tree_width: children tried per node; 1 drafts chains.
+        tree: fixed, or auto: chosen for the most tokens per second, within depth and nodes.
         lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words
             earlier in the text join its trees; 0 for no such methods.
-        temperature: of sampling; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers are the
-            same.
+        temperature: sampling temperature; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers
+            are the same.
         top_k: sample among the k most likely tokens; 0 for all.
         top_p: sample among the most likely tokens that hold this probability.
-        seed: of sampling.
+        seed: seed of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (our loop with 10 looked-up
-            tokens and no draft); the first two by default. `plain` gives the target's own answer, so it must be among
-            them.
+            tokens and no draft); the first two by default. `plain` must be one of them, as it gives the target's own
+            answer.
         repeats: how often each answer is decoded.
-        graphs: whether the steps of drafts and of our own loop, all alike, run as CUDA graphs; by default on CUDA.
-        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only float32 is exact to the
-            last token against the baselines.
+        graphs: run the steps of drafts and of our own loop as CUDA graphs; by default on CUDA.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only in float32 are answers
+            equal to the baselines' to the last token.
         device: auto (cuda, else mps, else cpu), or one of these.
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
     """
@@ -139,19 +144,23 @@ def benchmark(
         if difference := draft.config.target.difference(model.spec):
             raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
     for question in questions:  # a prompt that is too long is refused before anything is written
-        _check_prompt(model, question)
+        try:
+            new_token_limits(model, [question.first_prompt(model.chat)], limit=1)
+        except ValueError as error:
+            raise ValueError(f"{question}, turn 0: {error}") from error
     methods = _baselines(model, graphs, baselines)
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
-    ways = {"": 0} | ({"+lookup": lookup} if lookup else {})  # each draft alone, and with lookups
-    names = {name + way: (name, count) for name in loaded for way, count in ways.items()}
-    for method, (name, count) in names.items():
-        methods[method] = Speculative(model, loaded[name], graphs=graphs, lookup=count, **engine)
-    digest = hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
+    sources = {}  # of each method's draft
+    for name, draft in loaded.items():
+        for method, count in {name: 0, f"{name}+lookup": lookup}.items():
+            if method == name or lookup:
+                methods[method] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
+                sources[method] = drafts[name]
     facts = {
         "command": sys.argv,
-        "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest},
+        "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest(questions)},
         "methods": {name: describe_method(method) for name, method in methods.items()},
-        "trainings": {method: describe_training(drafts[name]) for method, (name, _) in names.items()},
+        "trainings": {method: describe_training(source) for method, source in sources.items()},
         "suites": {suite.name: suite.source for suite in loaded_suites},
     }
     run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
@@ -165,81 +174,60 @@ def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decod
 
 
 def check(config: dict) -> Sampling:
-    """Check the options of a benchmark that need neither target nor suites; return how its answers are sampled.
-
-    Raises:
-        ValueError: an option is out of its range; the message names it.
-    """
+    """Check the options that need neither target nor suites; return how answers are sampled."""
     baselines = config["baselines"]
     if baselines is not None and (PLAIN not in baselines or set(baselines) - set(HERE)):
         raise ValueError(f"baselines is {baselines}; it must hold plain, and may hold generate, lookup")
     return Sampling(config["temperature"], config["top_k"], config["top_p"])
 
 
+@dataclass(frozen=True)
 class Run:
-    """Decodes questions with every method and records their answers; a question is a part of the work.
+    """Decodes questions with every method and records their answers; each question is a part of the work."""
 
-    Args:
-        folder: to write.
-        target: the model.
-        methods: decoders by name; one is `plain`.
-        facts: what run.json says of the settings: `command`, `config`, `methods` and `suites`.
-        sampling: how tokens are chosen.
-        seed: of sampling.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        target: Target,
-        methods: dict[str, Decoder],
-        facts: dict[str, Any],
-        *,
-        sampling: Sampling = GREEDY,
-        seed: int = 0,
-    ):
-        self.folder, self.target, self.methods, self.facts = folder, target, methods, facts
-        self.sampling, self.seed = sampling, seed
-        self.work = Work(folder / UNFINISHED)
+    folder: Path  # to write
+    target: Target
+    methods: dict[str, Decoder]  # by name; one is `plain`
+    facts: dict[str, Any]  # of run.json: `config`, `methods`, and anything else about the settings
+    sampling: Sampling = GREEDY
+    seed: int = 0
 
     def decode(self, questions: list[Question], max_new_tokens: int, repeats: int) -> int:
-        """Decode every question that is not yet finished, and write the files; return the number of records.
-
-        Args:
-            questions: all of them, in order.
-            max_new_tokens: most tokens of an answer.
-            repeats: how often each answer is decoded.
+        """Decode every unfinished question `repeats` times, and write the files; return the number of records.
 
         Raises:
-            ValueError: the folder holds records made with other settings, packed ones, or those of another machine; or
+            ValueError: the folder holds gzipped records, or records of other settings or from a different machine; or
                 another process writes there.
         """
-        records, (config, methods) = self.folder / NAMES[0], (self.facts["config"], self.facts["methods"])
+        records, work = self.folder / NAMES[0], Work(self.folder / UNFINISHED)
         if (packed := self.folder / NAMES[1]).exists():
             raise ValueError(f"{packed} holds records: unpack it (gunzip) to resume, or choose another folder")
         if records.exists():
-            return self._count_finished(records)
-        with self.work.exclusive(wait=False):
+            return self._count_finished(records, work)
+        with work.exclusive(wait=False):
             if records.exists():  # another process has just written them
-                return self._count_finished(records)
-            self.work.claim({**config, "methods": methods})
+                return self._count_finished(records, work)
+            work.claim({**self.facts["config"], "methods": self.facts["methods"]})
             parts = [f"question-{place:05d}" for place in range(len(questions))]
-            unfinished = [place for place, part in enumerate(parts) if self.work.receipt(part) is None]
-            if unfinished:
-                self._note_process(begun=len(unfinished) < len(parts))
-                self._warm_up(questions[unfinished[0]], max_new_tokens)
+            unfinished = [place for place, part in enumerate(parts) if work.receipt(part) is None]
             done = len(parts) - len(unfinished)
+            if unfinished:
+                self._note_process(resumed=done > 0)
+                self._warm_up(questions[unfinished[0]], max_new_tokens)
             for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
                 answers = self._decode_question(questions[place], max_new_tokens, repeats, place)
-                self.work.write_receipt(parts[place], {"records": [*map(to_line, answers)]})
-            count = self._write_records([self.work.receipt(part) for part in parts])
-            self.work.clear()
-        return count
+                work.write_receipt(parts[place], {"records": [*map(to_line, answers)]})
+            receipts: list[Any] = [work.receipt(part) for part in parts]
+            lines = [line for receipt in receipts for line in receipt["records"]]
+            with atomic(records) as path:
+                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            work.clear()
+        return len(lines)
 
-    def _count_finished(self, records: Path) -> int:
+    def _count_finished(self, records: Path, work: Work) -> int:
         """How many records an earlier process has written with these settings."""
         check_settings(self.folder, self.facts["config"], self.facts["methods"])
-        self.work.clear()  # that process may have been killed before it did
+        work.clear()  # that process may have been killed before it did
         return sum(1 for _ in records.open("rb"))
 
     def _decode_question(self, question: Question, max_new_tokens: int, repeats: int, place: int) -> list[Record]:
@@ -249,19 +237,17 @@ class Run:
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
             prompt = self.target.chat.prompt(messages, question.template)
-            if turn and len(prompt) >= (context := self.target.spec.context):  # a first turn's is refused before
-                where = f"question {question.id} of {question.suite}"
-                logger.warning("%s ends before turn %d: %d of %d tokens", where, turn, len(prompt), context)
+            if turn and len(prompt) >= (context := self.target.spec.context):  # the first turn was checked
+                logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
                 break
             for repeat in range(repeats):
                 first = (place + turn + repeat) % len(names)
+                seed = self._answer_seed(question, turn, repeat)
                 for name in names[first:] + names[:first]:
-                    decoded = self.methods[name].decode(
-                        [prompt],
-                        max_new_tokens,
-                        sampling=self.sampling,
-                        generator=torch.Generator().manual_seed(self._answer_seed(question, turn, repeat)),
-                    )[0]
+                    generator = torch.Generator().manual_seed(seed)
+                    (decoded,) = self.methods[name].decode(
+                        [prompt], max_new_tokens, sampling=self.sampling, generator=generator
+                    )
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
             plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
             messages.append({"role": "assistant", "content": plain.text})
@@ -295,19 +281,18 @@ class Run:
 
     def _warm_up(self, question: Question, max_new_tokens: int) -> None:
         """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
-        prompt = self.target.chat.prompt(question.first, question.template)
+        prompt = question.first_prompt(self.target.chat)
         for method in self.methods.values():
             method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
-        costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
-        if costs:
-            self._write_facts(read_json(self.folder / "run.json") | {"costs": costs})
+        if costs := {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}:
+            write_run(self.folder, read_json(self.folder / "run.json") | {"costs": costs})
 
-    def _note_process(self, begun: bool) -> None:
-        """Add where and with what this process decodes to run.json; refuse a machine whose seconds do not compare."""
+    def _note_process(self, resumed: bool) -> None:
+        """Add this process's machine and versions to run.json; refuse a machine whose seconds do not compare."""
         facts = provenance(self.target.device)
-        if not begun:
-            return self._write_facts(self.facts | facts)
+        if not resumed:
+            return write_run(self.folder, self.facts | facts)
         earlier = read_json(self.folder / "run.json")
         for fact in ("machine", "device", "threads"):
             if earlier.get(fact, facts[fact]) != facts[fact]:
@@ -315,25 +300,4 @@ class Run:
                     f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {facts[fact]!r}; seconds of "
                     "the two do not compare: resume there, or choose another folder"
                 )
-        self._write_facts(earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
-
-    def _write_facts(self, facts: dict[str, Any]) -> None:
-        with atomic(self.folder / "run.json") as path:
-            path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
-
-    def _write_records(self, receipts: list[Any]) -> int:
-        """Write records.jsonl, which says that the benchmark is finished; return the number of records."""
-        lines = [line for receipt in receipts for line in receipt["records"]]
-        with atomic(self.folder / NAMES[0]) as path:
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return len(lines)
-
-
-def _check_prompt(target: Target, question: Question) -> None:
-    """Raise ValueError where the context has no room for the first turn; the message names the question."""
-    try:
-        prompt = target.chat.prompt(question.first, question.template)
-        target.check_tokens(prompt, "its prompt")
-        new_token_limits(target, [prompt], limit=1)
-    except ValueError as error:
-        raise ValueError(f"question {question.id} of {question.suite}, turn 0: {error}") from error
+        write_run(self.folder, earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})

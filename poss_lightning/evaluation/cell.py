@@ -1,4 +1,4 @@
-"""A training of an experiment: what it is made of, whether it may run, and how it is trained and measured."""
+"""A training of an experiment: what it is made from, whether it can run, and how it is trained and measured."""
 
 import json
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One training of one choice."""
+class PlannedCell:
+    """One training of one choice, as sweep.yaml asks for it."""
 
     choice: str
     seed: int
     folder: Path
-    layers: list[str | dict]  # what `poss fit` gets: configs, then options, in their order
+    layers: list[str | dict]  # what `poss fit` gets: configs, then options, in order
     measure: str  # "replay" or "benchmark"
     options: dict  # of that command
-    packed: PackedCell | None = None  # where it is done
+    packed: PackedCell | None = None  # once it is done
 
     @property
     def key(self) -> tuple[str, int]:
@@ -51,17 +51,18 @@ class Cell:
 
     @cached_property
     def training(self) -> dict[str, Any]:
-        """All options of its training."""
+        """All options of the training."""
         return compose(*self.layers)
 
     def settings(self) -> dict:
-        """What was asked for: digests of configs, and options with the values that the training has."""
+        """What was asked for: digests of configs, and the training's values of the options that are set."""
         configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
         fit: dict[str, Any] = {}
-        for group, name, value in (own for layer in self.layers if isinstance(layer, dict) for own in _own(layer)):
+        options = [option for layer in self.layers if isinstance(layer, dict) for option in _split(layer)]
+        for group, name, value in options:
             if name is None:
                 fit[group] = self.training[group]
-            elif name.endswith("+"):  # what is appended to a list, whatever stands there
+            elif name.endswith("+"):  # what is appended to a list, whatever the list is
                 fit.setdefault(group, {})[name] = fit[group].get(name, []) + value
             else:
                 fit.setdefault(group, {})[name] = self.training[group][name]
@@ -69,7 +70,7 @@ class Cell:
         return json.loads(without_secrets(json.dumps(settings)))
 
     def inputs(self) -> dict[str, str]:
-        """Digests of the local files that it is made of: stores, text, the draft it starts from, every fit's config."""
+        """Digests of local files: stores, text, the draft it starts from, the config of every fit."""
         return self._trained_on() | self._measured_on()
 
     def _trained_on(self) -> dict[str, str]:
@@ -78,7 +79,7 @@ class Cell:
         files = {BASE: conf(BASE)} | {store: Path(store) / MANIFEST for store in stores}
         files |= {data["corpus"]: Path(data["corpus"])} if data["corpus"] else {}
         digests = _digests(files | ({start: self._start(start) / WEIGHTS} if start else {}))
-        if (precision := trainer["precision"]) == "auto":  # machines choose differently
+        if (precision := trainer["precision"]) == "auto":  # which depends on the machine
             precision = choose_precision(str(trainer["accelerator"]))
         return digests | {"trainer.precision": precision}
 
@@ -89,7 +90,7 @@ class Cell:
         return _digests(files | {str(file): file for suite in suites for file in local_files(suite)})
 
     def _start(self, draft: str) -> Path:
-        """The folder of the draft it starts from; refuse an unfinished one, as it may still change."""
+        """The folder of the draft it starts from; ValueError for an unfinished one, as it may still change."""
         folder = local_folder(draft)
         training = folder.parent
         if (training / OPTIONS).is_file() and not (training / FINISHED).exists():
@@ -98,21 +99,21 @@ class Cell:
 
     @property
     def is_done(self) -> bool:
-        """Whether it stands in cells.jsonl."""
+        """Whether it is in cells.jsonl."""
         return self.packed is not None
 
     @property
     def has_records(self) -> bool:
-        """Whether its measure has begun to write."""
+        """Whether its measurement has written anything."""
         return self.is_done or has_records(self.folder)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether its training has left anything."""
+        """Whether its training has written anything."""
         return self.has_records or has_outputs(self.folder)
 
     def changed(self) -> list[str]:
-        """Names of settings that it was made with otherwise; those of its measure count once it has records."""
+        """Names of settings it was begun with that differ now; those of the measurement count once it has records."""
         earlier = self.note()["settings"]
         if not earlier or not self.has_outputs:
             return []
@@ -123,16 +124,16 @@ class Cell:
         return sorted(name for name in earlier | asked if earlier.get(name) != asked.get(name))
 
     def claim(self) -> None:
-        """Note what it is made of, and by which process: each that resumes it adds itself.
+        """Note what it is made from and which process makes it; processes that resume it are added.
 
         Raises:
-            ValueError: another began with other inputs.
+            ValueError: an earlier process began with other inputs.
         """
         note, inputs = self.note(), self.inputs()
         kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
         if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        if note["processes"] and not self.has_records:  # a measure that left nothing may have had other options
+        if note["processes"] and not self.has_records:  # a measurement without records may have had other options
             (self.folder / "run.json").unlink(missing_ok=True)
             Work(self.folder / UNFINISHED).clear()
         facts = {"settings": self.settings(), "inputs": inputs, "processes": [*note["processes"], origin()]}
@@ -145,11 +146,11 @@ class Cell:
         MEASURES[self.measure](**self.measure_options(draft))
 
     def note(self) -> dict[str, Any]:
-        """What `claim` wrote."""
+        """Settings, inputs and processes, as `claim` wrote them; empty before."""
         if self.packed is not None:
             return self.packed.facts
         file = self.folder / NOTE
-        return {"settings": {}, "inputs": {}, "processes": []} | (read_json(file) if file.exists() else {})
+        return read_json(file) if file.exists() else {"settings": {}, "inputs": {}, "processes": []}
 
     def measure_options(self, draft: Path) -> dict:
         """Arguments of the function that measures it."""
@@ -157,13 +158,9 @@ class Cell:
         return check_options(MEASURES[self.measure], options)
 
     def check(self, coming: set[Path]) -> None:
-        """Refuse what could only fail later: options nobody has, sizes that do not fit, what is not on this machine.
+        """Raise what training or measuring would: unknown options, sizes that do not fit, what this machine lacks.
 
-        Args:
-            coming: folders of trainings that it may start from though they are not finished.
-
-        Raises:
-            ArgumentError, OSError, ValueError: as the commands would.
+        It may start from trainings in the folders `coming`, though they are not finished.
         """
         draft = None if (self.folder / FINISHED).exists() else self._build(coming)
         options = self.measure_options(self.folder / "draft-last")
@@ -184,7 +181,7 @@ class Cell:
             store.select(draft.layers)
 
     def _build(self, coming: set[Path]) -> DraftConfig | None:
-        """The draft that it would train; without a start that is not trained yet."""
+        """The draft that it would train; of a start that is not trained yet, without it."""
         start = self.training["model"]["start_from"]
         if start and local_folder(start).parent.resolve() in coming:
             return build(*self.layers, {"model": {"start_from": None}})
@@ -193,17 +190,17 @@ class Cell:
         return build(*self.layers)
 
 
-def _own(options: dict) -> Iterator[tuple[str, str | None, Any]]:
-    """What a layer sets, by group and name: `trainer.max_steps: 2`, and `trainer: {max_steps: 2}`."""
+def _split(options: dict) -> Iterator[tuple[str, str | None, Any]]:
+    """Group, name and value of each option, whether it is `trainer.max_steps: 2` or `trainer: {max_steps: 2}`."""
     for name, value in options.items():
         group, _, rest = name.partition(".")
         below = {rest: value} if rest else value if isinstance(value, dict) else {None: value}
-        yield from ((group, each and each.partition(".")[0], own) for each, own in below.items())
+        yield from ((group, each and each.partition(".")[0], inner) for each, inner in below.items())
 
 
 @cache
 def _load_suites_once(suites: str, limit: int | None) -> None:
-    """Of all trainings that ask the same questions, only for the first: the hub may have to send them."""
+    """Load the suites for the first of all trainings that ask the same questions: the hub may have to send them."""
     load_suites(json.loads(suites), limit)
 
 

@@ -5,17 +5,16 @@ ignores; when it is done, what the tables need goes into the two files.
 
 EXPERIMENT/
   sweep.yaml             what is asked for
-  cells.jsonl            a line a cell: choice, seed, settings, digests of inputs, processes, run, the last scalars that
-                         anything reads
-  records.parquet        a row an answer: choice and seed of the cell, then the fields of a `Record`
+  cells.jsonl            one line per cell: choice, seed, settings, digests of inputs, processes, run, last scalars
+  records.parquet        one row per answer: choice and seed of the cell, then the fields of a `Record`
   cells/CHOICE/seed-N/   drafts, checkpoints, TensorBoard files
 
-The path EXPERIMENT/cells/CHOICE/seed-N names a cell whether its folder is there or not.
+The path EXPERIMENT/cells/CHOICE/seed-N names a cell whether or not its folder is there.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +25,16 @@ from poss_lightning.files import atomic
 
 CELLS, ROWS, FOLDERS = "cells.jsonl", "records.parquet", "cells"
 NOTE = "cell.json"  # in the folder of a cell that is trained or measured
-KEY = ("choice", "training_seed")
 KEPT = re.compile(r"val/(loss|tau_tree)|val_(pos_acc_(tree|unroll)|drift_\w+)/depth_\d+|throughput/slots_per_second")
-TEXTS = ["choice", "suite", "method", "question", "category"]  # columns of few different values
+WORD = pa.dictionary(pa.int32(), pa.string())  # few different values
 SCHEMA = pa.schema(
     {
-        "choice": pa.dictionary(pa.int32(), pa.string()),
+        "choice": WORD,
         "training_seed": pa.int64(),
-        "suite": pa.dictionary(pa.int32(), pa.string()),
-        "id": pa.string(),  # as JSON: 50 is another prompt than "50"
+        "suite": WORD,
+        "id": pa.string(),  # as JSON: 50 is a different prompt from "50"
         "turn": pa.int64(),
-        "method": pa.dictionary(pa.int32(), pa.string()),
+        "method": WORD,
         "repeat": pa.int64(),
         "seed": pa.int64(),
         "prompt_tokens": pa.int64(),
@@ -46,8 +44,8 @@ SCHEMA = pa.schema(
         "tokens": pa.list_(pa.int64()),
         "text": pa.string(),
         "pieces": pa.list_(pa.string()),
-        "question": pa.dictionary(pa.int32(), pa.string()),
-        "category": pa.dictionary(pa.int32(), pa.string()),
+        "question": WORD,
+        "category": WORD,
     }
 )
 
@@ -55,20 +53,12 @@ Row = dict[str, Any]  # the fields of a record
 
 
 class PackedCell(NamedTuple):
-    """A finished cell.
+    """A finished cell."""
 
-    Attributes:
-        folder: where it was made, EXPERIMENT/cells/CHOICE/seed-N.
-        choice: its name in sweep.yaml.
-        seed: of its training.
-        facts: its line: settings, inputs, processes, run (its run.json) and scalars (by step and tag; those by depth
-            side by side).
-    """
-
-    folder: Path
-    choice: str
-    seed: int
-    facts: dict[str, Any]
+    folder: Path  # where it was made, EXPERIMENT/cells/CHOICE/seed-N
+    choice: str  # its name in sweep.yaml
+    seed: int  # the seed of its training
+    facts: dict[str, Any]  # its line: settings, inputs, processes, run (its run.json) and scalars (see `_fold`)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -76,29 +66,29 @@ class PackedCell(NamedTuple):
 
     def last_scalars(self) -> dict[str, list[tuple[int, float]]]:
         """The last step and value of each scalar, by tag."""
+        scalars = {}
         try:
-            folded = [(int(step), *one) for step, own in self.facts["scalars"].items() for one in own.items()]
-            return {
-                f"{name}/depth_{k}" if several else name: [(step, float(value))]
-                for step, name, values in folded
-                for several in [isinstance(values, list)]
-                for k, value in enumerate(values if several else [values], 1)
-                if value is not None
-            }
+            for step, folded in self.facts["scalars"].items():
+                for name, values in folded.items():
+                    by_tag = {name: values}
+                    if isinstance(values, list):
+                        by_tag = {f"{name}/depth_{k}": value for k, value in enumerate(values, 1) if value is not None}
+                    scalars |= {tag: [(int(step), float(value))] for tag, value in by_tag.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.folder}: scalars of {CELLS} are not values by step and tag ({error})") from None
+        return scalars
 
 
 def packed_cells(path: str | Path) -> list[PackedCell]:
     """The finished cells of an experiment, of its cells/ or of folders below, in the order of their paths.
 
-    None where the path is another's.
+    None where the path does not lie in an experiment.
 
     Raises:
         ValueError: a line that is not a cell; the message names file and line.
     """
     path = Path(path)
-    for experiment, below in ((path, ()), *_above(path), *_above(path.absolute())):
+    for experiment, below in ((path, ()), *_experiments_above(path), *_experiments_above(path.absolute())):
         if (experiment / CELLS).is_file():
             cells = sorted(_read_lines(experiment), key=lambda cell: cell.folder)
             return [cell for cell in cells if cell.folder.parts[len(experiment.parts) + 1 :][: len(below)] == below]
@@ -106,7 +96,7 @@ def packed_cells(path: str | Path) -> list[PackedCell]:
 
 
 def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
-    """The records of packed cells as plain values, by the cells' folders, in the order in which they were measured.
+    """The fields of the records of packed cells by the cells' folders, in the order in which they were measured.
 
     Raises:
         ValueError: a records.parquet that is torn, or has no rows of a cell.
@@ -114,8 +104,7 @@ def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
     by_folder: dict[Path, list[Row]] = {cell.folder: [] for cell in cells}
     for file in dict.fromkeys(folder.parents[2] / ROWS for folder in by_folder):
         for row in _read_rows(file):
-            choice, seed = (row.pop(name) for name in KEY)
-            folder = file.parent / FOLDERS / choice / f"seed-{seed}"
+            folder = file.parent / FOLDERS / row.pop("choice") / f"seed-{row.pop('training_seed')}"
             if folder in by_folder:
                 by_folder[folder].append(row)
     if empty := [folder for folder, rows in by_folder.items() if not rows]:
@@ -124,55 +113,56 @@ def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
 
 
 def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: list[Row]) -> None:
-    """Add a finished cell to the files of an experiment, in place of an earlier one of this choice and seed.
+    """Add a finished cell to the files of an experiment; it replaces an earlier one of this choice and seed.
 
-    Only one process may do so at a time. The records are written first, so a cell that has a line has its rows.
+    Only one process at a time may do so. The records are written first, so a cell that has a line has its rows.
 
     Args:
-        facts: what `PackedCell.facts` holds, but its scalars are the step and value of every tag; those that `KEPT`
-            names are kept, to 5 digits.
-        rows: fields of its records.
+        facts: those of a `PackedCell`, but its scalars are the step and value of every tag; `pack` keeps those that
+            `KEPT` matches, to 5 digits.
+        rows: the fields of its records.
     """
     table = [row for row in _read_rows(experiment / ROWS) if (row["choice"], row["training_seed"]) != (choice, seed)]
-    places: dict[str, int] = {}
-    for row in [*table, *rows]:  # the same answer of all cells side by side, which packs well
-        places.setdefault(_answer(row), len(places))
     table += [{"choice": choice, "training_seed": seed, **row} for row in rows]
-    table.sort(key=lambda row: places[_answer(row)])
+    places: dict[str, int] = {}
+    for row in table:  # the same answer of all cells side by side, which compresses well
+        places.setdefault(_answer_key(row), len(places))
+    table.sort(key=lambda row: places[_answer_key(row)])
     columns = [{**row, "id": json.dumps(row["id"]), "seconds": [*row["seconds"].items()]} for row in table]
-    dense = {"use_dictionary": TEXTS, "data_page_size": 2**26}  # lists pack to half of what dictionaries of them take
+    words = [field.name for field in SCHEMA if field.type == WORD]  # lists take twice the space as dictionaries
+    dense = {"use_dictionary": words, "data_page_size": 2**26, "compression": "zstd", "compression_level": 19}
     with atomic(experiment / ROWS) as path:
-        pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, compression="zstd", compression_level=19, **dense)
-    lines = {(cell.choice, cell.seed): cell.facts for cell in _read_lines(experiment)}
-    lines[choice, seed] = {"choice": choice, "seed": seed, **facts}
-    if "scalars" in facts:
-        lines[choice, seed]["scalars"] = _fold(facts["scalars"])
+        pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, **dense)
+    lines = {cell.key: cell.facts for cell in _read_lines(experiment)}
+    folded = {"scalars": _fold(facts["scalars"])} if "scalars" in facts else {}
+    lines[choice, seed] = {"choice": choice, "seed": seed, **facts, **folded}
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines.values())
     with atomic(experiment / CELLS) as path:
         path.write_text(text, encoding="utf-8")
 
 
 def _fold(scalars: dict[str, tuple[int, float]]) -> dict[int, dict[str, Any]]:
-    """By step and name; the values of the depths 1, 2, … side by side, None where one is missing."""
+    """Values by step and name; those of depths 1, 2, … in a list, with None where one is missing."""
     folded: dict[int, dict[str, Any]] = {}
     for tag, (step, value) in scalars.items():
         if not KEPT.fullmatch(tag):
             continue
         name, _, depth = tag.partition("/depth_")
-        own, short = folded.setdefault(step, {}), float(f"{value:.5g}")
-        if not depth:
-            own[name] = short
-            continue
-        values = own.setdefault(name, [])
-        values += [None] * (int(depth) - len(values))
-        values[int(depth) - 1] = short
+        at_step, rounded = folded.setdefault(step, {}), float(f"{value:.5g}")
+        if depth:
+            values = at_step.setdefault(name, [])
+            values += [None] * (int(depth) - len(values))
+            values[int(depth) - 1] = rounded
+        else:
+            at_step[name] = rounded
     return folded
 
 
-def _above(path: Path) -> list[tuple[Path, tuple[str, ...]]]:
-    """The experiments that a path may be inside of, each with what stands behind its cells/."""
-    places = [place for place, part in enumerate(path.parts) if part == FOLDERS]
-    return [(Path(*path.parts[:place]), path.parts[place + 1 :]) for place in places]
+def _experiments_above(path: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The experiments that a path may lie in, each with what follows its cells/."""
+    for place, part in enumerate(path.parts):
+        if part == FOLDERS:
+            yield Path(*path.parts[:place]), path.parts[place + 1 :]
 
 
 def _read_lines(experiment: Path) -> list[PackedCell]:
@@ -203,5 +193,5 @@ def _read_rows(file: Path) -> list[Row]:
     return rows
 
 
-def _answer(row: Row) -> str:
+def _answer_key(row: Row) -> str:
     return json.dumps([row[name] for name in ("suite", "id", "turn", "repeat")])

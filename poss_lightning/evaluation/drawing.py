@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-GREEN, BOLD, DIM, PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
-LINES = 24  # of one drawing, so that a round fits a terminal
+GREEN, BOLD, DIM, RESET = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+LINES = 24  # so that a round fits a terminal
 
-Token = TypeVar("Token", int, str)  # its id, or how it reads
+Token = TypeVar("Token", int, str)  # its id, or its text
 
 
 class Guesses(NamedTuple, Generic[Token]):
@@ -27,22 +27,18 @@ class Guesses(NamedTuple, Generic[Token]):
     parents: list[int]  # (N,)
     scores: list[float]  # (N,) log-probability of the path from the root, by the draft
     path: list[int]  # nodes accepted, from the root on
-    bonus: Token | None  # the target's own token behind them; None where the text ended with them
+    bonus: Token | None  # the target's own token after the path; None where the text ended there
 
 
 def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = False, lines: int = LINES) -> str:
-    """The tree, likelier children first, with the probability of each path.
+    """The tree, more likely children first, with the probability of each path.
 
-    Args:
-        guesses: the tree, and what was accepted.
-        text: of a token.
-        colour: accepted tokens are green, the bonus bold, the rest dim; without colour, ✓ marks accepted tokens and +
-            the bonus.
-        lines: most lines, unless the accepted path needs more; the least probable nodes are left out.
+    In colour, accepted tokens are green, the bonus is bold, the rest is dim; without, ✓ marks accepted tokens and + the
+    bonus. The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.
     """
     tokens, parents, scores, path, bonus = guesses
     shown = most_likely_nodes(guesses, lines - (bonus is not None))
-    below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # of each node: labels, and nodes if it is one
+    below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # labels below each node, and their nodes
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
         words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
         label = _mark("✓ ", GREEN, words, colour) if node in path else _mark("", DIM, words, colour)
@@ -55,9 +51,9 @@ def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = F
 
 
 def most_likely_nodes(guesses: Guesses, lines: int) -> set[int]:
-    """The accepted path, and as many of the most likely nodes as fit in `lines`; with every node its parent."""
+    """The accepted path, and as many of the most likely nodes as fit in `lines`; every node's parent is among them."""
     if len(guesses.tokens) > lines:
-        lines -= 1  # for the number of nodes that are left out
+        lines -= 1  # says how many nodes are left out
     shown = set(guesses.path)
     for node in sorted(range(len(guesses.tokens)), key=lambda node: (-guesses.scores[node], node)):
         if len(shown) < lines:
@@ -80,4 +76,4 @@ def _plain(text: str) -> str:
 
 
 def _mark(sign: str, code: str, words: str, colour: bool) -> str:
-    return f"{code}{words}{PLAIN}" if colour else sign + words
+    return f"{code}{words}{RESET}" if colour else sign + words

@@ -1,65 +1,52 @@
-"""What engines say of their rounds, answer by answer, as lines of records: `poss compare FILE` shows their acceptance.
+"""Rounds as other engines report them, as records: `poss compare FILE` shows their acceptance.
 
-Read are vLLM's responses (`--per-request-spec-decode-metrics`) and AIPerf's profile_export.jsonl (`--export-level
-records`), one JSON object a line, or all in an array.
+Two forms are known: vLLM's responses (`--per-request-spec-decode-metrics`) and AIPerf's profile_export.jsonl
+(`--export-level records`).
 """
 
-import json
 import random
-import re
 import reprlib
 from pathlib import Path
 from typing import Any
 
-AIPERF, VLLM = ("spec_decode_acceptance",), ("metrics", "speculative_decoding")
-MARKS = {"spec_decode_acceptance", "metrics", "metadata", "choices", "meta_info"}  # an engine's line has one of these
-PROMETHEUS = re.compile(rb"# (HELP|TYPE) |(vllm|sglang):\w+")
+AIPERF, VLLM = ("spec_decode_acceptance",), ("metrics", "speculative_decoding")  # the path to an answer's rounds
+MARKS = {"spec_decode_acceptance", "metrics", "metadata", "choices", "meta_info"}  # an engine's object has one of these
 HOW = (
     "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, or AIPerf's "
     "profile_export.jsonl of --export-level records"
 )
-MOST = 1024  # tokens that a round may accept
 
 
-def engine_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> list[tuple[str, dict[str, Any]]]:
     """The place and the fields of a record for each answer of an engine's file; [] where the file is not an engine's.
 
-    Lines without rounds, as of failed requests, are passed over. A histogram does not tell the order of an answer's
-    rounds, so they are shuffled; token ids that are not told are 0.
+    Answers without rounds, such as failed requests, are skipped. A histogram does not give the order of an answer's
+    rounds, so they are shuffled; token ids are unknown, and 0.
+
+    Args:
+        objects: those of the file, each with its place.
+        file: names the method, unless an answer does.
 
     Raises:
         ValueError: no answer has rounds, or one has something else in their place; the message says what writes them.
     """
-    content = file.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
-    if PROMETHEUS.match(content):
-        raise ValueError(f"{file} is Prometheus text, which adds up all requests: {HOW}")
-    try:
-        first = content if content.startswith(b"[") else content.partition(b"\n")[0]
-        values = json.loads(first)
-        if not isinstance(values, list):
-            values = [json.loads(line) for line in content.split(b"\n") if line.strip()] if MARKS & set(values) else []
-    except (ValueError, TypeError):
-        return []  # it is named when it is read as records
-    objects = [value for value in values if isinstance(value, dict)]
-    if not any(MARKS & value.keys() for value in objects):
+    if not any(MARKS & values.keys() for _, values in objects):
         return []
-    lines = [_fields(f"{file}, answer {number}", value, number, file.stem) for number, value in enumerate(objects, 1)]
-    if not any(lines):
-        raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
-    return [line for line in lines if line is not None]
-
-
-def _fields(place: str, values: dict[str, Any], number: int, name: str) -> tuple[str, dict[str, Any]] | None:
-    """Of one answer; None where it has no rounds."""
-    found: Any = values
-    for key in AIPERF if AIPERF[0] in values else VLLM:
-        found = found.get(key) if isinstance(found, dict) else None
+    found = []
+    for number, (place, values) in enumerate(objects, 1):
+        rounds: Any = values
+        for key in AIPERF if AIPERF[0] in values else VLLM:
+            rounds = rounds.get(key) if isinstance(rounds, dict) else None
+        if rounds:
+            found.append((place, _fields(values.get("metadata") or {}, _accepted(place, rounds), number, file.stem)))
     if not found:
-        return None
-    accepted = _accepted(place, found)
-    metadata: dict[str, Any] = given if isinstance(given := values.get("metadata"), dict) else {}
+        raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
+    return found
+
+
+def _fields(metadata: dict[str, Any], accepted: list[int], number: int, name: str) -> dict[str, Any]:
     total = 1 + sum(accepted) + len(accepted)
-    return place, {
+    return {
         "suite": str(metadata.get("suite") or "requests"),
         "id": metadata.get("id") or number,
         "turn": metadata.get("turn") or 0,
@@ -76,20 +63,20 @@ def _fields(place: str, values: dict[str, Any], number: int, name: str) -> tuple
 
 
 def _accepted(place: str, found: dict[str, Any]) -> list[int]:
-    """Accepted tokens, round by round."""
+    """Accepted tokens per round."""
     counts, rounds = found.get("acceptance_histogram"), found.get("per_step_accepted")
     try:
         if not rounds:
             pairs = counts.items() if isinstance(counts, dict) else enumerate(counts or ())
             times = {int(accepted): int(count) for accepted, count in pairs}
-            rounds = [each for each, count in times.items() for _ in range(count)] if min(times.values()) >= 0 else [-1]
+            if min(times.values()) < 0:
+                raise ValueError("a negative number of rounds")
+            rounds = [accepted for accepted, count in times.items() for _ in range(count)]
             random.Random(0).shuffle(rounds)
         rounds = [int(accepted) for accepted in rounds]
     except (TypeError, ValueError):
-        rounds = [-1]
-    if not all(0 <= accepted <= MOST for accepted in rounds):
         raise ValueError(
-            f"{place}: acceptance_histogram is {reprlib.repr(counts)}; it must be a list of how many rounds accepted "
-            f"0, 1, … tokens, or an object of such by numbers of accepted tokens, up to {MOST}"
-        )
+            f"{place}: acceptance_histogram is {reprlib.repr(counts)}; it must list how many rounds accepted "
+            "0, 1, … tokens, or be an object of these by numbers of accepted tokens"
+        ) from None
     return rounds

@@ -1,11 +1,9 @@
-"""`poss generate`: print an answer while it is decoded, and its speed."""
+"""`poss generate`: print an answer while it is decoded, and then its speed."""
 
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from inspect import signature
 from itertools import count, zip_longest
 from json import dumps
 from typing import Any, Literal, NamedTuple
@@ -73,45 +71,42 @@ def generate(
         draft: draft folder, hub id or shipped draft; without one the target decodes alone.
         target: "embedded", a local folder or a hub id.
         max_new_tokens: most tokens of an answer.
-        tree: "auto" chooses trees for the most tokens a second on this machine, "fixed" always takes depth and nodes;
-            by default auto, and fixed where the rounds are drawn, as auto may draft nothing.
+        tree: "auto" chooses trees for the most tokens per second on this machine, "fixed" always uses depth and nodes;
+            auto by default, but fixed where rounds are drawn, as auto may draft nothing.
         depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
-        nodes: of a tree, root included, at most.
-        tree_width: children tried a node; 1 drafts chains.
-        lookup: tokens that followed the same words earlier in the text join each tree, so many at most; by default 10
+        nodes: nodes of a tree, root included, at most.
+        tree_width: children tried per node; 1 drafts chains.
+        lookup: at most this many tokens that followed the same words earlier in the text join each tree; by default 10
             where trees are auto, and none without a draft. With a number and no draft they are all that is proposed.
-        temperature: of sampling; 0 takes the most likely token.
+        temperature: sampling temperature; 0 takes the most likely token.
         top_k: sample among the k most likely tokens; 0 for all.
         top_p: sample among the most likely tokens that hold this probability.
-        seed: of sampling.
+        seed: seed of sampling.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        compare: decode the answer once more by plain decoding, for the speed-up; by default where it is not plain
-            already, but not in a chat.
-        chat: read further messages from stdin, a line each, until an empty line or the end; if the prompt is -, the
+        compare: decode the answer again by plain decoding, for the speed-up; by default unless decoding is plain
+            already, or in a chat.
+        chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token, in colour unless NO_COLOR is
             set.
         json: print one JSON object, and nothing else.
     """
-    config = {name: value for name, value in dict(locals()).items() if name not in ("compare", "chat", "show", "json")}
-    _check_options(draft=draft, lookup=lookup, compare=compare, chat=chat, show=show, json=json)
-    if not draft:
-        _check_no_tree(tree=tree, depth=depth, nodes=nodes, tree_width=tree_width)
+    options = dict(locals())
+    _check_options(options)
+    config = {name: value for name, value in options.items() if name not in ("compare", "chat", "show", "json")}
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
     config["lookup"] = lookup = choose_lookup(lookup, bool(draft), tree)
-    _check_prompt(prompt)
     if draft:
         check_draft(draft)
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     sampling.check_vocabulary(model.spec.vocab_size)
-    if prompt == "-" and not chat:  # read here: of several processes one alone comes so far
-        with _text_expected("stdin"):
-            prompt = config["prompt"] = sys.stdin.read().strip()
+    if prompt == "-" and not chat:  # of several processes only one comes so far
+        prompt = config["prompt"] = sys.stdin.read().strip()
         _check_prompt(prompt)
     config |= {"dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
@@ -124,23 +119,23 @@ def generate(
     for turn, message in enumerate(_messages(prompt, chat)):
         messages.append({"role": "user", "content": message})
         question = Prompt(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
-        if compare:  # what the first forward takes longer is neither's
+        if compare:  # the first forward takes longer, and would count against one of the two
             question._replace(limit=1).answer(Autoregressive(model))
         if json:
             answer = question.answer(decoder)
             plain = question.answer_plainly(model, answer) if compare else None
-            print(dumps(config | _tree_settings(decoder) | _facts(model, answer, plain), ensure_ascii=False))
+            print(dumps(config | _facts(decoder, answer, plain), ensure_ascii=False))
         else:
             answer = _print_answer(question, decoder, show)
             print(f"\n{_speed(answer)}", end="", flush=True)
             print(_comparison(answer, question.answer_plainly(model, answer), model.dtype_name) if compare else "")
             if isinstance(decoder, Speculative) and (why := decoder.why_plain):
-                logger.info("%s. --tree fixed drafts all the same", why)
+                logger.info("%s. --tree fixed drafts nevertheless", why)
         messages.append({"role": "assistant", "content": model.chat.text(answer.tokens)})
 
 
 class Prompt(NamedTuple):
-    """A prompt's tokens, and how it is to be answered: most tokens, how they are chosen, and by which seed."""
+    """A prompt's tokens, and how to answer it: most tokens, how they are chosen, and with which seed."""
 
     tokens: list[int]
     limit: int
@@ -153,71 +148,51 @@ class Prompt(NamedTuple):
         return decoder.decode([self.tokens], self.limit, sampling=self.sampling, generator=generator, watch=watch)[0]
 
     def answer_plainly(self, target: Target, answer: Decoded) -> Decoded:
-        """Decode as many tokens as `answer` has without a draft, with the same draws."""
+        """Decode as many tokens as `answer` has, without a draft but with the same draws."""
         return self._replace(limit=len(answer.tokens)).answer(Autoregressive(target))
 
 
-def _check_options(
-    *, draft: str | None, lookup: int | None, compare: bool | None, chat: bool, show: str | None, json: bool
-) -> None:
+def _check_options(options: dict[str, Any]) -> None:
     """Raise ValueError where options contradict each other."""
+    draft, show, chat, json = (options[name] for name in ("draft", "show", "chat", "json"))
     if chat and json:
         raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")
     if show and json:
         raise ValueError(f"show is {show} and json true: drawings are not JSON, so choose one")
-    if show and not draft:
-        raise ValueError(f"show is {show}, but without --draft there is none")
-    if compare and not draft and not lookup:
+    for name in ("show", "tree", "depth"):
+        if options[name] and not draft:
+            raise ValueError(f"{name} is {options[name]}, but without --draft there is no tree")
+    if options["compare"] and not draft and not options["lookup"]:
         raise ValueError("compare is true, but without --draft or --lookup decoding is plain already")
-
-
-def _check_no_tree(**options: Any) -> None:
-    """Raise ValueError where an option of trees is not its default: without a draft it would do nothing."""
-    usual = {name: parameter.default for name, parameter in signature(generate).parameters.items()}
-    for name, value in options.items():
-        if value != usual[name]:
-            raise ValueError(f"{name} is {value}, but without --draft there is no tree")
+    _check_prompt(options["prompt"])
 
 
 def _check_prompt(prompt: str) -> None:
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
-    with _text_expected("the prompt"):
-        prompt.encode()
-
-
-@contextmanager
-def _text_expected(what: str) -> Iterator[None]:
-    """Raise ValueError where bytes are not UTF-8: by the locale they cannot be read, or are read as half surrogates."""
-    try:
-        yield
-    except UnicodeError as error:
-        raise ValueError(f"{what} is not UTF-8 text: {error}") from error
+    prompt.encode()  # some locales turn bytes that are not text into half surrogates
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:
-    """The prompt; in a chat then the lines of stdin."""
+    """The prompt, and in a chat the lines of stdin, to an empty one or the end."""
     if not chat or prompt != "-":
         yield prompt
-    while chat and (line := _read_line()):
+    while chat:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()  # where the terminal's own line ended
+            return
+        if not sys.stdin.isatty():
+            print(line)  # as a terminal shows what is typed
+        if not line:
+            return
+        _check_prompt(line)
         yield line
 
 
-def _read_line() -> str:
-    try:
-        with _text_expected("a line of stdin"):
-            line = input("> ").strip()
-            line.encode()
-        if not sys.stdin.isatty():
-            print(line)  # as a terminal shows what is typed
-        return line
-    except EOFError:
-        print()  # where the terminal's own line ended
-        return ""
-
-
 def _print_answer(question: Prompt, decoder: Decoder, show: str | None) -> Decoded:
-    """Print the answer as its tokens are accepted; or draw each round, and then print the answer."""
+    """Print the answer while its tokens are accepted; or draw each round, and then print the answer."""
     chat, number = decoder.target.chat, count(1)
     pieces = Pieces(chat.text)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -238,7 +213,7 @@ def _print_answer(question: Prompt, decoder: Decoder, show: str | None) -> Decod
 
 
 def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses[int]:
-    """The first row of a round's tree, with its accepted path and bonus token, to draw it."""
+    """The tree of a round's first text, with its accepted path and bonus token."""
     tree, verdict = step.tree, step.verdict
     assert tree is not None and verdict is not None, "a step without a draft has no tree"
     accepted = int(verdict.accepted[0])
@@ -263,27 +238,24 @@ def _speed(answer: Decoded) -> str:
 
 
 def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
-    """What is printed after `_speed`: the speed-up, and whether the tokens are those of plain decoding."""
+    """The speed-up, and whether the tokens are those of plain decoding."""
     speed = f", {_rate(answer) / _rate(plain):.2f} × plain decoding ({_rate(plain):.1f} tokens/s)"
     if answer.tokens == plain.tokens:
         return f"{speed}, same tokens"
     pairs = zip_longest(answer.tokens, plain.tokens)
     first = next(number for number, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs)
     why = "which float32 should not: please report it" if dtype == "float32" else "where two all but tied in " + dtype
-    return f"{speed}, other tokens from number {first} on, {why}"
+    return f"{speed}, different tokens from number {first}, {why}"
 
 
-def _tree_settings(decoder: Decoder) -> dict:
-    """The resolved settings of trees; all None without a draft."""
-    if not isinstance(decoder, Speculative):
-        return dict.fromkeys(("tree", "depth", "nodes", "tree_width"))
-    drafter = decoder.drafter
-    return {"tree": decoder.tree, "depth": drafter.depth, "nodes": decoder.nodes, "tree_width": drafter.tree_width}
-
-
-def _facts(target: Target, answer: Decoded, plain: Decoded | None) -> dict:
-    return {
-        "text": target.chat.text(answer.tokens),
+def _facts(decoder: Decoder, answer: Decoded, plain: Decoded | None) -> dict[str, Any]:
+    """What --json prints besides the options; resolved sizes of trees are None without a draft."""
+    trees: dict[str, Any] = dict.fromkeys(("tree", "depth", "nodes", "tree_width"))
+    if isinstance(decoder, Speculative):
+        drafter = decoder.drafter
+        trees = {"tree": decoder.tree, "depth": drafter.depth, "nodes": decoder.nodes, "tree_width": drafter.tree_width}
+    return trees | {
+        "text": decoder.target.chat.text(answer.tokens),
         "tokens": answer.tokens,
         "accepted": answer.accepted,
         "tau": _tau(answer),

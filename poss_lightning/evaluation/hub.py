@@ -9,31 +9,22 @@ from poss_lightning.terminal import announced, without_retries
 
 @dataclass(frozen=True)
 class HubSuite:
-    """A split of a data set, and how its rows become questions.
+    """A split of a data set, and how its rows become questions."""
 
-    Attributes:
-        repo: a hub id, or a folder that `datasets` can load.
-        revision: a commit; None for the newest.
-        config: of the data set; None for its default.
-        split: None for `test`, else `validation`, else the only one.
-        questions: that are asked where the user sets no limit.
-        make_record: a row -> a record in a form that `forms.py` knows, or None where the row is not a question.
-    """
-
-    repo: str
-    revision: str | None = None
-    config: str | None = None
-    split: str | None = None
-    questions: int = 80
-    make_record: Callable[[dict], dict | None] = lambda row: row
+    repo: str  # a hub id, or a folder that `datasets` can load
+    revision: str | None = None  # a commit; None for the newest
+    config: str | None = None  # of the data set; None for its default
+    split: str | None = None  # None for `test`, else `validation`, else the only one
+    questions: int = 80  # asked where the user sets no limit
+    make_record: Callable[[dict], dict | None] = lambda row: row  # in a form of `forms.py`; None for no question
 
 
 def _sentence(question: str) -> str:
-    """A question of Natural Questions with a capital and a question mark, which people did not type."""
+    """A question of Natural Questions with the capital and the question mark that it lacks."""
     return question[:1].upper() + question[1:].removesuffix("?") + "?"
 
 
-# The suites of EAGLE and PosS, pinned, with the wording of their published question.jsonl files (each of 80 questions).
+# The suites of EAGLE and PosS, pinned, worded as in their published question.jsonl files of 80 questions each.
 SIX = {
     "mt_bench": HubSuite(
         "HuggingFaceH4/mt_bench_prompts",
@@ -62,7 +53,7 @@ SIX = {
         "tatsu-lab/alpaca",
         "dce01c9b08f87459cf36a430d809084718273017",
         split="train",
-        # the published file gives instructions alone, and many of them ask about an input that is not there
+        # the published file omits inputs, and many of its instructions ask about one
         make_record=lambda row: None if row["input"] else {"turns": [row["instruction"]]},
     ),
     "qa": HubSuite(
@@ -84,8 +75,8 @@ SIX = {
     ),
 }
 
-# SPEED-Bench (arXiv 2604.09557), pinned: 80 questions of each of 11 subjects; and 1,536 of each input length, a third
-# easy to guess, a third hard, a third mixed. Some texts are left out there; see `forms.turns`.
+# SPEED-Bench (arXiv 2604.09557), pinned: 80 questions on each of 11 subjects; and 1,536 of each input length, a third
+# easy to guess, a third hard, a third mixed. The hub's copy omits some texts; see `forms.LEFT_OUT`.
 SPEED_BENCH = {
     name: HubSuite("nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4", config, "test", questions)
     for name, config, questions in (
@@ -97,18 +88,13 @@ KNOWN = SIX | SPEED_BENCH
 
 
 def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:
-    """The rows of a suite as records with their numbers, from 1; a row is downloaded when it is iterated to.
+    """Where the rows of a suite come from, `repo@commit config split`; and the rows as records, numbered from 1.
 
-    Args:
-        source: as the user gave it, for messages.
-        suite: what to read.
-
-    Returns:
-        Where the rows come from, `repo@commit config split`; and the rows.
+    A row is downloaded when it is iterated to. Errors name `source`, as the user gave it.
 
     Raises:
         ConnectionError: the hub cannot be reached.
-        ValueError: no such data set, config, split or column; the message names source and what there is.
+        ValueError: no such data set, config, split or column; the message says what there is.
     """
     import datasets  # takes a second, and files do without it
 
@@ -126,18 +112,14 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
 
 
 def _records(source: str, suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]]:
-    for number, row in enumerate(_rows(source, rows), 1):
-        try:
-            record = suite.make_record(row)
-        except KeyError as error:
-            raise ValueError(f"{source} row {number} has no {error}; it has {', '.join(row)}") from error
-        if record is not None:
-            yield number, record
-
-
-def _rows(source: str, rows: Iterable[dict]) -> Iterator[dict]:
     with _explain_errors(source):
-        yield from rows
+        for number, row in enumerate(rows, 1):
+            try:
+                record = suite.make_record(row)
+            except KeyError as error:
+                raise ValueError(f"row {number} has no {error}; it has {', '.join(row)}") from None
+            if record is not None:
+                yield number, record
 
 
 @contextmanager
@@ -154,6 +136,7 @@ def _explain_errors(source: str) -> Iterator[None]:
             yield
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         fault = " ".join(str(error.__cause__ or error).split())
-        if isinstance(error, ConnectionError | HTTPError) and not isinstance(error, HfHubHTTPError):  # not answered
-            raise ConnectionError(f"suite {source!r}: the hub cannot be reached ({fault})") from error
+        if isinstance(error, ConnectionError | HTTPError) and not isinstance(error, HfHubHTTPError):  # no answer
+            hint = "`poss list` shows suites that need no network"
+            raise ConnectionError(f"suite {source!r}: the hub cannot be reached ({fault}); {hint}") from error
         raise ValueError(f"suite {source!r} cannot be read by datasets: {fault}") from error

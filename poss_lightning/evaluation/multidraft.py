@@ -1,6 +1,6 @@
-"""How often one of n drafted tokens is what the target draws: by the rules that are known, by ours, and at best.
+"""How often one of n drafted tokens is what the target draws: by published rules, by ours, and at best.
 
-Of the target's distribution p and the draft's q over V tokens, for one place (arXiv 2502.18779):
+With the target's distribution p and the draft's q over V tokens, at one place (arXiv 2502.18779):
 
     unseeing       the n most likely of q, whatever is drawn: Σ p over them
     replaced       n drawn from q, each accepted or rejected in turn (recursive rejection, arXiv 2305.09781)
@@ -9,7 +9,7 @@ Of the target's distribution p and the draft's q over V tokens, for one place (a
     coupled        ours: the n largest of log q + g, where the target takes the largest of log p + g
     optimum        the most that any judge can accept of n independent draws from q
 
-Like `distinct`, `coupled` may lie above that optimum, as its children differ. Letters: V tokens, "..." places.
+Like `distinct`, `coupled` may exceed that optimum, as its children differ. Letters: V tokens, "..." places.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from poss_lightning.sampling import TokenSampler
 from poss_lightning.target.spec import EmbedHead
 
 RULES = ("unseeing", "replaced", "distinct", "greedy", "coupled", "optimum")
-PLACES = 256  # of all answers, at which p and q are looked at
+PLACES = 256  # of all answers, at which p and q are compared
 TINY = 1e-300
 
 
@@ -50,7 +50,7 @@ def replaced(p: Tensor, q: Tensor, n: int) -> Tensor:
 
 
 def distinct(p: Tensor, q: Tensor, children: Tensor) -> Tensor:
-    """How often one of these children (..., n) is accepted, drawn one after another without replacement: (...,)."""
+    """How often one of these children (..., n), drawn one by one without replacement, is accepted: (...,)."""
     missed = torch.ones_like(p[..., 0])
     for child in children.split(1, dim=-1):
         chance = (p.gather(-1, child) / q.gather(-1, child).clamp(min=TINY))[..., 0]
@@ -61,7 +61,7 @@ def distinct(p: Tensor, q: Tensor, children: Tensor) -> Tensor:
 
 
 def optimum(p: Tensor, q: Tensor, n: int) -> Tensor:
-    """1 + min over sets H of p(H) - q(H)^n, which is one of the first so many tokens in the order of p / q: (...,)."""
+    """1 + min of p(H) - q(H)^n over sets H, of which only the prefixes in the order of p / q matter: (...,)."""
     order = (p / q.clamp(min=TINY)).argsort(-1)
     within = p.gather(-1, order).cumsum(-1) - q.gather(-1, order).cumsum(-1) ** n
     return 1 + within.amin(-1).clamp(max=0)
@@ -76,46 +76,49 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 def acceptance(
     draft: Specialists, embed_head: EmbedHead, answers: Sequence[Answer], depth: int, counts: Sequence[int]
 ) -> Tensor:
-    """Means over some places of the answers, all drawn alike: (depth, len(counts), rules), in the order of RULES.
+    """Means over some places of the answers, all drawn alike: (depth, len(counts), len(RULES)).
 
-    Position k is drafted from the text itself, so that only its own distribution differs from the target's.
+    Position k is drafted from the text itself, so only its own distribution differs from the target's.
     """
     head = embed_head if draft.config.own_head else embed_head.restrict(draft.vocabulary)
+    proposed = slice(None) if draft.vocabulary is None else draft.vocabulary
     step = max(1, sum(len(answer.tokens) - answer.start for answer in answers) // PLACES)
-    generator, sums = torch.Generator().manual_seed(0), torch.zeros(depth, len(counts), len(RULES) + 1).double()
+    generator, total = torch.Generator().manual_seed(0), [0] * depth
+    sums = torch.zeros(depth, len(counts), len(RULES)).double()
     for answer in answers:
+        sampling = answer.sampling
         sampler = TokenSampler(1, draft.config.target.vocab_size, answer.tokens.device)
-        sampler.begin(answer.sampling, [[]], seeds=[answer.draw.seed if answer.draw else 0])
+        sampler.begin(sampling, [[]], seeds=[answer.draw.seed if answer.draw else 0])
         embedded = embed_head.embed(answer.tokens[1:])[None].to(draft.fc.weight.dtype)
         outputs = draft(embedded, answer.draft_input[None, :-1].to(embedded), depth)
-        for k, output in enumerate(outputs, 1):
-            for some in torch.arange(answer.start + k, len(answer.tokens), step).split(16):
-                logits = draft.logits(output[0, some - 2], head).float()  # whose slot proposes the token at this place
-                every = torch.full((len(some), sampler.ids.shape[0]), -torch.inf, device=logits.device)
-                every[:, slice(None) if draft.vocabulary is None else draft.vocabulary] = logits
-                sums[k - 1, :, :-1] += _rates(every, sampler, answer, embed_head, some, counts, generator).sum(0)
-                sums[k - 1, :, -1] += len(some)
-    return sums[..., :-1] / sums[..., -1:]
+        for k, output in enumerate(outputs):
+            for places in torch.arange(answer.start + k + 1, len(answer.tokens), step).split(16):
+                drafted = draft.logits(output[0, places - 2], head).float()  # of the slots that propose these tokens
+                logits = torch.full((len(places), sampler.ids.shape[0]), -torch.inf, device=drafted.device)
+                logits[:, proposed] = drafted  # (places, V)
+                p = sampling.probabilities(embed_head.logits(answer.features[places - 1])).double().cpu()
+                q = (logits / sampling.temperature).double().cpu().softmax(-1)
+                noise = sampler.noise(places[None].to(logits.device))
+                assert noise is not None, "greedy answers have no noise"
+                seeing = (logits + noise[0]).topk(max(counts)).indices.cpu()
+                hit = seeing == answer.tokens[places].cpu()[:, None]  # (places, n)
+                drawn = torch.empty_like(q).exponential_(generator=generator).reciprocal_().mul_(q)
+                drawn = drawn.topk(max(counts)).indices  # (places, n)
+                sums[k] += torch.stack([_rates(p, q, drawn[:, :n], hit[:, :n]).sum(0) for n in counts])
+                total[k] += len(places)
+    return sums / torch.tensor(total)[:, None, None]
 
 
-def _rates(logits, sampler, answer, embed_head, places, counts, generator) -> Tensor:
-    """(places, len(counts), rules) of the draft's logits (places, V)."""
-    sampling = answer.sampling
-    p = sampling.probabilities(embed_head.logits(answer.features[places - 1])).double().cpu()
-    q = (logits / sampling.temperature).double().cpu().softmax(-1)
-    seeing = (logits + sampler.noise(places[None].to(logits.device))[0]).topk(max(counts)).indices.cpu()
-    drawn = torch.empty_like(q).exponential_(generator=generator).reciprocal_().mul_(q).topk(max(counts)).indices
-    hit = seeing == answer.tokens[places].cpu()[:, None]
-    columns = [
-        (unseeing(p, q, n), replaced(p, q, n), distinct(p, q, drawn[:, :n]), greedy(p, q, n), hit[:, :n].any(-1),
-         optimum(p, q, n))
-        for n in counts
-    ]  # fmt: skip
-    return torch.stack([torch.stack([rate.double() for rate in column], -1) for column in columns], 1)
+def _rates(p: Tensor, q: Tensor, drawn: Tensor, hit: Tensor) -> Tensor:
+    """(places, V) twice, n children drawn from q, whether n of ours were right -> (places, len(RULES))"""
+    n = drawn.shape[1]
+    coupled = hit.any(-1).double()
+    rates = unseeing(p, q, n), replaced(p, q, n), distinct(p, q, drawn), greedy(p, q, n), coupled, optimum(p, q, n)
+    return torch.stack(rates, -1)
 
 
 def table(rates: Tensor, counts: Sequence[int]) -> str:
-    """Lines by position and n."""
+    """Lines of text, one per position and n."""
     lines = ["position   n  " + "".join(f"{rule:>10}" for rule in RULES)]
     for k, of_position in enumerate(rates, 1):
         for n, row in zip(counts, of_position, strict=True):

@@ -1,4 +1,4 @@
-"""Callbacks that measure a draft during validation by the tokens that a target accepts from it, not by its loss."""
+"""Callbacks that measure a draft during validation by the tokens that a target accepts, not by its loss."""
 
 import lightning
 import torch
@@ -17,15 +17,15 @@ from poss_lightning.training.strategies import gather_draft
 
 
 class Replay(lightning.Callback):
-    """Replays held-out answers greedily after every validation, without the target, and logs τ and pos-acc.
+    """Replays held-out answers greedily after every validation, without the target.
 
-    The scalars are `val/tau_tree`, `val/tau_chain`, `val_pos_acc_tree/depth_k` and `val_pos_acc_chain/depth_k`. They
-    are lower on answers that are not the target's own greedy ones; see `replay_rounds`.
+    It logs `val/tau_tree`, `val/tau_chain`, `val_pos_acc_tree/depth_k` and `val_pos_acc_chain/depth_k`, which are lower
+    on answers that are not the target's own greedy ones; see `replay_rounds`.
 
     Args:
-        answers: how many at least, of all processes together; whole batches of validation are taken, from the first.
-        nodes: of a tree, root included.
-        tree_width: children tried a node.
+        answers: how many at least, over all processes; the first validation batches are taken whole.
+        nodes: nodes of a tree, root included.
+        tree_width: children tried per node.
     """
 
     @check_numbers
@@ -48,23 +48,23 @@ class Replay(lightning.Callback):
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
             replayed = replay_rounds(draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
             accepted = [count for sample in replayed for answer in sample for count in answer]
-            length, positions = AcceptanceLength(), PositionAcceptance(depth)  # of all processes
-            _log(pl_module, accepted, length, positions, f"val/tau_{kind}", f"val_pos_acc_{kind}")
+            _log(pl_module, accepted, depth, f"val/tau_{kind}", f"val_pos_acc_{kind}")
 
 
 class Probe(lightning.Callback):
-    """Decodes a few prompts greedily after every validation, with the target, and logs `probe/tau` and pos-acc.
+    """Decodes a few prompts greedily after every validation, with the target.
 
-    It is slower than `Replay`, but it is real decoding: of any prompts, with the kernels and the dtype of decoding.
+    It logs `probe/tau` and `probe_pos_acc_tree/depth_k`. It is slower than `Replay`, but it is real decoding: any
+    prompts, with the kernels and the dtype of decoding.
 
     Args:
-        target: "embedded", a local folder or a hub id; by default the name that the store's target has.
+        target: "embedded", a local folder or a hub id; by default the target named in the store.
         suites: files of prompts, or names of the project's own suites; the first turn of each prompt is decoded. The
-            default is twelve prompts that are in no suite: a draft is not chosen by the prompts that measure it.
+            default is twelve prompts that are in no suite: a draft should not be chosen by the prompts that measure it.
         prompts: how many of them, evenly spaced.
         max_new_tokens: most tokens of an answer.
-        nodes: of a tree, root included.
-        tree_width: children tried a node.
+        nodes: nodes of a tree, root included.
+        tree_width: children tried per node.
     """
 
     @check_numbers
@@ -82,11 +82,7 @@ class Probe(lightning.Callback):
         self.name, self.max_new_tokens, self.nodes, self.tree_width = target, max_new_tokens, nodes, tree_width
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
-        """Load the target before the first step.
-
-        Raises:
-            ValueError: it is not the one that the store was made with.
-        """
+        """Load the target before the first step; ValueError unless the store was made with it."""
         if stage == "fit":
             spec = pl_module.draft.config.target
             self.target = Target.load(self.name or spec.name, device=str(trainer.strategy.root_device))
@@ -100,22 +96,18 @@ class Probe(lightning.Callback):
         nodes = max(self.nodes, depth + 1)
         draft = gather_draft(pl_module.draft)
         engine = Speculative(self.target, draft, depth=depth, nodes=nodes, tree_width=self.tree_width)
-        decoded = [engine.decode([prompt], self.max_new_tokens)[0] for prompt in self._prompts()]
+        prompts = [question.first_prompt(self.target.chat) for question in self.questions]
+        decoded = [engine.decode([prompt], self.max_new_tokens)[0] for prompt in prompts]
         accepted = [count for answer in decoded for count in answer.accepted]
         # Every process decodes the same prompts with the same draft, so there is nothing to reduce.
-        length, positions = AcceptanceLength(sync_on_compute=False), PositionAcceptance(depth, sync_on_compute=False)
-        _log(pl_module, accepted, length, positions, "probe/tau", "probe_pos_acc_tree")
-
-    def _prompts(self) -> list[list[int]]:
-        chat = self.target.chat
-        return [chat.prompt(question.first, question.template) for question in self.questions]
+        _log(pl_module, accepted, depth, "probe/tau", "probe_pos_acc_tree", sync_on_compute=False)
 
 
 def answered_samples(batch: Batch) -> list[Sample]:
-    """The conversations of a batch that have answers of two or more tokens, with the spans of these."""
+    """The conversations of a batch that have answers of two or more tokens, with the spans of those answers."""
     samples = []
     for name, edges, part in zip(batch.ids, batch.spans, batch.parts(), strict=True):
-        starts = [(max(start, 1), stop) for start, stop in edges]  # the first token of a text is nobody's
+        starts = [(max(start, 1), stop) for start, stop in edges]  # the first token of a text is never predicted
         if spans := [(start, stop) for start, stop in starts if stop - start >= 2]:
             features = batch.features[part]
             layers = batch.draft_input[part].unflatten(-1, (-1, features.shape[-1]))  # (T, R/D, D), without noise here
@@ -124,16 +116,12 @@ def answered_samples(batch: Batch) -> list[Sample]:
 
 
 def _log(
-    module: SpecialistTraining,
-    accepted: list[int],
-    length: AcceptanceLength,
-    positions: PositionAcceptance,
-    tau: str,
-    by_depth: str,
+    module: SpecialistTraining, accepted: list[int], depth: int, tau: str, by_depth: str, sync_on_compute: bool = True
 ) -> None:
-    """Log τ as `tau` and pos-acc as `by_depth`, of rounds that accepted this many tokens; all processes come here."""
+    """Log τ and pos-acc of rounds that accepted this many tokens under these names; every process must call it."""
+    length = AcceptanceLength(sync_on_compute=sync_on_compute).to(module.device)
+    positions = PositionAcceptance(depth, sync_on_compute=sync_on_compute).to(module.device)
     counts = torch.tensor(accepted, dtype=torch.long, device=module.device)
-    length, positions = length.to(module.device), positions.to(module.device)
     length.update(counts)
     positions.update(counts)
     mean = length.compute()

@@ -16,32 +16,32 @@ from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import local_folder, shipped
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
-from poss_lightning.files import public_name, read_json, without_secrets
+from poss_lightning.files import atomic, public_name, read_json, without_secrets
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
+
+# Fields of a `DraftConfig` that run.json has where they are not the default.
+OPTIONAL = (
+    "intermediate_size",
+    "window",
+    "fc_norm",
+    "norm_output",
+    "norm_before_residual",
+    "norm_before_fc",
+    "block_layers",
+    "inner_layers",
+)
 
 
 def provenance(device: torch.device) -> dict:
     """When, where and with what a run was made, its device and threads included."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {**origin(), "device": name, "threads": torch.get_num_threads()}
-
-
-# Of a draft, with their defaults: named where they are others.
-OPTIONAL = {
-    "intermediate_size": None,
-    "window": None,
-    "fc_norm": False,
-    "norm_output": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "block_layers": 1,
-    "inner_layers": None,
-}
 
 
 def origin() -> dict:
@@ -62,7 +62,7 @@ def describe(draft: Specialists) -> dict:
     options = {name: getattr(config, name) for name in OPTIONAL}
     return {
         "allocation": list(config.allocation),
-        **{name: value for name, value in options.items() if value != OPTIONAL[name]},
+        **{name: value for name, value in options.items() if value != getattr(DraftConfig, name)},
         "kv": config.kv,
         "kind": config.kind,
         "training_depth": config.depth,
@@ -87,7 +87,7 @@ def describe_method(method: Decoder) -> dict:
 
 
 def describe_training(draft: str) -> str:
-    """How long a draft was trained, and from where, as far as the config.yaml of its training's folder says."""
+    """How long a draft was trained and from what, as far as the config.yaml of its training says."""
     folder = local_folder(draft)
     options = read_config(str(folder.parent / "config.yaml")) if folder.name.startswith("draft-") else {}
     trainer, start = as_object(options.get("trainer")), as_object(options.get("model")).get("start_from")
@@ -98,25 +98,27 @@ def describe_training(draft: str) -> str:
     return f"{length} from {public_name(start) if start else 'random weights'}"
 
 
-def check_settings(folder: Path, config: dict, methods: dict) -> None:
-    """Refuse a folder whose run.json has other methods, or another value of one of these settings.
+def write_run(folder: Path, facts: dict) -> None:
+    """Write run.json, without secrets."""
+    with atomic(folder / "run.json") as path:
+        path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
 
-    Raises:
-        ValueError: the message names what differs; or the file, where it is not a run.json.
-    """
+
+def check_settings(folder: Path, config: dict, methods: dict) -> None:
+    """Raise ValueError where the folder's run.json has other methods, or a different value of one of these settings."""
     file = folder / "run.json"
     if not file.exists():
         if there := [name for name in NAMES if (folder / name).exists()]:
             raise ValueError(f"{folder / there[0]} is there and {file} is not, which would say how it was made")
         return
     run = read_json(file)
-    there = as_object(run.get("config"))  # an older version may not have known all options
     config = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
-    earlier = {name: there.get(name, value) for name, value in config.items()} | {"methods": run.get("methods", {})}
-    fingerprints = earlier.get("fingerprint", ""), config.get("fingerprint", "")
-    if same_weights(*map(str, fingerprints)):
+    known = as_object(run.get("config"))  # an older version may lack some options
+    earlier = {name: known.get(name, value) for name, value in config.items()}
+    if same_weights(str(earlier.get("fingerprint", "")), str(config.get("fingerprint", ""))):
         earlier["fingerprint"] = config.get("fingerprint")
-    if changed := differences(earlier, {**config, "methods": methods}):
+    asked = {**config, "methods": methods}
+    if changed := differences({**earlier, "methods": run.get("methods", {})}, asked):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
         )
@@ -134,11 +136,11 @@ def _git() -> str | None:
         return None
     git = ["git", "-C", str(Path(__file__).parent)]
     known = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
-    if known.returncode:  # installed, perhaps below another project's repository
+    if known.returncode:  # installed, perhaps inside the repository of another project
         return None
     done = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 
-# Of the code that was loaded: the checkout may change before a long run writes its results.
+# When the code was loaded: the checkout may change before a long run writes its results.
 STARTED, COMMIT = datetime.now(UTC).isoformat(timespec="seconds"), _git()

@@ -1,18 +1,15 @@
 """Benchmark records: one line of JSON per prompt, turn, method and repeat. Every table and plot is computed from them.
 
 Beside a `records.jsonl` (or `records.jsonl.gz`) lies `run.json`: the resolved config, versions, git SHA, device and
-depth of each method, and in `gone_on` the processes that went on after a kill. Where a draft was trained with several
-seeds, each training has a folder CHOICE/seed-N; an experiment keeps them in two files (`cells.py`), which are read as
-these folders would be.
+depth of each method, and in `gone_on` the processes that resumed it. The trainings of a sweep have folders
+CHOICE/seed-N; finished ones are packed into two files (`cells.py`) and read as if the folders were there.
 """
 
-import gzip
 import json
 import re
 import reprlib
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -20,57 +17,56 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from poss_lightning.corpus.records import Malformed, file_records, parse
 from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
-from poss_lightning.evaluation.engines import engine_lines
+from poss_lightning.evaluation.engines import HOW, engine_records
 from poss_lightning.files import read_json
 from poss_lightning.target.fingerprints import same_weights
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
-UNFINISHED = "unfinished"  # folder beside them while a command is at work; see `work.py`
+UNFINISHED = "unfinished"  # folder beside them while a command is running; see `work.py`
 OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
-BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are not records, beside some or below
-# What makes the rounds of a method, in run.json, and what it is where that does not name it.
+BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are not records, beside or above some
+# What determines the rounds of a method, in run.json, and its value where run.json does not say.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed", "lookup": 0}
-OPTIONAL = {"pieces", "question", "category"}  # fields of a record
 PLAIN = "plain"  # the target alone, in our own loop
-EARLIER = {"autoregressive": PLAIN}  # what older records call it
-BASELINES = (PLAIN, "generate", "lookup", "vllm")  # without rounds, or none kept
-
+EARLIER = {"autoregressive": PLAIN}  # its name in older records
+BASELINES = (PLAIN, "generate", "lookup", "vllm")  # methods without rounds, or whose rounds are not kept
 
 Natural = Annotated[int, Field(ge=0, strict=True)]
 Name = Annotated[str, Field(min_length=1, strict=True)]
-Prompt = Natural | Name  # a prompt's id
 Seconds = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+Paths = Iterable[str | Path] | str | Path
 
 
 @dataclass(frozen=True)
 class Record:
-    """One decoded answer; its fields are checked when it is made.
+    """One decoded answer.
 
     Attributes:
         suite: the name of the prompt set.
-        id: the prompt within its suite; all its turns and repeats go together in the statistics.
-        turn: which turn of the conversation, from 0.
-        repeat: which repetition of the same measurement, from 0.
+        id: the prompt within its suite; statistics keep all its turns and repeats together.
+        turn: turn of the conversation, from 0.
+        repeat: repetition of the same measurement, from 0.
         prompt_tokens: tokens read before the first new one, earlier turns included.
         new_tokens: the length of `tokens`.
-        accepted: drafted tokens that the target accepted, a number a round; empty for the methods in `BASELINES`. The
-            prefill gives one token, and a round accepted + 1: its last is the bonus, or a stop token in its place. All
-            rounds together give `new_tokens`, or more where the limit cut the last round.
-        seconds: wall-clock seconds; `total` always, and `prefill`, `draft`, `verify`, `commit` where measured. Beside
-            the total stands `measure`, the time in which `tree: auto` measured the machine. Empty for replayed rounds.
-        tokens: the new token ids, up to and with the stop token.
+        accepted: drafted tokens that the target accepted, per round; empty for `BASELINES`. Prefill gives one token
+            and a round accepted + 1: the last is the bonus, or a stop token in its place. All rounds together give
+            `new_tokens`, or more where the limit cut the last round.
+        seconds: wall-clock seconds: `total`, and `prefill`, `draft`, `verify`, `commit` where measured. Not part of
+            the total is `measure`, the time in which `tree: auto` measured the machine. Empty for replayed rounds.
+        tokens: the new token ids, including the stop token.
         text: the new tokens decoded together.
         pieces: the text of each new token, where recorded.
-        question: what the user wrote in this turn, where recorded.
-        category: of the question, where its suite has some.
+        question: the user's message of this turn, where recorded.
+        category: of the question, where its suite has categories.
 
     Raises:
         ValueError: a field has a wrong type or range, or `accepted` does not fit `new_tokens`.
     """
 
     suite: Name
-    id: Prompt
+    id: Natural | Name
     turn: Natural
     method: Name
     repeat: Natural
@@ -93,7 +89,7 @@ class Record:
         if self.new_tokens != length:
             raise ValueError(f"new_tokens is {self.new_tokens}; it must be {length}, the length of tokens")
         if self.pieces is not None and len(self.pieces) != length:
-            raise ValueError(f"pieces has {len(self.pieces)} entries; it must have {length}, one a token")
+            raise ValueError(f"pieces has {len(self.pieces)} entries; it must have {length}, one per token")
         if self.method in BASELINES:
             if rounds:
                 raise ValueError(f"accepted is {reprlib.repr(rounds)}; it must be [], {self.method} has no rounds")
@@ -102,23 +98,13 @@ class Record:
         least = most - rounds[-1] if rounds else most
         if not least <= length <= most:
             raise ValueError(
-                f"accepted is {reprlib.repr(rounds)}, which emits {least} to {most} tokens (1, and accepted + 1 a "
+                f"accepted is {reprlib.repr(rounds)}, which emits {least} to {most} tokens (1, and accepted + 1 per "
                 f"round, the last of which may be cut); it must emit new_tokens = {length}"
             )
 
 
-def explain(error: ValidationError) -> str:
-    """What is wrong with the first field, in a line: its name, its value, and what it must be."""
-    first = error.errors()[0]
-    if "ctx" in first and isinstance(first["ctx"].get("error"), ValueError):  # one of ours
-        return str(first["ctx"]["error"])
-    named = ".".join(str(place) for place in first["loc"] if place not in ("constrained-int", "constrained-str"))
-    must = first["msg"].removeprefix("Input should be ")
-    return f"{named} is {reprlib.repr(first['input'])}; it must be {must}"
-
-
 def check_names(drafts: Iterable[str]) -> None:
-    """Raise ValueError where a draft is named like a method without rounds, or not by a text."""
+    """Raise ValueError where a draft's name is not a string, or is that of a method without rounds."""
     for name in drafts:
         if not isinstance(name, str):
             raise ValueError(f"a draft is named {name}, which YAML reads as {type(name).__name__}: quote it")
@@ -127,36 +113,26 @@ def check_names(drafts: Iterable[str]) -> None:
 
 
 def to_line(record: Record) -> str:
-    """The record as one line of JSON, without the line's end."""
-    line = {name: value for name, value in asdict(record).items() if value is not None}
-    return json.dumps(line, ensure_ascii=False)
+    """The record as one line of JSON, without the newline."""
+    fields = {name: value for name, value in asdict(record).items() if value is not None}
+    return json.dumps(fields, ensure_ascii=False)
 
 
 class Source(NamedTuple):
-    """Records that were made together.
+    """Records that were made together."""
 
-    Attributes:
-        folder: where they were made.
-        records: in the order in which they were made.
-        run: their run.json; None where there is none.
-        inputs: digests of what a cell of a sweep was made of, by name.
-    """
-
-    folder: Path
-    records: list[Record]
-    run: dict[str, Any] | None
-    inputs: Mapping[str, str] = MappingProxyType({})
-
-
-Paths = Iterable[str | Path] | str | Path
+    folder: Path  # where they were made
+    records: list[Record]  # in the order in which they were made
+    run: dict[str, Any] | None  # their run.json, if there is one
+    inputs: Mapping[str, str] = MappingProxyType({})  # digests of what a sweep's training was made from, by name
 
 
 def read_sources(paths: Paths) -> list[Source]:
-    """The records of all `paths`, in their order; fields unknown here are ignored.
+    """The records of all `paths`, in their order; unknown fields are ignored.
 
     Args:
-        paths: files of records; folders that hold a `records.jsonl` or `records.jsonl.gz`, or have folders below that
-            do; experiments, or folders of their cells/; or a single one of these.
+        paths: files of records; folders that hold a `records.jsonl` or `records.jsonl.gz`, directly or below;
+            experiments, or folders of their cells/; or a single one of these.
 
     Raises:
         FileNotFoundError: no such file.
@@ -170,12 +146,22 @@ def read_sources(paths: Paths) -> list[Source]:
 
 
 def read_records(paths: Paths) -> list[Record]:
-    """The records of all `paths`, in their order. Args and errors are those of `read_sources`."""
+    """The records of all `paths`, as `read_sources` reads them."""
     return [record for source in read_sources(paths) for record in source.records]
 
 
+def read_runs(paths: Paths) -> dict[str, dict[str, Any]]:
+    """The run.json of each folder, as `read_sources` reads them."""
+    return by_folder(read_sources(paths))
+
+
+def by_folder(sources: Iterable[Source]) -> dict[str, dict[str, Any]]:
+    """The run.json of each folder that has one."""
+    return {str(source.folder): source.run for source in sources if source.run is not None}
+
+
 def by_cell(sources: Iterable[Source]) -> dict[tuple[str, int], list[Record]]:
-    """The records of each choice and training seed, from folders named CHOICE/seed-N; nothing where none is named so.
+    """Records by choice and training seed, from folders named CHOICE/seed-N; empty where no folder is.
 
     Raises:
         ValueError: only some folders are named so, or two are for the same choice and seed.
@@ -188,112 +174,92 @@ def by_cell(sources: Iterable[Source]) -> dict[tuple[str, int], list[Record]]:
     for source, seed in zip(sources, seeds, strict=True):
         if seed is None:
             raise ValueError(f"{source.folder} is not a folder CHOICE/seed-N, as others are; compare it by itself")
-        cell = (source.folder.absolute().parent.name, int(seed[1]))
-        if cell in cells:
+        choice, key = source.folder.absolute().parent.name, int(seed[1])
+        if (choice, key) in cells:
             raise ValueError(
-                f"{source.folder} is a second {cell[0]}/seed-{cell[1]}; name the choices of several sweeps apart"
+                f"{source.folder} is a second {choice}/seed-{key}; give the choices of several sweeps different names"
             )
-        cells[cell] = source.records
+        cells[choice, key] = source.records
     return cells
 
 
-def by_folder(sources: Iterable[Source]) -> dict[str, dict[str, Any]]:
-    """The run.json of each folder; one without it is left out."""
-    return {str(source.folder): source.run for source in sources if source.run is not None}
-
-
-def read_runs(paths: Paths) -> dict[str, dict[str, Any]]:
-    """`by_folder` of what is at these paths. Args and errors are those of `read_sources`."""
-    return by_folder(read_sources(paths))
-
-
 def as_object(value: Any) -> dict[str, Any]:
-    """A part of a run.json or of a line, which may hold anything: an object as it is, nothing for all else."""
+    """A part of a run.json, which may hold anything: an object as it is, {} for all else."""
     return value if isinstance(value, dict) else {}
 
 
 def has_records(folder: Path) -> bool:
-    """Whether a command has written records into this folder, or, while it is at work, the first of them."""
+    """Whether a command has written records into this folder, or, while it is running, the first of them."""
     return any((folder / name).exists() for name in NAMES) or any((folder / UNFINISHED).glob("question-*.json"))
 
 
-def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
-    """Refuse runs in which one name stands for several drafts, or for one with several trees.
-
-    Raises:
-        ValueError: the message names the method, the folders and what differs.
-    """
-    first_runs: dict[str, tuple[str, dict]] = {}
+def _methods(runs: Mapping[str, dict]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Folder, name and facts of every method."""
     for folder, run in runs.items():
         for name, facts in as_object(run.get("methods")).items():
-            if not isinstance(facts, dict):
-                continue
-            facts = {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}
-            first, known = first_runs.setdefault(name, (folder, facts))
-            if other := [fact for fact in facts if facts[fact] != known[fact]]:
-                values = ", ".join(f"{fact} {known[fact]} and {facts[fact]}" for fact in other)
-                raise ValueError(f"{name!r} of {first} differs from that of {folder} ({values}): rename one")
+            yield folder, name, as_object(facts)
+
+
+def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError where one name stands for several drafts, or for one draft with several trees."""
+    firsts: dict[str, tuple[str, dict]] = {}
+    for folder, name, facts in _methods(runs):
+        facts = {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}
+        first, known = firsts.setdefault(name, (folder, facts))
+        if other := [fact for fact in facts if facts[fact] != known[fact]]:
+            values = ", ".join(f"{fact} {known[fact]} and {facts[fact]}" for fact in other)
+            raise ValueError(f"{name!r} of {first} differs from that of {folder} ({values}): rename one")
 
 
 def check_targets(runs: dict[str, dict[str, Any]]) -> None:
-    """Refuse runs of several targets; one that does not tell its target's fingerprint may be of any.
-
-    Raises:
-        ValueError: the message names two of the folders and their targets.
-    """
+    """Raise ValueError for runs of several targets; one without its target's fingerprint may be of any."""
     configs = [(folder, as_object(run.get("config"))) for folder, run in runs.items()]
-    known = [
-        (folder, config.get("target"), config["fingerprint"]) for folder, config in configs if config.get("fingerprint")
-    ]
-    for folder, target, fingerprint in known:
-        first, other, earlier = known[0]
-        if not same_weights(str(fingerprint), str(earlier)):
+    known = [(folder, config) for folder, config in configs if config.get("fingerprint")]
+    for folder, config in known:
+        first, earlier = known[0]
+        if not same_weights(str(config["fingerprint"]), str(earlier["fingerprint"])):
             raise ValueError(
-                f"{first} was measured on another target than {folder} ({other}, fingerprint {earlier}, and {target}, "
-                f"fingerprint {fingerprint}); methods are compared on one target"
+                f"{first} was measured on another target than {folder} ({earlier.get('target')}, fingerprint "
+                f"{earlier['fingerprint']}, and {config.get('target')}, fingerprint {config['fingerprint']}); methods "
+                "are compared on one target"
             )
 
 
 def find_depths(runs: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """The depth K of each method, where a run.json has it."""
-    entries = [
-        (name, as_object(facts)) for run in runs.values() for name, facts in as_object(run.get("methods")).items()
-    ]
-    return {name: facts["depth"] for name, facts in entries if isinstance(facts.get("depth"), int)}
+    """The depth K of each method that has one in its run.json."""
+    return {name: facts["depth"] for _, name, facts in _methods(runs) if isinstance(facts.get("depth"), int)}
 
 
 def _packed(path: Path) -> list[Source]:
     """The finished cells of an experiment, where the path is one or lies in it."""
     cells = packed_cells(path)
-    rows = packed_rows(cells) if cells else {}
-    return [
-        Source(
-            cell.folder,
-            [_record(str(cell.folder), row) for row in rows[cell.folder]],
-            cell.facts.get("run"),
-            as_object(cell.facts.get("inputs")),
-        )
-        for cell in cells
-    ]
+    rows = packed_rows(cells)
+    sources = []
+    for cell in cells:
+        records = [_record(str(cell.folder), row) for row in rows[cell.folder]]
+        sources.append(Source(cell.folder, records, cell.facts.get("run"), as_object(cell.facts.get("inputs"))))
+    return sources
 
 
 def _unpacked(path: Path) -> list[Source]:
     """Files of records, with the run.json beside each."""
-    sources, files = [], _below(path)
-    if twice := next((file for file in files if file.with_name(f"{file.name}.gz") in files), None):
-        raise ValueError(f"{twice.parent} holds {NAMES[0]} and {NAMES[1]}; remove one")
+    sources, files = [], _find_files(path)
     for file in files:
+        if file.with_name(f"{file.name}.gz") in files:
+            raise ValueError(f"{file.parent} holds {NAMES[0]} and {NAMES[1]}; remove one")
         beside = file.parent / "run.json"
         run = read_json(beside) if beside.is_file() else None
-        lines = [] if file.name in NAMES else engine_lines(file)
-        records = [_record(place, values) for place, values in lines or read_lines(file)]
+        lines = list(_read_objects(file))
+        if file.name not in NAMES:
+            lines = engine_records(lines, file) or lines
+        records = [_record(place, values) for place, values in lines]
         if not records:
-            raise ValueError(f"{file} holds no records; `poss benchmark` writes one a line")
+            raise ValueError(f"{file} holds no records; `poss benchmark` writes one per line")
         sources.append(Source(file.parent, records, run))
     return sources
 
 
-def _below(path: Path) -> list[Path]:
+def _find_files(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
     if path.is_file() and path.name in BESIDE:
         raise ValueError(f"{path} lies beside records: give its folder, {path.parent}")
@@ -307,43 +273,36 @@ def _below(path: Path) -> list[Path]:
     return files
 
 
-def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, packed or not, each with its place: file and line.
-
-    Raises:
-        ValueError: a line that is not a JSON object, or a torn file.
-    """
-    for number, line in enumerate(_read_bytes(file).split(b"\n"), start=1):
-        if line.strip():
-            place = f"{file}, line {number}"
-            yield place, _parse_object(place, line)
-
-
-def _read_bytes(file: Path) -> bytes:
-    """The content of the file, unpacked."""
-    try:
-        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{file} is not a complete gzip file ({error})") from None
+def _read_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines or of one array, gzipped or not, each with its place: file and line."""
+    for number, line in file_records(file):
+        place = f"{file}, line {number}"
+        try:
+            values = parse(line) if isinstance(line, bytes) else line
+        except Malformed as error:
+            hint = "" if file.name in NAMES else f"; {HOW}"
+            raise ValueError(f"{place}: {error}{hint}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{place}: {reprlib.repr(values)} is not a JSON object")
+        yield place, values
 
 
 def _record(place: str, values: dict[str, Any]) -> Record:
-    known = {field.name for field in fields(Record)}
+    """A record of these fields; unknown ones are ignored."""
     if "method" in values:
         values = values | {"method": EARLIER.get(str(values["method"]), values["method"])}
-    if missing := sorted(known - values.keys() - OPTIONAL):
-        raise ValueError(f"{place}: lacks {', '.join(missing)}")
     try:
-        return Record(**{name: value for name, value in values.items() if name in known})
+        return Record(**values)
     except ValidationError as error:
-        raise ValueError(f"{place}: {explain(error)}") from None
+        raise ValueError(f"{place}: {_explain(error)}") from None
 
 
-def _parse_object(place: str, line: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: {reprlib.repr(line)} is not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{place}: {reprlib.repr(values)} is not a JSON object")
-    return values
+def _explain(error: ValidationError) -> str:
+    """What is wrong with a record, in one line."""
+    errors = error.errors()
+    if missing := sorted(str(each["loc"][0]) for each in errors if each["type"] == "missing"):
+        return f"lacks {', '.join(missing)}"
+    first = errors[0]
+    if first["type"] == "value_error":  # of `Record.__post_init__`
+        return first["msg"].removeprefix("Value error, ")
+    return f"{first['loc'][0]} is {reprlib.repr(first['input'])}; {first['msg']}"

@@ -3,16 +3,15 @@
     the answer     the | cat sat down | and then it | slept <end>
     round by round root  2 accepted ↑     2 accepted ↑ bonus, and the next root
 
-A round accepts the longest path of its tree along the answer, and a store holds the answer's features, and the seed of
-one that was drawn. So only drafting is left to do, for many answers at once: about ten times less work than decoding. A
-test compares replayed rounds with the engine's.
+A round accepts the longest path of its tree along the answer. A store holds the answer's features, and the seed of one
+that was drawn, so only drafting is left to do, for many answers at once: about a tenth of the work of decoding. A test
+compares replayed rounds with the engine's.
 """
 
 import gzip
-import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,19 +23,20 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance, table
-from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance
+from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance, write_run
 from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
-from poss_lightning.evaluation.schedules import SCHEDULES, Pearl, Schedule, read_costs
-from poss_lightning.evaluation.stored import Answer, find_answers, mismatch, sampled
+from poss_lightning.evaluation.schedules import FREE, SCHEDULES, Pearl, RoundSchedule, read_costs
+from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
-from poss_lightning.files import atomic, check_folder, without_secrets
+from poss_lightning.files import atomic, check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling, TokenSampler
@@ -44,7 +44,7 @@ from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
-UNKNOWN = -2  # the token behind the end of an answer: no draft proposes it
+UNKNOWN = -2  # the token after the end of an answer: no draft proposes it
 
 
 @check_numbers
@@ -62,10 +62,10 @@ def replay(
 ) -> None:
     """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
 
-    The answers must be the target's own; otherwise it warns. Make greedy ones by `poss synthesize --prompts`, which
-    names conversations SUITE/ID, and drawn ones with `--answer_temperature`; then `poss extract`. Records say what each
-    round accepts; they hold no times. Of drawn answers it also prints how often one of n children is the next token: by
-    published rules, by ours, and at most (arXiv 2502.18779).
+    The answers must be the target's own; otherwise it warns. Make greedy ones with `poss synthesize --prompts`, which
+    names conversations SUITE/ID, or drawn ones with `--answer_temperature` as well; then `poss extract`. Records say
+    what each round accepts, and hold no times. For drawn answers it also prints how often one of n children is the next
+    token: by published rules, by ours, and at most (arXiv 2502.18779).
 
     Args:
         store: features of the answers.
@@ -73,13 +73,13 @@ def replay(
         drafts: name and draft (folder, hub id or shipped draft) of each method, e.g. --drafts.hass
             runs/hass/draft-best.
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
-        nodes: of a tree, root included.
-        tree_width: children tried a node; 1 drafts chains.
+        nodes: nodes of a tree, root included.
+        tree_width: children tried per node; 1 drafts chains.
         schedules: run.json of a `poss benchmark` on this machine with drafts of the same names and `--tree auto`. Then
-            schedules of other papers are replayed too, as methods NAME+tetris and the like, whose records have seconds
-            by its costs (docs/schedules.md).
-        dtype: the drafts compute in it, whichever the store has: auto (what this device multiplies fastest), bfloat16,
-            float16 or float32.
+            schedules of other papers are replayed too, as methods NAME+tetris and so on, whose records have seconds
+            computed from its costs (docs/schedules.md).
+        dtype: what the drafts compute in, whatever the store has: auto (what this device multiplies fastest),
+            bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
     """
     config = dict(locals())
@@ -92,57 +92,47 @@ def replay(
     for source in drafts.values():
         check_draft(source)
     folder, features = Path(out), FeatureStore(store)
-    fingerprint = features.target.fingerprint
-    config |= {"target": features.target.name, "fingerprint": fingerprint}
+    config |= {"target": features.target.name, "fingerprint": features.target.fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
     described = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
     costs = {} if schedules is None else read_costs(Path(schedules), config, described)
-    ways = {name: {name: Schedule(facts["depth"], facts["nodes"])} for name, facts in described.items()}
-    for name, own in costs.items():
-        made = {way: kind(described[name]["depth"], described[name]["nodes"], own) for way, kind in SCHEDULES.items()}
-        ways[name] = {f"{name}+{way}" if way else name: schedule for way, schedule in made.items()}
-    methods = {method: described[name] for name, own in ways.items() for method in own}
-    known = {"store": store, "dtype": dtype, "fingerprint": fingerprint, "schedules": schedules}
-    check_settings(folder, known, methods)
+    planned = {name: _plan(name, facts, costs.get(name)) for name, facts in described.items()}
+    methods = {method: described[name] for name, own in planned.items() for method in own}
+    trainings = {method: describe_training(drafts[name]) for name, own in planned.items() for method in own}
+    check_settings(folder, {name: config[name] for name in ("store", "dtype", "fingerprint", "schedules")}, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
-        records, drawn = [], []
-        for number, (name, draft) in enumerate(loaded.items()):
-            chosen = features.select(draft.config.layers)
-            samples = [chosen[i] for i in range(len(chosen))]
-            by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
-            answers = [answer for own in by_sample for answer in own]
-            if number == 0:
-                config |= sampled(answers)
-                if told := mismatch(answers):
-                    logger.warning("%s: %s", store, told)
-            if seen := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
-                logger.warning("%s: %s", store, seen)
+        records, printed = [], []
+        for name, draft in loaded.items():
+            stored = _read_answers(features, draft, embed_head)
+            answers = [answer for *_, answer in stored]
+            if not records:
+                config |= sampling_settings(answers)
+                if warning := describe_mismatch(answers):
+                    logger.warning("%s: %s", store, warning)
+            if warning := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
+                logger.warning("%s: %s", store, warning)
             drafter = make_drafter(draft, embed_head, described[name]["depth"], tree_width)
-            for method, schedule in ways[name].items():
-                with tqdm(total=len(answers), desc=f"replay {method}", unit="answer") as bar:
-                    replayed = _replay_all(drafter, answers, schedule, bar.update)
-                rounds = iter(replayed)
-                for sample, own in zip(samples, by_sample, strict=True):
-                    records += _records(method, sample, own, [next(rounds) for _ in own])
+            for method, schedule in planned[name].items():
+                rounds = _replay_all(drafter, answers, schedule, f"replay {method}")
+                records += [_record(method, *each, own) for each, own in zip(stored, rounds, strict=True)]
                 if isinstance(schedule, Pearl):
-                    drawn.append(f"{method}: what was assumed came true in {_share(replayed)} of the rounds")
+                    printed.append(f"{method}: what was assumed came true in {_share(rounds)} of the rounds")
             if config["temperature"]:
-                counts = sorted({1, min(4, methods[name]["tree_width"]), methods[name]["tree_width"]})
-                rates = acceptance(draft, embed_head, answers, methods[name]["depth"], counts)
-                drawn.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
+                width = described[name]["tree_width"]
+                counts = sorted({1, min(4, width), width})
+                rates = acceptance(draft, embed_head, answers, described[name]["depth"], counts)
+                printed.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
         facts |= {"costs": {name: own._asdict() for name, own in costs.items()}} if costs else {}
-        facts["trainings"] = {method: describe_training(drafts[name]) for name, own in ways.items() for method in own}
-        with atomic(folder / "run.json") as path:
-            path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
+        write_run(folder, facts | {"trainings": trainings})
         with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
         work.clear()
-    print("\n\n".join([*drawn, f"{out}: {len(records)} records of {len(methods)} methods"]))
+    print("\n\n".join([*printed, f"{out}: {len(records)} records of {len(methods)} methods"]))
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
@@ -152,8 +142,22 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
     return draft
 
 
+def _plan(name: str, facts: dict[str, Any], costs: Costs | None) -> dict[str, RoundSchedule]:
+    """A draft's methods, each with its schedule: those of other papers only where costs are known."""
+    kinds = SCHEDULES if costs else {"": RoundSchedule}
+    sizes = facts["depth"], facts["nodes"], costs or FREE
+    return {f"{name}+{kind}" if kind else name: schedule(*sizes) for kind, schedule in kinds.items()}
+
+
+def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
+    """Conversation, turn and answer, with the layers that the draft reads."""
+    chosen = store.select(draft.config.layers)
+    samples = (chosen[i] for i in range(len(chosen)))
+    return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
+
+
 def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int) -> dict[str, Any]:
-    """What run.json says of it. Raises ValueError where the tree cannot be, before anything is written."""
+    """The facts of run.json about a draft; raises ValueError where such a tree is impossible."""
     depth = sum(draft.config.allocation) if depth is None else depth
     draft.config.check_depth(depth)
     Fixed(depth, nodes)
@@ -169,56 +173,55 @@ def replay_rounds(
     depth: int,
     nodes: int = 60,
     tree_width: int = 10,
-    progress: Callable[[int], object] = lambda count: None,
 ) -> list[list[list[int]]]:
-    """What every round would accept if the target decoded the samples' answers with this draft.
+    """What each round would accept if the target decoded the samples' answers with this draft.
 
-    The answers must be the target's own, as `poss synthesize` writes them, greedy or drawn; in others' texts the result
-    is how often the draft hits the text. A round is left out where an answer was cut within the round's full depth.
+    The answers must be the target's own, greedy or drawn, as `poss synthesize` writes them; in texts of others the
+    result says how often the draft hits the text. Rounds whose full depth a cut answer does not show are left out.
 
     Args:
         draft: in the features' dtype; the samples carry the layers that it reads, and no others.
         embed_head: the target's embedding and head.
         depth: K, positions drafted.
-        nodes: of a tree, root included.
-        tree_width: children tried a node; 1 drafts chains.
-        progress: called with the number of answers that were replayed since the last call.
+        nodes: nodes of a tree, root included.
+        tree_width: children tried per node; 1 drafts chains.
 
     Returns:
-        The accepted tokens of every sample, of each of its answers, round by round.
+        Accepted tokens by sample, answer and round.
     """
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
-    answers = [answer for sample_answers in by_sample for answer in sample_answers]
     drafter = make_drafter(draft, embed_head, depth, tree_width)
-    replayed = iter(_replay_all(drafter, answers, Schedule(depth, nodes), progress))
-    return [[next(replayed).accepted for _ in sample_answers] for sample_answers in by_sample]
+    answers = [answer for own in by_sample for answer in own]
+    replayed = iter(_replay_all(drafter, answers, RoundSchedule(depth, nodes)))
+    return [[next(replayed).accepted for _ in own] for own in by_sample]
 
 
-class Rounds(NamedTuple):
-    """Of an answer."""
+class Replayed(NamedTuple):
+    """The rounds of an answer."""
 
-    accepted: list[int]  # drafted tokens, round by round
+    accepted: list[int]  # drafted tokens, per round
     seconds: list[float]
-    came_true: list[bool]  # what the schedule had assumed
+    came_true: list[bool]  # whether the schedule's assumption was right
 
 
 def _replay_all(
-    drafter: Drafter, answers: list[Answer], schedule: Schedule, progress: Callable[[int], object]
-) -> list[Rounds]:
-    """Those of every answer; answers of about the same length side by side."""
+    drafter: Drafter, answers: list[Answer], schedule: RoundSchedule, title: str | None = None
+) -> list[Replayed]:
+    """The rounds of every answer, those of about the same length side by side; a title shows a bar."""
     alike: dict[Sampling, list[int]] = {}
     for i in sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start):
         alike.setdefault(answers[i].sampling, []).append(i)
     rounds, rows = {}, schedule.rows
-    for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
-        rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], schedule), strict=True))
-        progress(len(places))
+    with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None) as bar:
+        for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
+            rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], schedule), strict=True))
+            bar.update(len(places))
     return [rounds[i] for i in range(len(answers))]
 
 
 @torch.inference_mode()
-def _replay(drafter: Drafter, answers: list[Answer], schedule: Schedule) -> list[Rounds]:
-    """Of B answers side by side."""
+def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) -> list[Replayed]:
+    """The rounds of B answers side by side."""
     weight, depth = drafter.draft.fc.weight, drafter.depth
     device = weight.device
     lengths = torch.tensor([len(answer.tokens) for answer in answers], device=device)
@@ -235,9 +238,9 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: Schedule) -> list
     sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
     seeds = [answer.draw.seed if answer.draw else 0 for answer in answers]
     sampler.begin(answers[0].sampling, [[]] * len(answers), seeds=seeds)
-    rounds = [Rounds([], [], []) for _ in answers]
+    rounds = [Replayed([], [], []) for _ in answers]
     schedule.begin(len(answers))
-    rows = list(rounds)  # the lists of those that are still drafted
+    rows = list(rounds)  # those of unfinished answers
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
@@ -256,7 +259,7 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: Schedule) -> list
         verdict = judge(tree, ancestors, choice, depth)
         # 2. Count the rounds that the text shows to their full depth.
         counted = active & (complete | (root + depth < lengths))
-        accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # behind an answer's end is no bonus
+        accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # no bonus after an answer's end
         on_host = Tree(*(part.cpu() for part in tree)), ancestors.cpu(), Verdict(*(part.cpu() for part in verdict))
         seconds = schedule.seconds(*on_host, active.cpu())
         for i in counted.nonzero()[:, 0].tolist():
@@ -273,37 +276,36 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: Schedule) -> list
     return rounds
 
 
-def _share(replayed: list[Rounds]) -> str:
-    """In per cent, with a 95 % interval for other answers."""
+def _share(replayed: list[Replayed]) -> str:
+    """The percentage of rounds that came true, with a 95 % interval for other answers."""
     true, rounds = np.array([(sum(own.came_true), len(own.came_true)) for own in replayed], dtype=float).T
     share, count = true.sum() / rounds.sum(), len(replayed)
     error = 1.96 * np.sqrt(count / max(1, count - 1) * np.square(true - share * rounds).sum()) / rounds.sum()
     return f"{100 * share:.1f} % ({100 * (share - error):.1f}…{100 * (share + error):.1f})"
 
 
-def _pad(parts: Iterable[Tensor], length: int, fill: int) -> Tensor:
-    """Side by side, padded on the right: (B, length, …)."""
-    padded = pad_sequence(list(parts), batch_first=True, padding_value=fill)  # (B, longest, …)
-    more = padded.new_full((len(padded), length - padded.shape[1], *padded.shape[2:]), fill)
-    return torch.cat([padded, more], dim=1)
+def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
+    """Tensors side by side, padded on the right: (B, length, …)."""
+    longest = parts[0].new_zeros(length, *parts[0].shape[1:])
+    return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
 
 
-def _records(method: str, sample: Sample, answers: list[Answer], rounds: list[Rounds]) -> Iterator[Record]:
-    """A record an answer, with the tokens that its rounds give."""
-    suite, _, name = sample.id.partition("/")  # a suite's name has no slash, a question's may
-    for turn, (answer, (accepted, seconds, _)) in enumerate(zip(answers, rounds, strict=True)):
-        tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
-        yield Record(
-            suite=suite if suite and name else "store",
-            id=name if suite and name else sample.id,
-            turn=turn,
-            method=method,
-            repeat=0,
-            seed=0,
-            prompt_tokens=answer.start,
-            new_tokens=len(tokens),
-            accepted=accepted,
-            seconds={"total": sum(seconds)} if sum(seconds) else {},
-            tokens=tokens,
-            text="",
-        )
+def _record(method: str, name: str, turn: int, answer: Answer, rounds: Replayed) -> Record:
+    """A record of an answer of the conversation `name`, with the tokens that its rounds give."""
+    suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
+    tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in rounds.accepted)].tolist()
+    seconds = sum(rounds.seconds)
+    return Record(
+        suite=suite if suite and question else "store",
+        id=question if suite and question else name,
+        turn=turn,
+        method=method,
+        repeat=0,
+        seed=0,
+        prompt_tokens=answer.start,
+        new_tokens=len(tokens),
+        accepted=rounds.accepted,
+        seconds={"total": seconds} if seconds else {},
+        tokens=tokens,
+        text="",
+    )

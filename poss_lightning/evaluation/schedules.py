@@ -1,7 +1,7 @@
 """What a round drafts and verifies, and how long it takes: ours, and those of neighbouring papers (docs/schedules.md).
 
-A schedule takes part in a replay (`replay.py`), where no engine of its own is needed. Seconds are by costs that a
-benchmark measured on this machine: they say what a schedule could bring, and leave out what it costs to build.
+A replay (`replay.py`) tries a schedule without an engine for it. Seconds are computed from the costs that a benchmark
+measured on this machine: they say what a schedule could gain at best.
 """
 
 from pathlib import Path
@@ -19,78 +19,66 @@ from poss_lightning.files import read_json
 from poss_lightning.target.fingerprints import same_weights
 
 LEFT_OUT = -1  # the token of a node that is not verified: no target chooses it
+FREE = Costs(0.0, {1: 0.0})
 
 
-class Schedule:
-    """Verifies as many nodes of each tree in every round, and takes no time.
+class RoundSchedule:
+    """Drafts to full depth, verifies a fixed number of nodes, one after the other.
 
     Args:
         depth: K, positions drafted.
-        nodes: of a tree, root included.
+        nodes: nodes of a tree, root included.
+        costs: measured on this machine, for a text that is decoded alone.
 
     Attributes:
         rows: answers that are replayed side by side.
-        budget: what the drafter asks how deep to go.
-        came_true: (B,) whether what it had assumed came true in this round.
+        budget: tells the drafter how deep to go.
+        came_true: (B,) whether its assumption about this round was right.
     """
 
     rows = 16
 
-    def __init__(self, depth: int, nodes: int):
-        self.depth, self.nodes = depth, nodes
+    def __init__(self, depth: int, nodes: int, costs: Costs = FREE):
+        self.depth, self.nodes, self.costs = depth, nodes, costs
         self.budget: Budget = Fixed(depth, nodes)
+        self.calibration = Calibration(torch.device("cpu"))
 
     def begin(self, rows: int) -> None:
-        """So many answers begin."""
+        """This many answers begin."""
         self.came_true = torch.zeros(rows, dtype=torch.bool)
 
     def choose(self, drafted: Tree, active: Tensor) -> Tree:
-        """What is verified of all that was drafted; `active` (B,) says which rows count."""
+        """The part of a drafted tree that is verified; `active` (B,) says which rows count."""
         return rerank(drafted, self.nodes)
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
-        """(B,) what the round took of each row, by the tree that was verified."""
-        return torch.zeros(len(active))
+        """(B,) what the round took for each row, given the tree that was verified."""
+        return self._draft(torch.full_like(verdict.accepted, self.depth)) + self.costs.verify_seconds(self.nodes)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""
         self.came_true = self.came_true[rows]
 
-
-class Timed(Schedule):
-    """The same, with the seconds of drafting one position after another and then verifying.
-
-    Args:
-        costs: of this machine, for a text that is decoded alone.
-    """
-
-    def __init__(self, depth: int, nodes: int, costs: Costs):
-        super().__init__(depth, nodes)
-        self.costs, self.calibration = costs, Calibration(torch.device("cpu"))
-
-    def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
-        return self._draft(torch.full_like(verdict.accepted, self.depth)) + self.costs.verify_seconds(self.nodes)
-
     def _draft(self, depths: Tensor) -> Tensor:
         return torch.tensor([self.costs.draft_seconds(depth) for depth in depths.tolist()])
 
     def _learn(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> None:
-        """How often nodes are accepted, by their path probabilities."""
+        """Calibrate path probabilities by the nodes that were accepted."""
         on_path = ancestors[torch.arange(len(active)), verdict.path[:, -1]]  # (B, N)
         counted = (tree.tokens != LEFT_OUT) & active[:, None]
         counted[:, 0] = False
         self.calibration.learn(tree.scores[counted], on_path[counted])
 
 
-class OracleDepth(Timed):
-    """Drafts exactly as deep as will be accepted: no choice of depths takes less."""
+class OracleDepth(RoundSchedule):
+    """Drafts exactly as deep as will be accepted: no choice of depths is faster."""
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
         return self._draft(verdict.accepted) + self.costs.verify_seconds(self.nodes)
 
 
-class Auto(Timed):
-    """`tree: auto`: depth and nodes, round by round."""
+class Auto(RoundSchedule):
+    """`tree: auto`: depth and nodes per round."""
 
     rows = 1  # it decides for all rows together
 
@@ -107,25 +95,25 @@ class Auto(Timed):
         return self._draft(torch.tensor([self.auto.steps])) + self.costs.verify_seconds(self.auto.nodes)
 
 
-class Pearl(Timed):
+class Pearl(RoundSchedule):
     """Drafts the next round while the target verifies this one (PEARL, arXiv 2408.11850).
 
-    The next draft assumes that the most probable path is accepted to its end, and that the next token is the one that
-    the draft has there: so a tree is verified to one position less than it was drafted. Where that comes true, the next
-    round's drafting took its time while this one was verified; else it was wasted, and begins anew.
+    The next draft assumes that the most probable path is accepted to its end and that the next token is the draft's
+    own, so a tree is verified to one position less than it was drafted. Where that comes true, the next round's
+    drafting overlapped with this round's verification; otherwise it was wasted, and is repeated.
     """
 
     adaptive = False
 
     def begin(self, rows: int) -> None:
         super().begin(rows)
-        self.hidden = torch.zeros(rows)  # (B,) seconds of the coming round's drafting that the last one hid
+        self.hidden = torch.zeros(rows)  # (B,) seconds of the next round's drafting that overlapped with this one
 
     def choose(self, drafted: Tree, active: Tensor) -> Tree:
         ancestors, rows = ancestor_mask(drafted.parents, self.depth), torch.arange(len(active))
         levels = ancestors.sum(-1) - 1
         ends = [drafted.scores.masked_fill(levels != depth, -torch.inf).argmax(1) for depth in range(1, self.depth + 1)]
-        self.reach = torch.full_like(ends[0], self.depth - 1)  # (B,) positions that are verified
+        self.reach = torch.full_like(ends[0], self.depth - 1)  # (B,) positions verified
         if self.adaptive:
             self.reach = torch.stack([self._rate(drafted, levels, *end) for end in enumerate(ends)]).argmax(0)
         on_path = ancestors[rows, torch.stack(ends)[self.reach, rows]]  # (B, N) of the assumed path
@@ -137,7 +125,7 @@ class Pearl(Timed):
         return rerank(drafted._replace(tokens=tokens, scores=scores), self.nodes)
 
     def _rate(self, drafted: Tree, levels: Tensor, reach: int, end: Tensor) -> Tensor:
-        """(B,) tokens a second where `reach` positions are verified; `end` is the node assumed behind them."""
+        """(B,) tokens per second where `reach` positions are verified; `end` is the node assumed to follow them."""
         chances = self.calibration.chance(drafted.scores)
         inside = chances.masked_fill((levels > reach) | (levels == 0), 0)
         tokens = 1 + inside.topk(min(self.nodes - 1, inside.shape[1]), dim=1).values.sum(1)
@@ -160,17 +148,17 @@ class Pearl(Timed):
 
 
 class AdaptivePearl(Pearl):
-    """PEARL with as many positions in each round as promise the most tokens a second."""
+    """PEARL with as many positions in each round as promise the most tokens per second."""
 
     adaptive = True
 
 
-class Equal(Timed):
-    """A batch of eight texts, whose trees share what a single large one may have: to each an equal part.
+class Equal(RoundSchedule):
+    """Eight texts at a time share the nodes of one large tree equally.
 
-    All are verified together, as by engines that lay a batch end to end: that takes as long as one tree of as many
-    nodes, and drafting as long as for one text. A round's seconds are divided among its rows. Where some have ended,
-    it is as if texts like the others had taken their places: so many nodes less are shared, at the cost of all.
+    All are verified together, as in engines that pack a batch: that takes as long as one tree of as many nodes, and
+    drafting takes as long as for one text. A round's seconds are divided among its rows. Where some have ended, it is
+    as if other texts had taken their places: the rest share fewer nodes, at the cost of a full batch.
     """
 
     rows = 8
@@ -188,12 +176,12 @@ class Equal(Timed):
         return tree._replace(tokens=tree.tokens.where(kept.view_as(worth), LEFT_OUT))
 
     def worth(self, tree: Tree) -> Tensor:
-        """(B, N) which nodes are preferred; never more than a node above."""
+        """(B, N) how much a node is preferred; never more than its parent."""
         best = tree.scores.sort(dim=1, descending=True, stable=True).indices
         return -best.argsort(dim=1).to(tree.scores.dtype)  # the best of every tree, then the next of every tree
 
     def count(self, worth: Tensor, active: int) -> int:
-        """How many nodes of the active rows are verified, roots included; `worth` of the others, the highest first."""
+        """How many nodes of the active rows are verified, roots included; `worth` is that of all others, descending."""
         return max(round(self.nodes * active / self.rows), active)
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
@@ -204,14 +192,14 @@ class Equal(Timed):
 
 
 class Tetris(Equal):
-    """The same nodes, for the highest path probabilities of the whole batch (TETRIS, arXiv 2502.15197)."""
+    """The nodes go to the highest path probabilities of the whole batch (TETRIS, arXiv 2502.15197)."""
 
     def worth(self, tree: Tree) -> Tensor:
         return tree.scores.clone()
 
 
 class CalibratedTetris(Equal):
-    """For the highest chances of acceptance, as learnt from the rounds so far."""
+    """The nodes go to the highest chances of acceptance, as learnt from the rounds so far."""
 
     def worth(self, tree: Tree) -> Tensor:
         ancestors = ancestor_mask(tree.parents, self.depth)
@@ -219,10 +207,10 @@ class CalibratedTetris(Equal):
 
 
 class SizedTetris(CalibratedTetris):
-    """And as many nodes as promise the most tokens a second, all rows together."""
+    """As many nodes as promise the most tokens per second of all rows together."""
 
     def count(self, worth: Tensor, active: int) -> int:
-        tokens = active + torch.nn.functional.pad(worth.clamp(min=0).cumsum(0), (1, 0))  # of 0, 1, 2 … nodes more
+        tokens = active + torch.nn.functional.pad(worth.clamp(min=0).cumsum(0), (1, 0))  # with 0, 1, 2, … more nodes
         draft, part = self.costs.draft_seconds(self.depth), active / self.rows
         rates = {active: 0.0}  # where none of the sizes has a root for every row
         for n, verify in self.costs.verify.items():
@@ -233,8 +221,8 @@ class SizedTetris(CalibratedTetris):
         return max(rates, key=rates.__getitem__)
 
 
-SCHEDULES: dict[str, type[Timed]] = {
-    "": Timed,
+SCHEDULES: dict[str, type[RoundSchedule]] = {
+    "": RoundSchedule,
     "oracle": OracleDepth,
     "auto": Auto,
     "pearl": Pearl,
@@ -247,10 +235,10 @@ SCHEDULES: dict[str, type[Timed]] = {
 
 
 def read_costs(path: Path, config: dict[str, Any], methods: dict[str, dict[str, Any]]) -> dict[str, Costs]:
-    """What a benchmark of the same target, in the same dtype, measured of each draft.
+    """The costs of each draft, from the run.json of a benchmark.
 
     Raises:
-        ValueError: it did not measure one of them, or not such trees, or something else; the message names it.
+        ValueError: it lacks a draft or trees of this size, or is of a different target or dtype.
     """
     run = read_json(path)
     stored, measured = run.get("costs") or {}, run.get("config") or {}

@@ -1,4 +1,4 @@
-"""Answers of a feature store: where they stand, how they were drawn, and whether the target wrote them."""
+"""Answers in a feature store: where they are, how they were drawn, and whether the target wrote them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,22 +10,23 @@ from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Draw, Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead
 
-# Measured with the embedded target in bfloat16. It reads its own greedy answers, and ties make it choose another token
-# at 0.5 to 2 % of all tokens; 7 to 13 % of the answers have one among their first 8. In others' texts: 17 and 51 %.
+# Measured with the embedded target in bfloat16. Where it reads its own greedy answers, ties make it choose a different
+# token at 0.5 to 2 % of all tokens, and within the first 8 tokens of 7 to 13 % of the answers. In texts of others:
+# 17 and 51 %.
 MAX_MISMATCH = 0.05  # of all tokens
-OPENING, MAX_OPENING_MISMATCH = 8, 0.25  # first tokens of an answer; of the answers that have a mismatch there
+OPENING, MAX_OPENING_MISMATCH = 8, 0.25  # first tokens of an answer; of the answers with a mismatch there
 
 
 class Answer(NamedTuple):
     """One assistant's answer of a stored sample, without an end that the target did not write."""
 
     tokens: Tensor  # (T,) prompt and answer
-    features: Tensor  # (T, D), the target's after each
-    draft_input: Tensor  # (T, R) what the draft reads after each
-    choices: Tensor  # (T - start,) what the target chooses at the answer's places, after the text before each
+    features: Tensor  # (T, D), the target's after each token
+    draft_input: Tensor  # (T, R), what the draft reads after each token
+    choices: Tensor  # (T - start,), what the target chooses at the answer's places, given the text before each
     start: int  # of the answer
-    complete: bool  # the target ended it; else it was cut, and the token behind it is not known
-    draw: Draw | None  # how the target drew it; None where it did not
+    complete: bool  # the target ended it; otherwise it was cut, and the token after it is unknown
+    draw: Draw | None  # how the target drew it; None where it is greedy
 
     @property
     def sampling(self) -> Sampling:
@@ -34,27 +35,25 @@ class Answer(NamedTuple):
 
 
 def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
-    """The sample's answers. Where the target did not end an answer, the template's own end is left out.
+    """The sample's answers, without the template's own end where the target did not end them.
 
-    An answer at the sample's end counts as cut, since `poss extract` may have cut it.
-
-    Args:
-        embed_head: the target's, which says what would be drawn.
+    An answer at the sample's end counts as cut, since `poss extract` may have cut it. `embed_head` is the target's: it
+    says what would be drawn.
     """
     for (start, stop), draw in zip(sample.spans, sample.draws or [None] * len(sample.spans), strict=True):
         if stop - start < 2 or start < 1:
-            continue  # no root, or nothing behind it
+            continue  # no root, or nothing after it
         choices = sample.greedy[start - 1 : stop - 1]
         if draw:
-            choices = draw_again(draw, embed_head.logits(sample.features[start - 1 : stop - 1]), start)
+            choices = _draw_again(draw, embed_head.logits(sample.features[start - 1 : stop - 1]), start)
         complete = bool(choices[-1] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
         known = stop if complete else stop - 1
         tokens, features, draft_input = sample.tokens[:known], sample.features[:known], sample.draft_input[:known]
         yield Answer(tokens, features, draft_input, choices[: known - start], start, complete, draw)
 
 
-def draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
-    """What is drawn of the logits (n, V) of n places of a text, from `start` on: (n,)."""
+def _draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
+    """The tokens drawn from logits (n, V) at n places of a text, the first of which is `start`: (n,)."""
     sampler, chosen = TokenSampler(1, logits.shape[-1], logits.device), []
     sampler.begin(draw.sampling, [[]], seeds=[draw.seed])
     for some in torch.arange(len(logits), device=logits.device).split(64):  # noise is as large as logits
@@ -63,12 +62,8 @@ def draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
     return torch.cat(chosen).cpu()
 
 
-def sampled(answers: Sequence[Answer]) -> dict[str, Any]:
-    """How all of them were chosen, as `run.json` says it.
-
-    Raises:
-        ValueError: some otherwise than others.
-    """
+def sampling_settings(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How all answers were chosen, as run.json says it; raises ValueError where they differ."""
     kinds = {answer.sampling for answer in answers} or {GREEDY}
     if len(kinds) > 1:
         ways = ", ".join(map(str, kinds))
@@ -77,12 +72,11 @@ def sampled(answers: Sequence[Answer]) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def mismatch(answers: Sequence[Answer]) -> str | None:
-    """Say in words how far the answers are from the target's own; None where they are its own.
+def describe_mismatch(answers: Sequence[Answer]) -> str | None:
+    """How far the answers are from the target's own, in words; None where they are its own.
 
-    Answers differ that others wrote, that were drawn and do not say how, or that a template changes when it renders
-    them. An example is Qwen3 cut while it thinks: the template puts an empty thought before the answer, so all
-    differences are at the beginning.
+    Others may have written them, they may have been drawn without saying how, or a template changes them when it
+    renders them: that of Qwen3 puts an empty thought before an answer that was cut in the middle of one.
     """
     differs = [answer.choices != answer.tokens[answer.start :] for answer in answers]
     if not differs:

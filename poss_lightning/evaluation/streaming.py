@@ -1,9 +1,9 @@
-"""Text while it is decoded: a letter split over several tokens is held back until its last token is there."""
+"""Text while it is decoded: a letter split over several tokens is held back until its last token arrives."""
 
 from collections.abc import Callable
 
 LOST = "\ufffd"  # what an unfinished letter decodes to
-WINDOW = 64  # tokens that may be held back; after that, a broken letter is given as it is
+WINDOW = 64  # most tokens held back; then a broken letter is given out as it is
 
 
 class Pieces:
@@ -18,9 +18,9 @@ class Pieces:
 
     def __init__(self, text: Callable[[list[int]], str]):
         self.text = text
-        self.tokens: list[int] = []  # `known` tokens without a broken letter, then those that came since
+        self.tokens: list[int] = []  # `known` ones without a broken letter, then those added since
         self.known = 0
-        self.emitted = ""  # the text of `tokens` that was given out
+        self.emitted = ""  # the part of their text that was given out
 
     def add(self, tokens: list[int]) -> str:
         """The text that `tokens` complete."""

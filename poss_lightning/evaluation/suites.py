@@ -1,16 +1,19 @@
 """Suites of questions: the project's own, JSON lines in many forms, the papers' six, and any data set of the hub."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from poss_lightning.corpus.records import Malformed, file_records, options_of, parse, report_left_out
-from poss_lightning.evaluation import forms
+from poss_lightning.evaluation.forms import read_id, read_question
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
+from poss_lightning.target.chat import Chat
 from poss_lightning.target.template import Message
 
 OWN = Path(__file__).parent / "prompts"
@@ -26,12 +29,20 @@ class Question:
     category: str
     turns: list[str]
     opening: list[Message] = field(default_factory=list)  # system messages before the first turn
-    template: dict[str, Any] = field(default_factory=dict)  # what the chat template is given, as tools
+    template: dict[str, Any] = field(default_factory=dict)  # given to the chat template besides, such as tools
 
-    @property
-    def first(self) -> list[Message]:
-        """The messages up to the first answer."""
-        return [*self.opening, {"role": "user", "content": self.turns[0]}]
+    def __str__(self) -> str:
+        return f"question {self.id} of {self.suite}"
+
+    def first_prompt(self, chat: Chat) -> list[int]:
+        """The tokens up to the first answer."""
+        return chat.prompt([*self.opening, {"role": "user", "content": self.turns[0]}], self.template)
+
+
+def digest(questions: list[Question]) -> str:
+    """16 hex digits of all that the questions say."""
+    said = json.dumps([asdict(question) for question in questions], default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -62,19 +73,19 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     Args:
         sources: one of these, or a list of them; None for all of the project's own suites.
             `chat`, ...: a suite of the project's own.
-            `FILE`, `FOLDER`: a file of records as of a corpus, or a folder of `.jsonl` files; the forms of a record
-            are those of `forms.asked`. `FILE?field=NAME` reads another field.
+            `FILE`, `FOLDER`: a file of records, as for a corpus, or a folder of `.jsonl` files; for the forms of a
+            record see `forms.read_question`. `FILE?field=NAME` reads a different field.
             `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
             questions of its split; `hub:speed_bench`, or `hub:speed_bench_1k`, `2k`, `8k`, `16k`, `32k` by length of
             input: all of SPEED-Bench's. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
             `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's. Options: `?field=NAME`,
             `config`, `split`, `revision`, joined by `&`.
-        limit: the first so many questions of each suite; by default all of a file and of SPEED-Bench, and 80 of other
-            data sets of the hub.
+        limit: at most this many questions of each suite, the first; by default all of a file and of SPEED-Bench, and
+            80 of other data sets of the hub.
         strict: a malformed record is an error; otherwise one is left out, counted and named, up to a tenth of them.
 
     Raises:
-        FileNotFoundError: a source is none of them.
+        FileNotFoundError: a source is none of these.
         ConnectionError: the hub cannot be reached.
         ValueError: no source, a malformed record (the message names file, line and field), an unknown option, an empty
             suite, two suites of one name, or two questions of one id.
@@ -83,10 +94,10 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     if sources is not None and not sources:
         raise ValueError("suites is []; name at least one, or leave it out for the project's own")
     suites = [suite for source in sources or own_suites() for suite in _load(source, limit, strict)]
-    for name in Counter(suite.name for suite in suites):
-        sources = [suite.source for suite in suites if suite.name == name]
-        if len(sources) > 1:
-            raise ValueError(f"{len(sources)} suites are named {name!r}; names must differ: {', '.join(sources)}")
+    for name, times in Counter(suite.name for suite in suites).items():
+        if times > 1:
+            named = ", ".join(suite.source for suite in suites if suite.name == name)
+            raise ValueError(f"{times} suites are named {name!r}; names must differ: {named}")
     return suites
 
 
@@ -101,37 +112,26 @@ def _load(source: str, limit: int | None, strict: bool) -> Iterator[Suite]:
         yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 
-def _category(record: dict) -> str:
-    category = record.get("category")
-    return category if isinstance(category, str) else ""
-
-
 def _from_hub(source: str, limit: int | None, strict: bool) -> Suite:
     name = source.removeprefix(HUB).partition("?")[0]
-    field = None
     if name in KNOWN:
         _, options = options_of(source, "repo", "config", "split", "revision")
         suite = replace(KNOWN[name], revision=None) if "repo" in options else KNOWN[name]  # the pin is of the original
-        suite = replace(suite, **options)
     elif "/" in name:
         _, options = options_of(source, "field", "config", "split", "revision")
-        field = options.pop("field", None)
-        suite = replace(HubSuite(name), **options)
+        suite = HubSuite(name)
     else:
-        raise FileNotFoundError(
-            f"suite {source!r} is none of {', '.join(HUB + known for known in KNOWN)}, and no hub:OWNER/NAME"
-        )
-    try:
-        origin, records = stream(source, suite)
-        rows = ((f"{source} row {number}", number, record) for number, record in records)
-        return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
-    except ConnectionError as error:
-        offline = ", ".join(own_suites())
-        raise ConnectionError(f"{error}; the project's own suites need no network: {offline}") from error
+        known = ", ".join(HUB + known for known in KNOWN)
+        raise FileNotFoundError(f"suite {source!r} is none of {known}, and not hub:OWNER/NAME")
+    field = options.pop("field", None)
+    suite = replace(suite, **options)
+    origin, records = stream(source, suite)
+    rows = ((f"{source} row {number}", number, record) for number, record in records)
+    return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
 
 
 def local_files(suite: str) -> list[Path]:
-    """The user's own files that a suite's name stands for; none for a suite of the project or of the hub."""
+    """The user's own files that a suite's name refers to; none for a suite of the project or of the hub."""
     path = Path(suite.partition("?")[0])
     return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
 
@@ -143,8 +143,8 @@ def _files(source: str) -> list[Path]:
         return [OWN / f"{source}.jsonl"]
     shipped, known = ", ".join(own_suites()), ", ".join(HUB + name for name in KNOWN)
     raise FileNotFoundError(
-        f"suite {source!r} is not a .jsonl file, no folder of them, and none of the project's own: {shipped}; "
-        f"the hub has {known}, and hub:OWNER/NAME"
+        f"suite {source!r} is not a .jsonl file, a folder of them, or one of the project's own: {shipped}; the hub has "
+        f"{known}, and hub:OWNER/NAME"
     )
 
 
@@ -156,11 +156,11 @@ def _suite(
     field: str | None,
     strict: bool,
 ) -> Suite:
-    """Make a suite of rows: the place of each for messages, its number, and its content."""
+    """A suite made from rows: the place of each, for messages; its number; and its content."""
     questions, faults = [], []
-    for place, number, raw in islice(rows, limit):
+    for place, number, row in islice(rows, limit):
         try:
-            questions.append(_question(name, number, raw, field))
+            questions.append(_question(name, number, row, field))
         except Malformed as error:
             if strict:
                 raise ValueError(f"{place}: {error}") from error
@@ -170,14 +170,16 @@ def _suite(
         raise ValueError(f"{source} has no questions")
     for id, times in Counter(question.id for question in questions).items():
         if times > 1:
-            raise ValueError(f"suite {name} has {times} questions with question_id {id!r}; it must tell them apart")
+            raise ValueError(f"suite {name} has {times} questions with question_id {id!r}; ids must differ")
     return Suite(name, source, questions)
 
 
-def _question(suite: str, number: int, raw: object, field: str | None) -> Question:
-    record = parse(raw) if isinstance(raw, bytes) else raw
+def _question(suite: str, number: int, row: object, field: str | None) -> Question:
+    record = parse(row) if isinstance(row, bytes) else row
     record = {"turns": [record]} if isinstance(record, str) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
-    asked = forms.asked(record, field)
-    return Question(suite, forms.name(record, number), _category(record), asked.turns, asked.opening, asked.template)
+    opening, turns, template = read_question(record, field)
+    category = record.get("category")
+    known = category if isinstance(category, str) else ""
+    return Question(suite, read_id(record, number), known, turns, opening, template)

@@ -56,7 +56,7 @@ def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch)
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
+def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
     options = {"prompts": [suite], "answer_tokens": 12, "batch_size": 2, "dtype": "float32"}
     synthesize(str(tmp_path / "whole.jsonl"), **options)
     calls, plain = [], PlainLoop.generate
@@ -78,9 +78,13 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(tmp_path, monkeypatch,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
 
 
-def test_what_has_no_room_is_left_out_and_told(tmp_path, capsys, suite):
+def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys, suite):
     with open(suite, "a") as file:
         file.write(json.dumps({"question_id": "long", "turns": ["x " * 600]}) + "\n")
-    synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=12, dtype="float32")
+    options = {"prompts": [suite], "dtype": "float32"}
+    synthesize(str(tmp_path / "out.jsonl"), answer_tokens=12, **options)
     assert "1 of 6 questions are left out" in capsys.readouterr().out
     assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5
+    with pytest.raises(ValueError, match=r"all 6 questions are left out: .* no room for prompt and answer"):
+        synthesize(str(tmp_path / "none.jsonl"), answer_tokens=600, **options)
+    assert not (tmp_path / "none.jsonl").exists()

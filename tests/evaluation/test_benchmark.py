@@ -12,7 +12,6 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
-from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
@@ -39,22 +38,17 @@ def inputs(target, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(inputs, tiny_folder):
     """Benchmark the tiny target into a folder; keywords change the settings."""
-
-    def start(out: Path, **changes):
-        drafts = {name: str(inputs / name) for name in ("chain", "poss")}
-        settings = {
-            "suites": [str(inputs / "suite.jsonl")],
-            "max_new_tokens": 12,
-            "nodes": 9,
-            "tree_width": 3,
-            "repeats": 2,
-        }
-        benchmark(
-            str(out),
-            **{"drafts": drafts, "target": tiny_folder, "dtype": "float32", "repeats": 2, **settings, **changes},
-        )
-
-    return start
+    settings = {
+        "drafts": {name: str(inputs / name) for name in ("chain", "poss")},
+        "target": tiny_folder,
+        "dtype": "float32",
+        "suites": [str(inputs / "suite.jsonl")],
+        "max_new_tokens": 12,
+        "nodes": 9,
+        "tree_width": 3,
+        "repeats": 2,
+    }
+    return lambda out, **changes: benchmark(str(out), **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +63,28 @@ def shown(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
+def facts_of(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
 def untimed(folder: Path) -> list[dict]:
-    """The lines of a folder without what differs from run to run."""
+    """The lines of a folder without what differs between runs."""
     lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def suite(folder: Path, *turns: list[str]) -> list[str]:
+    path = folder / "made.jsonl"
+    path.write_text("".join(json.dumps({"question_id": i, "turns": texts}) + "\n" for i, texts in enumerate(turns)))
+    return [str(path)]
 
 
 # --- what is written ---
 
 
-def test_every_method_answers_every_turn_and_repeat_once(whole):
-    records = read_records(whole)  # a record that can be read obeys its law
+def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, target):
+    """In float32. A record that can be read is lawful."""
+    records = read_records(whole)
     found = Counter((record.suite, record.id, record.turn, record.repeat, record.method) for record in records)
     expected = [
         ("suite", question["question_id"], turn, repeat, method)
@@ -90,64 +95,40 @@ def test_every_method_answers_every_turn_and_repeat_once(whole):
     ]
     assert found == Counter(expected)
     assert shown(whole) == FILES
-
-
-def test_in_float32_all_methods_say_the_same(whole):
-    answers: dict[tuple, set] = {}
-    for record in read_records(whole):
-        answers.setdefault((record.id, record.turn), set()).add((tuple(record.tokens), record.text))
-    assert len(answers) == 6 and all(len(said) == 1 for said in answers.values())
-
-
-def test_pieces_make_the_text(whole):
-    for record in read_records(whole):
-        assert "".join(record.pieces) == record.text and len(record.pieces) == record.new_tokens
-
-
-def test_a_record_keeps_its_question(whole):
-    turns = {question["question_id"]: question["turns"] for question in QUESTIONS}
-    assert all(record.question == turns[record.id][record.turn] for record in read_records(whole))
-    categories = {question["question_id"]: question.get("category") for question in QUESTIONS}
-    assert all(record.category == categories[record.id] for record in read_records(whole))
-
-
-def test_later_turns_follow_the_targets_own_answers(whole, target):
-    records = {(record.id, record.turn, record.method): record for record in read_records(whole)}
-    for question in QUESTIONS:
-        messages = []
-        for turn, text in enumerate(question["turns"]):
-            messages.append({"role": "user", "content": text})
-            for method in METHODS:
-                record = records[question["question_id"], turn, method]
-                assert record.prompt_tokens == len(target.chat.prompt(messages))
-            messages.append({"role": "assistant", "content": record.text})
+    assert len({(record.id, record.turn, tuple(record.tokens), record.text) for record in records}) == 6
+    by_id = {question["question_id"]: question for question in QUESTIONS}
+    for record in records:
+        assert record.question == by_id[record.id]["turns"][record.turn]
+        assert record.category == by_id[record.id].get("category")
+        assert "".join(record.pieces) == record.text
+        if record.turn == 0:
+            assert record.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": record.question}]))
 
 
 def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
-    assert "costs" not in json.loads((whole / "run.json").read_text())
+    assert "costs" not in facts_of(whole)
     run(tmp_path, limit=1, tree="auto")
-    costs = json.loads((tmp_path / "run.json").read_text())["costs"]
+    costs = facts_of(tmp_path)["costs"]
     assert set(costs) == {"chain", "poss"}
     for measured in costs.values():
         assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
 
 
 def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
-    run(tmp_path / "out", lookup=3, repeats=1, limit=1, baselines=["plain", "lookup"])
-    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    run(tmp_path, lookup=3, repeats=1, limit=1, baselines=["plain", "lookup"])
+    facts = facts_of(tmp_path)
     found = {name: method.get("lookup") for name, method in facts["methods"].items()}
     assert found == {"plain": None, "lookup": None, "chain": 0, "poss": 0, "chain+lookup": 3, "poss+lookup": 3}
     assert list(facts["config"]["drafts"]) == ["chain", "poss"]
-    records = read_records(tmp_path / "out")
+    records = read_records(tmp_path)
     assert {record.method for record in records} == set(found)
     assert len({(record.turn, tuple(record.tokens)) for record in records}) == 2
 
 
-def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
-    facts = json.loads((whole / "run.json").read_text())
+def test_run_json_says_what_was_run_where_and_with_what(whole, target):
+    facts = facts_of(whole)
     assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
     assert {"python", "torch", "transformers", "poss-lightning"} <= facts["versions"].keys()
-    assert facts["git"] is None or facts["git"]
     assert facts["config"]["max_new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
     assert list(facts["methods"]) == list(METHODS)
     poss = facts["methods"]["poss"]
@@ -158,7 +139,7 @@ def test_run_json_says_what_was_run_where_and_with_what(whole, target, inputs):
 
 
 @pytest.mark.parametrize(("answers", "questions"), [(1, 0), (11, 1)])  # two to warm up, eight for the first
-def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
+def test_a_killed_run_resumes_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
     decode, calls = module.Speculative.decode, []
 
     def dying(self, *args, **options):
@@ -180,36 +161,23 @@ def test_a_killed_run_goes_on_and_writes_every_record_once(whole, run, tmp_path,
     assert shown(tmp_path) == FILES
 
 
-def test_a_run_without_a_record_is_not_written_over(run, tmp_path):
-    """It may be of anything: records, or work that was begun, say that it is ours."""
-    (tmp_path / "run.json").write_text("mine")
-    with pytest.raises(FileExistsError, match="holds nothing to resume"):
-        run(tmp_path, limit=1, repeats=1)
-    assert (tmp_path / "run.json").read_text() == "mine"
-
-
-def test_a_finished_run_is_left_alone(whole, run):
-    before = (whole / "records.jsonl").read_bytes()
-    run(whole)
-    assert (whole / "records.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
         ({"max_new_tokens": 11}, "max_new_tokens 12, now 11"),
         ({"limit": 1}, "limit None, now 1; questions "),
         ({"drafts": {}}, "drafts None, now {}; .*methods.poss.weights '.*', now None"),
     ],
 )
-def test_other_settings_in_the_same_folder_are_refused(whole, run, change, said):
+def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run, change, words):
     before = {path.name: path.read_bytes() for path in whole.iterdir()}
-    with pytest.raises(ValueError, match=rf"holds records of other settings \({said}"):
+    run(whole)
+    with pytest.raises(ValueError, match=rf"holds records of other settings \({words}"):
         run(whole, **change)
     assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
 
 
-def test_a_run_of_yesterday_keeps_its_date(run, inputs, target, tmp_path):
+def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
     folder = tmp_path / "dated"
     target.model.save_pretrained(folder)
     tiny_tokenizer(DATED).save_pretrained(folder)
@@ -222,15 +190,6 @@ def test_a_run_of_yesterday_keeps_its_date(run, inputs, target, tmp_path):
     assert untimed(tmp_path / "today")[0]["tokens"] != untimed(tmp_path / "out")[0]["tokens"]
 
 
-def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
-    drafts = {"d": str(tmp_path / "draft")}
-    tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
-    run(tmp_path / "out", drafts=drafts, limit=1)
-    tiny_draft(target, [2], seed=1).save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
-        run(tmp_path / "out", drafts=drafts, limit=1)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -238,93 +197,70 @@ def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
         ({"baselines": ["generate"]}, "must hold plain"),
         ({"baselines": ["plain", "beam"]}, "may hold generate"),
         ({"drafts": {"generate": "x"}}, "like a baseline"),
+        ({"drafts": {1: "x"}}, "which YAML reads as int: quote it"),
         ({"drafts": {"d": "nowhere/at-all"}}, "neither a local folder nor a hub id"),
+        ({"suites": ["LONG"]}, r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
+    if "suites" in change:
+        change = {"suites": suite(tmp_path, ["Hi"], ["word " * 600])}
     with pytest.raises((ValueError, OSError), match=words):
         run(tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_depth_beyond_the_allocation_is_the_last_specialist_going_on(run, tmp_path):
-    run(tmp_path / "out", depth=5, limit=1)
-    records = read_records(tmp_path / "out")
-    assert len({tuple(record.tokens) for record in records if record.turn == 0}) == 1
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["methods"]["poss"]["depth"] == 5
-
-
-def suite(folder: Path, *turns: list[str]) -> list[str]:
-    path = folder / "made.jsonl"
-    path.write_text(
-        "".join(json.dumps({"question_id": i, "turns": list(texts)}) + "\n" for i, texts in enumerate(turns))
-    )
-    return [str(path)]
-
-
-def test_a_prompt_longer_than_the_context_is_named_before_anything_is_written(run, tmp_path):
-    suites = suite(tmp_path, ["Hi"], ["word " * 600])
-    with pytest.raises(ValueError, match=r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"):
-        run(tmp_path / "out", suites=suites)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_go_on(run, tmp_path, caplog):
-    suites = suite(tmp_path, ["Hi"], ["Hi", "word " * 600], ["Ho"])
-    run(tmp_path / "out", suites=suites)
+def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_not(run, tmp_path, caplog):
+    run(tmp_path / "out", suites=suite(tmp_path, ["Hi"], ["Hi", "word " * 600], ["Ho"]))
     assert "question 1 of made ends before turn 1" in caplog.text
     assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
 
 
-def test_a_killed_run_does_not_go_on_with_other_settings(run, tmp_path, monkeypatch):
-    kill_after_first(run, tmp_path / "out", suite(tmp_path, ["Hi"], ["Ho"]), monkeypatch)
-    with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
-        run(tmp_path / "out", suites=[str(tmp_path / "made.jsonl")], repeats=1)
-
-
-def kill_after_first(run, out: Path, suites: list[str], monkeypatch) -> None:
-    """Kill a run in its second question."""
+def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(run, tmp_path, monkeypatch):
+    """Seconds of two machines do not meet in one file."""
+    options = {"suites": suite(tmp_path, ["Hi"], ["Ho"])}
     decode_question, calls = Run._decode_question, []
 
-    def dying(self, question, *args, **options):
+    def dying(self, question, *args):
         calls.append(question)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return decode_question(self, question, *args, **options)
+        return decode_question(self, question, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Run, "_decode_question", dying)
-        run(out, suites=suites)
-
-
-def test_seconds_of_two_machines_do_not_meet_in_one_file(run, tmp_path, monkeypatch):
-    suites = suite(tmp_path, ["Hi"], ["Ho"])
-    kill_after_first(run, tmp_path / "out", suites, monkeypatch)
+        run(tmp_path / "out", **options)
+    with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
+        run(tmp_path / "out", **options, repeats=1)
     there = module.provenance(torch.device("cpu"))
     monkeypatch.setattr(module, "provenance", lambda device: there | {"threads": 99})
     with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
-        run(tmp_path / "out", suites=suites)
+        run(tmp_path / "out", **options)
     monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
-    run(tmp_path / "out", suites=suites)
-    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    run(tmp_path / "out", **options)
+    facts = facts_of(tmp_path / "out")
     assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
 
 
-def test_packed_records_are_not_begun_anew(run, tmp_path):
-    suites = suite(tmp_path, ["Hi"])
-    run(tmp_path / "out", suites=suites)
-    file = tmp_path / "out" / "records.jsonl"
-    (tmp_path / "out" / "records.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
-    file.unlink()
+def test_a_run_json_alone_may_be_of_anything_and_is_not_replaced(run, tmp_path):
+    (tmp_path / "run.json").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds nothing to resume"):
+        run(tmp_path)
+    assert (tmp_path / "run.json").read_text() == "mine"
+
+
+def test_gzipped_records_are_not_replaced(run, tmp_path):
+    (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):
-        run(tmp_path / "out", suites=suites)
+        run(tmp_path, suites=suite(tmp_path, ["Hi"]))
+    assert not (tmp_path / "run.json").exists()
 
 
 # --- the loop, with decoders of a fixed answer ---
 
 
 class FixedAnswer:
-    """A decoder with one answer, that notes its prompts."""
+    """A decoder with one answer, which notes its prompts."""
 
     def __init__(self, tokens: list[int], asked: list[tuple[str, list[int]]], name: str):
         self.tokens, self.asked, self.name = tokens, asked, name
@@ -337,10 +273,8 @@ class FixedAnswer:
 
 def fixed_run(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, list[int]]]]:
     asked: list[tuple[str, list[int]]] = []
-    methods = {
-        name: FixedAnswer(target.tokenizer(text).input_ids, asked, name)
-        for name, text in zip(METHODS, texts, strict=False)
-    }
+    named = zip(METHODS, texts, strict=False)
+    methods = {name: FixedAnswer(target.tokenizer(text).input_ids, asked, name) for name, text in named}
     return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
 
 
@@ -360,19 +294,3 @@ def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
     assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
     assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question
     assert all(first[0] != second[0] for first, second in zip(rounds[::2], rounds[1::2], strict=True))  # repeats
-
-
-@pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])
-def test_a_letter_split_over_tokens_belongs_to_its_last(target, text):
-    tokens = target.tokenizer(text).input_ids
-    pieces = pieces_of(target.chat.text, tokens)
-    assert "".join(pieces) == text and len(pieces) == len(tokens)
-    cut = pieces_of(target.chat.text, tokens[:-1])
-    assert "".join(cut) == target.chat.text(tokens[:-1])
-
-
-def test_bytes_that_are_no_text_and_a_stop_token(target):
-    byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
-    tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
-    pieces = pieces_of(target.chat.text, tokens)
-    assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""

@@ -1,13 +1,13 @@
-"""Rounds as the terminal shows them: the drawing is the law."""
+"""Rounds as the terminal shows them."""
 
 import math
 
 import pytest
 
-from poss_lightning.evaluation.drawing import BOLD, DIM, GREEN, PLAIN, Guesses, draw
+from poss_lightning.evaluation.drawing import BOLD, DIM, GREEN, RESET, Guesses, draw
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "\n", " down"]
-#         the(cat(sat(\n) ran) dog), of which the target takes cat and sat, and goes on with down
+#         the(cat(sat(\n) ran) dog), of which the target accepts cat and sat, and adds down
 CHANCES = [1.0, 0.62, 0.21, 0.4, 0.09, 0.05]
 GUESSES = Guesses([0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 3], [math.log(chance) for chance in CHANCES], [0, 1, 3], 6)
 
@@ -54,9 +54,9 @@ def test_a_round_is_drawn(guesses, lines, expected):
 
 def test_colours_stand_for_the_signs():
     drawn = draw(GUESSES, WORDS.__getitem__, colour=True, lines=6).splitlines()
-    assert drawn[1] == f"├─ {GREEN}cat 62.0 %{PLAIN}"
-    assert drawn[3] == f"│     └─ {BOLD} down{PLAIN}"
-    assert drawn[4:] == [f"├─ {DIM}dog 21.0 %{PLAIN}", f"└─ {DIM}… 2 more{PLAIN}"]
+    assert drawn[1] == f"├─ {GREEN}cat 62.0 %{RESET}"
+    assert drawn[3] == f"│     └─ {BOLD} down{RESET}"
+    assert drawn[4:] == [f"├─ {DIM}dog 21.0 %{RESET}", f"└─ {DIM}… 2 more{RESET}"]
 
 
 def test_what_is_shown_is_a_tree_within_its_lines():

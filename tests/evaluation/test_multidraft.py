@@ -1,4 +1,4 @@
-"""Rules of multi-draft decoding: each against its enumeration, the optimum against the transport that it solves."""
+"""Rules of multi-draft decoding: each against its enumeration, the optimum against the transport problem it solves."""
 
 import itertools
 
@@ -15,14 +15,14 @@ CASES = [(size, n, seed) for size, n in ((2, 1), (4, 2), (5, 3), (6, 2)) for see
 
 
 def pair(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """p, which keeps not all of the tokens, and q."""
+    """p, in which one token is impossible, and q."""
     logits = 2 * torch.randn(2, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     logits[0, 0] = -torch.inf
     return logits.softmax(-1).unbind()
 
 
 def recursive(p: list[float], q: list[float], n: int, replace: bool) -> float:
-    """How often one of n children is accepted, child by child from the definition."""
+    """How often one of n children is accepted, child by child, from the definition."""
     if n == 0 or not sum(q):
         return 0.0
     rest = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
@@ -51,7 +51,7 @@ def test_rejection_is_its_enumeration(size, n, seed):
 
 
 def transport(p, chances: dict[tuple[int, ...], float]) -> float:
-    """The most mass that a joint law of token and children gives to tokens that are among the children."""
+    """The most mass that a joint distribution of token and children gives to tokens among the children."""
     lists, size = list(chances), len(p)
     pairs = [(x, i) for x in range(size) for i, children in enumerate(lists) if x in children]
     rows = torch.zeros(size + len(lists), len(pairs))
@@ -81,18 +81,13 @@ def test_children_that_are_certain_reach_their_own_optimum(size, n, seed):
 
 
 def test_the_table_of_drawn_answers(target):
-    """A draft of all tokens is always right where all are drafted; one child of ours beats one of the unseeing."""
-    law = Sampling(1.0)
-    texts, draws = drawn(target, law)
-    layers, counts = (), (1, 3)
-    samples = [
-        read(target, prompt, answer, layers=layers)._replace(draws=[draw])
-        for prompt, answer, draw in zip(PROMPTS, texts, draws, strict=True)
-    ]
+    """Rates are probabilities, and more children are accepted more often."""
+    texts, draws = drawn(target, Sampling(1.0))
+    given = zip(PROMPTS, texts, draws, strict=True)
+    samples = [read(target, prompt, answer)._replace(draws=[draw]) for prompt, answer, draw in given]
     answers = [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
-    draft = lucky(target, texts, (2, 2), 0)
-    rates = acceptance(draft, target.embed_head, answers, 2, counts)
+    rates = acceptance(lucky(target, texts, (2, 2), 0), target.embed_head, answers, 2, (1, 3))
     assert rates.shape == (2, 2, len(RULES)) and bool(((rates >= 0) & (rates <= 1 + 1e-9)).all())
-    assert bool((rates[:, 1] >= rates[:, 0] - 1e-9).all())  # more children
-    lines = table(rates, counts).splitlines()
+    assert bool((rates[:, 1] >= rates[:, 0] - 1e-9).all())
+    lines = table(rates, (1, 3)).splitlines()
     assert len(lines) == 1 + 2 * 2 and lines[0].split() == ["position", "n", *RULES]

@@ -12,8 +12,8 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.evaluation.schedules import Schedule
-from poss_lightning.evaluation.stored import find_answers, mismatch, sampled
+from poss_lightning.evaluation.schedules import RoundSchedule
+from poss_lightning.evaluation.stored import describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Draw, Sampling
 from tests.support.tiny import tiny_target
@@ -44,7 +44,7 @@ def drawn(target, sampling: Sampling) -> tuple[list[list[int]], list[Draw | None
 
 
 def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tuple[int, ...] = ()) -> Sample:
-    """A stored sample of one answer, and `more` tokens of the template's behind it."""
+    """A stored sample of one answer, and `more` tokens of the template's after it."""
     tokens = torch.tensor(prompt + answer + [7] * more)
     with torch.inference_mode():
         features, inner = target.text_layers(tokens[None], layers or (1,))
@@ -54,13 +54,13 @@ def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tu
 
 
 def ended(target, prompt: list[int], answer: list[int], layers: tuple[int, ...]) -> Sample:
-    """A cut answer, which the template has ended by a token that the target does not choose, at any temperature."""
+    """A cut answer, which the template has ended with a token that the target chooses at no temperature."""
     features = target.text_features(torch.tensor([prompt + answer]))[0, -1]
     return read(target, prompt, answer + [int(target.embed_head.logits(features).argmin())], layers=layers)
 
 
 def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int, **options) -> Specialists:
-    """A random draft that knows the target's eight commonest tokens, so that some of what it drafts is accepted."""
+    """A random draft of the target's eight most common tokens, so that some of what it drafts is accepted."""
     common = Counter(token for answer in answers for token in answer).most_common(8)
     words = torch.tensor(sorted({token for token, _ in common}))
     torch.manual_seed(seed)
@@ -81,7 +81,7 @@ def _without_noise(draft_tree, drafter, budget, noise=None):
 )
 @pytest.mark.parametrize("sees", [True, False])
 def test_replayed_rounds_are_the_engines(target, allocation, options, tree, sampling, sees, monkeypatch):
-    """Of greedy and drawn answers; and of drawn ones where drafts do not see the draw."""
+    """For greedy and drawn answers, and for drawn ones where drafts do not see the draw."""
     depth, nodes, width = tree
     plain, draws = drawn(target, sampling)
     draft = lucky(target, plain, allocation, sum(tree), **options)
@@ -100,12 +100,12 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, samp
     if sees:
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
-        monkeypatch.setattr(Schedule, "rows", rows)
+        monkeypatch.setattr(RoundSchedule, "rows", rows)
         replayed = replay_rounds(draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:
                 assert rounds == own.accepted
-            else:  # only rounds whose window the answer holds
+            else:  # only rounds that the answer shows to their full depth
                 assert rounds == own.accepted[: len(rounds)]
                 left = len(answer) - 1 - sum(a + 1 for a in rounds)
                 assert 0 <= left <= depth
@@ -114,7 +114,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, samp
 
 @pytest.mark.parametrize("drafted", [True, False])
 def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
-    """To the stop, drafted or the bonus, and not to a bonus behind it. A tree of all tokens is right once a round."""
+    """To the stop token, be it drafted or the bonus, with no bonus after it. A tree of all tokens is right once."""
     plain = Autoregressive(target).decode(PROMPTS[:1], LIMIT, frozenset())[0].tokens
     end = next(i for i, token in enumerate(plain) if i > 10 and token not in plain[:i] and i % 2 == drafted)
     whole = target.spec.vocab_size
@@ -142,35 +142,35 @@ def test_nothing_to_replay(target):
     assert replay_rounds(draft, target.embed_head, without, depth=6) == [[], []]
 
 
-def told(target, samples: list[Sample]) -> str | None:
-    return mismatch([answer for sample in samples for answer in find_answers(sample, target.embed_head)])
+def mismatch(target, samples: list[Sample]) -> str | None:
+    return describe_mismatch([answer for sample in samples for answer in find_answers(sample, target.embed_head)])
 
 
-def test_answers_that_the_target_would_not_write_are_told(target, plain):
-    """Its own are not; nor a tie here and there. Others' are, and its own behind a beginning that is not."""
+def test_answers_that_the_target_would_not_write_are_reported(target, plain):
+    """Its own are not, nor a tie here and there; texts of others are, and its own after a beginning that is not."""
     own = [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, plain, strict=True)]
-    assert told(target, own) is None and told(target, []) is None
+    assert mismatch(target, own) is None and mismatch(target, []) is None
     (long,) = (sample for sample, answer in zip(own, plain, strict=True) if answer is max(plain, key=len))
     tied = long._replace(greedy=long.greedy.clone())
     tied.greedy[-10] += 1
-    assert told(target, [tied] * 2 + own * 2) is None
+    assert mismatch(target, [tied] * 2 + own * 2) is None
     begun = long._replace(greedy=long.greedy.clone())
     begun.greedy[long.spans[0][0]] += 1  # the second token of the answer
-    assert "differ within 8 tokens" in told(target, [begun])
+    assert "differ within 8 tokens" in mismatch(target, [begun])
     others = [read(target, prompt, answer[::-1]) for prompt, answer in zip(PROMPTS, plain, strict=True)]
-    assert "not the target's own greedy ones" in told(target, others)
+    assert "not the target's own greedy ones" in mismatch(target, others)
 
 
 def test_drawn_answers_are_the_targets_own_where_they_say_how(target):
     texts, draws = drawn(target, DRAWN)
     given = zip(PROMPTS, texts, draws, strict=True)
     own = [read(target, prompt, answer)._replace(draws=[draw]) for prompt, answer, draw in given]
-    assert told(target, own) is None
+    assert mismatch(target, own) is None
     other = [draw._replace(seed=draw.seed ^ 1) for draw in draws]
     changed = [sample._replace(draws=[draw]) for sample, draw in zip(own, other, strict=True)]
-    assert "not the target's own ones" in told(target, changed)
-    assert "own greedy ones" in told(target, [sample._replace(draws=()) for sample in own])
+    assert "not the target's own ones" in mismatch(target, changed)
+    assert "own greedy ones" in mismatch(target, [sample._replace(draws=()) for sample in own])
     answers = [answer for sample in own for answer in find_answers(sample, target.embed_head)]
-    assert sampled(answers) == {"temperature": 1.0, "top_k": 0, "top_p": 0.95}
+    assert sampling_settings(answers) == {"temperature": 1.0, "top_k": 0, "top_p": 0.95}
     with pytest.raises(ValueError, match="were chosen in 2 ways"):
-        sampled([*answers, answers[0]._replace(draw=None)])
+        sampling_settings([*answers, answers[0]._replace(draw=None)])

@@ -1,4 +1,4 @@
-"""Text while it is decoded: joined pieces are the text, no letter is ever printed half, and no work is done twice."""
+"""Text while it is decoded: joined pieces are the text, no letter is ever printed in half, and time is linear."""
 
 import random
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from poss_lightning.evaluation.streaming import LOST, WINDOW, Pieces
+from poss_lightning.evaluation.streaming import LOST, WINDOW, Pieces, pieces_of
 from tests.support.tiny import tiny_tokenizer
 
 TEXT = "A horse has four legs: 马有四条腿 🐴👩‍🦰, ça coûte 4 €€€. \n\n The end 🙂"
@@ -19,7 +19,7 @@ def bytes_joined() -> tuple[Callable[[list[int]], str], list[int]]:
 
 
 def bytes_fallen_back() -> tuple[Callable[[list[int]], str], list[int]]:
-    """As Llama-2: words begin with ▁, the first loses it; rare letters are runs of <0x..>, whole or all lost."""
+    """As Llama-2: words begin with ▁, the first loses it; rare letters are runs of <0x..>."""
     vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for word in ("▁", *map(chr, range(33, 127))):
         vocabulary[word] = len(vocabulary)
@@ -31,7 +31,7 @@ def bytes_fallen_back() -> tuple[Callable[[list[int]], str], list[int]]:
 
 
 def spoken(text: Callable[[list[int]], str], tokens: list[int], sizes: list[int]) -> list[str]:
-    """The pieces of `tokens`, given so many at a time, again and again."""
+    """The pieces of `tokens`, given in runs of these sizes, repeated."""
     pieces, said = Pieces(text), []
     while tokens:
         size = sizes[len(said) % len(sizes)]
@@ -50,7 +50,7 @@ def test_pieces_make_the_text_and_hold_whole_letters(kind, sizes):
 
 
 @pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
-def test_nothing_whole_is_held_back(kind):
+def test_no_complete_letter_is_held_back(kind):
     text, tokens = kind()
     pieces, said = Pieces(text), ""
     for count, token in enumerate(tokens, start=1):
@@ -58,7 +58,7 @@ def test_nothing_whole_is_held_back(kind):
         assert said.startswith(text(tokens[:count]).rstrip(LOST)) and TEXT.startswith(said)
 
 
-def test_bytes_that_make_no_letter_are_said_as_they_are():
+def test_bytes_that_are_not_text_are_given_out_as_they_are():
     text, _ = bytes_joined()
     byte = {character: number for character, number in tiny_tokenizer().get_vocab().items() if len(character) == 1}
     draw = random.Random(0)
@@ -80,3 +80,19 @@ def test_time_is_linear(alike):
 
     spoken(counted, tokens, [1])
     assert sum(decoded) < 2 * WINDOW * len(tokens)
+
+
+@pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])
+def test_a_letter_split_over_tokens_belongs_to_its_last(target, text):
+    tokens = target.tokenizer(text).input_ids
+    pieces = pieces_of(target.chat.text, tokens)
+    assert "".join(pieces) == text and len(pieces) == len(tokens)
+    cut = pieces_of(target.chat.text, tokens[:-1])
+    assert "".join(cut) == target.chat.text(tokens[:-1])
+
+
+def test_a_broken_letter_is_a_piece_and_a_stop_token_is_none(target):
+    byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
+    tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
+    pieces = pieces_of(target.chat.text, tokens)
+    assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import logging as hub_logging
 
 from poss_lightning.evaluation import forms, hub
-from poss_lightning.evaluation.suites import OWN, load_suites, local_files, own_suites, read_suites
+from poss_lightning.evaluation.suites import OWN, Question, load_suites, local_files, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -64,9 +64,6 @@ def test_every_form_of_a_record(tmp_path, name):
     assert [question.turns for question in questions] == [turns for _, turns in FORMS]
     openings = [question.opening for question in questions if question.opening]
     assert openings == [chat(("system", "s"))] * 2
-    with pytest.raises(ValueError, match="it has 'images', and only text is read"):
-        (tmp_path / "pictures.jsonl").write_text(lines({"question": "a", "images": ["b"]}))
-        read_suites([str(tmp_path / "pictures.jsonl")])
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
 
 
@@ -114,6 +111,7 @@ def test_a_limit_looks_no_further(tmp_path):
             json.dumps({"turns": [f"{forms.LEFT_OUT}\n\nTell me."]}).encode(),
             r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
         ),
+        (b'{"question": "a", "images": ["b"]}', "it has 'images', and only text is read"),
         (b"\n", "has no questions"),
     ],
 )
@@ -133,17 +131,15 @@ def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
         ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
     ],
 )
-def test_sources_that_are_none(source, words):
+def test_sources_that_do_not_exist(source, words):
     with pytest.raises((FileNotFoundError, ValueError), match=words):
         read_suites([source])
 
 
-def test_files_of_a_suite_are_known_by_its_name(tmp_path):
-    """Those of the user, which may change between two measurements."""
-    for name in ("b.jsonl", "a.jsonl", "notes.txt"):
-        (tmp_path / name).touch()
-    assert [file.name for file in local_files(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
-    assert local_files(f"{tmp_path / 'a.jsonl'}?field=question") == [tmp_path / "a.jsonl"]
+def test_only_files_of_the_user_are_digested_as_inputs(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    for name in (tmp_path, tmp_path / "a.jsonl", f"{tmp_path / 'a.jsonl'}?field=question"):
+        assert local_files(str(name)) == [tmp_path / "a.jsonl"]
     assert local_files("chat") == local_files("hub:gsm8k") == []
 
 
@@ -177,13 +173,7 @@ COLUMNS = {
         (52640831, "writing", ["Write.", "Again."]),
     ),
     "humaneval": (
-        {
-            "task_id": "HumanEval/7",
-            "prompt": "\ndef f():\n",
-            "canonical_solution": "",
-            "test": "",
-            "entry_point": "f",
-        },
+        {"task_id": "HumanEval/7", "prompt": "\ndef f():\n", "canonical_solution": "", "test": "", "entry_point": "f"},
         ("HumanEval/7", "code", ["Complete the code I provided.\ndef f():\n"]),
     ),
     "gsm8k": ({"question": "How many?", "answer": "#### 2"}, (1, "math", ["How many?"])),
@@ -211,21 +201,14 @@ def test_each_known_data_set_is_pinned():
     assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.KNOWN.values())
 
 
-def test_speed_bench_from_a_copy_and_from_the_files_of_its_script(tmp_path):
+def test_speed_bench_from_a_copy(tmp_path):
     row = {"question_id": "ab" * 16, "category": "roleplay", "turns": ["Be a cat.", "And now?"], "difficulty": None}
     copy = data_set(tmp_path / "copy", [row], "throughput_1k", "test")
-    questions = read_suites([f"hub:speed_bench_1k?repo={copy}"])
-    assert vars(questions[0]) == {"suite": "speed_bench_1k"} | {"id": row["question_id"]} | {
-        name: row[name] for name in ("category", "turns")
-    } | {"opening": [], "template": {}}
-    written = row | {"messages": chat(*(("user", turn) for turn in row["turns"]))}
-    del written["turns"]
-    (tmp_path / "throughput_1k.jsonl").write_text(lines(written))
-    [question] = read_suites([str(tmp_path / "throughput_1k.jsonl")])
-    assert (question.id, question.category, question.turns) == (row["question_id"], "roleplay", row["turns"])
+    [question] = read_suites([f"hub:speed_bench_1k?repo={copy}"])
+    assert question == Question("speed_bench_1k", row["question_id"], row["category"], row["turns"])
 
 
-def test_the_pinned_commit_is_asked_for_and_the_one_that_came_is_told(tmp_path, monkeypatch):
+def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, monkeypatch):
     load, asked = datasets.load_dataset_builder, []
     copy = data_set(tmp_path / "copy", [{"question": "How many?"}], "main", "test")
 
@@ -243,7 +226,7 @@ def test_the_pinned_commit_is_asked_for_and_the_one_that_came_is_told(tmp_path, 
     assert asked == [("openai/gsm8k", "main", pinned), ("openai/gsm8k", "main", "abc"), ("my/copy", "main", None)]
 
 
-def test_the_first_eighty_questions_unless_a_limit_says_else(tmp_path):
+def test_the_first_eighty_questions_unless_there_is_a_limit(tmp_path):
     rows = [{"instruction": f"Say {n}.", "input": "x" * (n % 3 == 0)} for n in range(200)]
     source = "hub:alpaca?repo=" + data_set(tmp_path / "copy", rows)
     questions = read_suites([source], limit=100)
@@ -252,7 +235,7 @@ def test_the_first_eighty_questions_unless_a_limit_says_else(tmp_path):
     assert read_suites([source]) == questions[:80] and read_suites([source], limit=3) == questions[:3]
 
 
-def test_rows_behind_the_limit_are_not_fetched(tmp_path, monkeypatch):
+def test_rows_after_the_limit_are_not_fetched(tmp_path, monkeypatch):
     def three(self):
         yield from ({"question": f"{n}?"} for n in range(3))
         raise AssertionError("a fourth row was fetched")
@@ -272,52 +255,43 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("source", "words"),
     [
-        ("?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
-        ("?config=nosuch", "cannot be read by datasets: .*nosuch.* Available"),
-        ("?field=text", "talks.field=text row 1: has no `text`; it has question"),
+        ("hub:FOLDER?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
+        ("hub:FOLDER?config=nosuch", "cannot be read by datasets: .*nosuch.* Available"),
+        ("hub:FOLDER?field=text", "talks.field=text row 1: has no `text`; it has question"),
+        ("hub:sum?repo=FOLDER&config=default&split=train", "row 1 has no 'id'; it has question$"),
     ],
 )
-def test_data_sets_without_what_is_asked_for(tmp_path, options, words):
-    source = "hub:" + data_set(tmp_path / "talks", [{"question": "a"}])
+def test_data_sets_without_what_is_asked_for(tmp_path, source, words):
+    folder = data_set(tmp_path / "talks", [{"question": "a"}])
     with pytest.raises(ValueError, match=words):
-        read_suites([source + options])
-
-
-def test_a_column_that_is_not_there(tmp_path):
-    copy = data_set(tmp_path / "copy", [{"problem": "a"}], "main", "test")
-    with pytest.raises(ValueError, match=r"row 1 has no 'question'; it has problem$"):
-        read_suites([f"hub:gsm8k?repo={copy}"])
+        read_suites([source.replace("FOLDER", folder)])
 
 
 def test_several_splits_and_none_named(tmp_path):
-    (tmp_path / "talks").mkdir()
-    for split in ("train_a", "train_b"):
-        (tmp_path / "talks" / f"{split}.jsonl").write_text(lines({"prompt": split}))
-    card = "configs:\n- config_name: default\n  data_files:\n" + "".join(
-        f"  - {{split: {split}, path: {split}.jsonl}}\n" for split in ("train_a", "train_b")
-    )
-    (tmp_path / "talks" / "README.md").write_text(f"---\n{card}---\n")
+    folder = tmp_path / "talks"
+    folder.mkdir()
+    files = {split: f"{split}.jsonl" for split in ("train_a", "train_b")}
+    for split, file in files.items():
+        (folder / file).write_text(lines({"prompt": split}))
+    card = [{"config_name": "default", "data_files": [{"split": split, "path": file} for split, file in files.items()]}]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(card)}\n---\n")
     with pytest.raises(ValueError, match=r"choose .split= of train_a, train_b"):
-        read_suites([f"hub:{tmp_path / 'talks'}"])
-    assert read_suites([f"hub:{tmp_path / 'talks'}?split=train_b"])[0].turns == ["train_b"]
+        read_suites([f"hub:{folder}"])
+    assert read_suites([f"hub:{folder}?split=train_b"])[0].turns == ["train_b"]
 
 
-@pytest.mark.parametrize("when", ["asked", "streamed"])
-def test_a_hub_out_of_reach_is_told_in_one_line_that_names_our_own(tmp_path, monkeypatch, capsys, caplog, when):
+@pytest.mark.parametrize("place", ["datasets.load_dataset_builder", "datasets.IterableDataset.__iter__"])
+def test_a_hub_out_of_reach_is_reported_in_one_line(tmp_path, monkeypatch, capsys, caplog, place):
     def unreachable(*args, **kwargs):
         logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\n(LocalEntryNotFoundError)")
 
     copy = data_set(tmp_path / "copy", [{"question": "a"}], "main", "test")
-    if when == "asked":
-        monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
-    else:
-        monkeypatch.setattr(datasets.IterableDataset, "__iter__", unreachable)
+    monkeypatch.setattr(place, unreachable)
     usual = hub_logging.get_verbosity()
-    with pytest.raises(ConnectionError) as caught:
+    with pytest.raises(ConnectionError, match=r"the hub cannot be reached \(Couldn't reach.*`poss list`") as caught:
         read_suites([f"hub:gsm8k?repo={copy}"])
     assert "Retrying" not in capsys.readouterr().err + caplog.text and hub_logging.get_verbosity() == usual
-    assert "the hub cannot be reached (Couldn't reach" in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).endswith("need no network: " + ", ".join(own_suites()))
+    assert "\n" not in str(caught.value)

@@ -1,8 +1,9 @@
-"""A draft knows the texts that it was trained on, however they come back."""
+"""A draft knows the texts that it was trained on, in whatever store they are."""
 
 import json
 import logging
 from dataclasses import replace
+from typing import Any
 
 import lightning
 import pytest
@@ -20,6 +21,7 @@ from poss_lightning.training.module import SpecialistTraining
 from tests.support.talks import talks
 from tests.support.tiny import tiny_target
 
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 
 
@@ -33,13 +35,11 @@ def train(store: str, folder, **options) -> FeatureData:
     data = FeatureData(store, validation=0.3)
     trainer = lightning.Trainer(
         default_root_dir=folder,
-        accelerator="cpu",
         max_steps=1,
         limit_val_batches=1,
-        logger=False,
-        enable_progress_bar=False,
         use_distributed_sampler=False,
         callbacks=[DraftFolders("val/loss", "min"), ModelCheckpoint(folder, save_last=True)],
+        **QUIET,
     )
     trainer.fit(SpecialistTraining(store, [2], **options), data)
     return data
@@ -47,13 +47,13 @@ def train(store: str, folder, **options) -> FeatureData:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A draft's training, its texts, and names of the texts that it held out."""
+    """The folder of a draft's training, and its data."""
     folder = tmp_path_factory.mktemp("trained")
     data = train(extracted(folder / "store", talks()), folder)
     return folder, data
 
 
-def told(caplog, store: str, draft, out) -> str:
+def warned(caplog, store: str, draft, out) -> str:
     """What `poss replay` warns of."""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -65,17 +65,17 @@ def test_texts_of_the_training_are_counted_and_others_not(trained, tmp_path, cap
     folder, data = trained
     held = {data.source.ids[i] for i in data.held_out}
     learnt = [talk for talk in talks() if talk.id not in held]
-    again = [replace(talk, id=f"new{talk.id}") for talk in talks()]
-    stores = {
-        "the same": (talks(), {}, (len(learnt), 40)),
-        "under other names, cut elsewhere": (again, {"max_length": 100}, (len(learnt), 40)),
-        "a part": (learnt[:5] + [talk for talk in talks() if talk.id in held][:2], {}, (5, 7)),
-        "held out alone": ([talk for talk in talks() if talk.id in held], {}, None),
-        "of the same ids": ([Conversation(talk.id, other()) for talk in talks()], {}, None),
-    }
-    for number, (conversations, sizes, found) in enumerate(stores.values()):
+    unseen = [talk for talk in talks() if talk.id in held]
+    cases: list[tuple[list[Conversation], dict, tuple[int, int] | None]] = [
+        (talks(), {}, (len(learnt), 40)),
+        ([replace(talk, id=f"new{talk.id}") for talk in talks()], {"max_length": 100}, (len(learnt), 40)),  # cut, too
+        (learnt[:5] + unseen[:2], {}, (5, 7)),
+        (unseen, {}, None),
+        ([Conversation(talk.id, other()) for talk in talks()], {}, None),  # other texts of the same ids
+    ]
+    for number, (conversations, sizes, found) in enumerate(cases):
         store = extracted(tmp_path / f"store{number}", conversations, **sizes)
-        words = told(caplog, store, folder / "draft-last", tmp_path / f"out{number}")
+        words = warned(caplog, store, folder / "draft-last", tmp_path / f"out{number}")
         assert words == "" if found is None else "trained on {} of these {} conv".format(*found) in words
         assert words.count("\n") == 0
 
@@ -85,7 +85,7 @@ def other() -> list[dict]:
 
 
 def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
-    """Exported, from a checkpoint too, saved again, and as the start of another training on other text."""
+    """When it is exported, from a checkpoint too, and when a training on other text starts from it."""
     folder, data = trained
     known = Specialists.from_pretrained(folder / "draft-last").trained_on
     assert known == {data.source.digest(i) for i in data.train} and len(known) == len(data.train)
@@ -102,7 +102,7 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
 def test_a_validation_on_other_held_out_texts_warns(trained):
     folder, data = trained
     module = SpecialistTraining(str(data.source.folders[0]), [2])
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer = lightning.Trainer(enable_checkpointing=False, **QUIET)
     others = FeatureData(str(data.source.folders[0]), validation=0.3, split_seed=7)
     seen = sum(i in data.train for i in others.held_out)
     with pytest.warns(UserWarning, match=f"was trained on {seen} of these {len(others.held_out)} conversations"):
@@ -117,7 +117,7 @@ def test_a_validation_on_other_held_out_texts_warns(trained):
         ({}, {}, ""),
     ],
 )
-def test_how_a_draft_was_trained_stands_beside_it(tmp_path, model, trainer, words):
+def test_the_training_of_a_draft_is_described_by_the_config_beside_it(tmp_path, model, trainer, words):
     (tmp_path / "config.yaml").write_text(json.dumps({"model": model, "trainer": trainer}))
     assert describe_training(str(tmp_path / "draft-best")) == words
     assert describe_training("embedded-hass") == "shipped"

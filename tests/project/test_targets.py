@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.sweep import Cell, Sweep
+from poss_lightning.sweep import PlannedCell, Sweep
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters, shapes
 from poss_lightning.training.plan import TARGETS, token_bytes
@@ -40,7 +40,7 @@ THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": (
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj", "down_proj")  # of a specialist
 
 
-def experiment(name: str) -> dict[str, Cell]:
+def experiment(name: str) -> dict[str, PlannedCell]:
     """The cells of a target's experiment by choice."""
     own = Sweep.load(ROOT / f"conf/reproduce/{name}.yaml")
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
