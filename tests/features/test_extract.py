@@ -66,10 +66,12 @@ def conversation(name: str, *turns: str) -> Conversation:
 def test_an_answer_that_the_template_rewrites_later_is_a_text_of_its_own(caplog):
     later = "{{ message['content'][(1 if message['role'] == 'assistant' and not loop.last else 0):] }}"
     target = Target(tiny_model(), tiny_tokenizer(CHATML.replace("{{ message['content'] }}", later)), "tiny")
-    texts = tokenize(target, [conversation("a", "hi", "a cat sat"), conversation("b", "so", "blue", "so", "red")], 500)
-    assert {text.id: len(text.spans) for text in texts} == {"a": 1, "b/1": 1, "b/2": 1} and not caplog.text
+    texts = tokenize(
+        target, [conversation("b/2", "hi", "a cat sat"), conversation("b", "so", "blue", "so", "red")], 500
+    )
+    assert {text.id: len(text.spans) for text in texts} == {"b/2": 1, "b/1": 1, "b/2'": 1} and not caplog.text
     by_id = {text.id: text.conversation for text in texts}
-    assert by_id["b/1"] == by_id["b/2"] != by_id["a"]
+    assert by_id["b/1"] == by_id["b/2'"] != by_id["b/2"]
 
 
 def test_texts_left_out_and_repeated_are_logged(caplog):
