@@ -58,9 +58,9 @@ class FeatureData(lightning.LightningDataModule):
         workers: Workers = 0,
     ):
         super().__init__()
+        online: dict[str, Any] = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
+        online |= {"chat_template_kwargs": chat_template_kwargs}
         if store is not None and corpus is None:
-            online = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
-            online |= {"chat_template_kwargs": chat_template_kwargs}
             for name, value in online.items():
                 if value != signature(FeatureData).parameters[name].default:
                     raise ValueError(
@@ -69,7 +69,7 @@ class FeatureData(lightning.LightningDataModule):
                     )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
+            self.source = OnlineFeatures.load(corpus, **online)
         else:
             raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.noise = batch_tokens, noise

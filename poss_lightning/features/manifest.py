@@ -90,7 +90,7 @@ def is_finished(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def check(folder: Path) -> Manifest:
+def check_files(folder: Path) -> Manifest:
     """The manifest of a store; StoreError where a file is missing or has another size."""
     manifest = Manifest.load(folder)
     for entry in manifest.files:
@@ -104,7 +104,7 @@ def check(folder: Path) -> Manifest:
 
 def verify_files(folder: Path) -> None:
     """Read every byte and compare digests; StoreError names the first file that changed. Nothing is parsed."""
-    entries = check(folder).files
+    entries = check_files(folder).files
     with tqdm(total=sum(entry.bytes for entry in entries), unit="B", unit_scale=True, desc="verify") as bar:
         for entry in entries:
             if sha256(path := folder / entry.name) != entry.sha256:

@@ -44,17 +44,14 @@ class OnlineFeatures(SampleSource):
         target: str,
         max_length: int,
         dtype: str,
-        parallel: Parallel = "none",
-        chat_template_kwargs: dict[str, Any] | None = None,
+        parallel: Parallel,
+        chat_template_kwargs: dict[str, Any] | None,
     ) -> "OnlineFeatures":
         """Load the target and read the conversations; arguments and errors are those of `poss extract`."""
         conversations = read_conversations(corpus)
+        device, spared = ("cpu", None) if parallel == "none" else ("auto", local_rank())  # on a CPU until a batch moves
         dtype = choose_dtype(dtype, choose_device())
-        if parallel == "none":
-            model = Target.load(target, dtype, "cpu", chat_template_kwargs=chat_template_kwargs)  # follows the batches
-        else:
-            options: dict[str, Any] = {"spared": local_rank(), "chat_template_kwargs": chat_template_kwargs}
-            model = Target.load(target, dtype, "auto", parallel, **options)
+        model = Target.load(target, dtype, device, parallel, spared, chat_template_kwargs)
         texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
         return cls(model, texts)
 

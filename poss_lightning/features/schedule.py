@@ -48,10 +48,8 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
             unless all samples are duplicates.
 
     Raises:
-        ValueError: there is only one conversation, or `validation` is not a fraction.
+        ValueError: there is only one conversation.
     """
-    if not 0 < validation < 1:
-        raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
     if len(set(origins)) == 1 and len(origins) > 1:
         logger.warning("all %d conversations have one text: what is held out is trained on too", len(origins))
         origins = [f"{name}/{i}" for i, name in enumerate(origins)]
@@ -61,11 +59,9 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
     if not held_out:
         raise ValueError("there is one conversation: none can be held out for validation")
     if border != validation:
+        smaller = min(len(train), len(held_out))
         logger.info(
-            "validation %s of %d conversations leaves a side empty: it gets %d of them",
-            validation,
-            len(origins),
-            min(len(train), len(held_out)),
+            "validation %s of %d conversations leaves a side empty: it gets %d of them", validation, len(ranks), smaller
         )
     return train, held_out
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from poss_lightning.features.encoding import decode, vector_bytes
-from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check
+from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import open_shard
 from poss_lightning.features.texts import SampleSource
@@ -69,7 +69,7 @@ class FeatureStore(SampleSource):
         self.folders = [local_copy(each) for each in ([address] if isinstance(address, str | Path) else address)]
         if not self.folders:
             raise StoreError("store is []; name one or more")
-        manifests = [check(folder) for folder in self.folders]
+        manifests = [check_files(folder) for folder in self.folders]
         self.manifest = manifests[0]
         self._batches: list[pa.RecordBatch] = []
         for folder, manifest in zip(self.folders, manifests, strict=True):

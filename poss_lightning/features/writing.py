@@ -25,7 +25,7 @@ from poss_lightning.features.manifest import (
     FileEntry,
     Manifest,
     StoreError,
-    check,
+    check_files,
     is_finished,
 )
 from poss_lightning.features.reading import Reader, TargetReader
@@ -106,7 +106,7 @@ def write_store(
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:
     """Raise StoreError where the finished store in `folder` has other settings."""
-    manifest = check(folder)
+    manifest = check_files(folder)
     stored = {name: getattr(manifest, name) for name in settings if name not in ("target", "template")}
     stored |= {"target": manifest.target.fingerprint, "template": manifest.target.template}
     if same_weights(stored["target"], settings["target"]):
