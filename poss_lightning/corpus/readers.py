@@ -1,4 +1,4 @@
-"""Conversations as people have them, made regular: chats, ShareGPT's, questions with answers; tools and thoughts."""
+"""Read conversations in the forms that people have: chats, ShareGPT, questions with answers; tools and thoughts."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from poss_lightning.target.template import THOUGHTS, Message, thinking
 logger = logging.getLogger(__name__)
 
 _CHATS = ("messages", "conversations", "conversation")
-_ASKED = ("instruction", "prompt", "question", "query", "input")  # of records of one question
+_ASKED = ("instruction", "prompt", "question", "query", "input")  # fields of a record with one question
 _ANSWERED = ("output", "response", "completion", "answer")
 _CALL = "tool call"
 _ROLES = {
@@ -27,7 +27,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
 }
-# 0 or false: people keep the answer out of the loss
+# 0 or false keeps an answer out of the loss
 _WEIGHTS = ("weight", "loss_weight", "loss", "train", "training", "trainable", "train_on_turn")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
@@ -35,21 +35,15 @@ _IDS = ("id", "conversation_id", "question_id", "prompt_id")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat that an assistant takes part in.
+    """A chat in which an assistant takes part."""
 
-    Attributes:
-        id: of no other conversation of the corpus.
-        messages: as of `read_message`.
-        template: what the chat template is given beside the messages: `tools`, and the record's `chat_template_kwargs`.
-    """
-
-    id: str
-    messages: list[Message]
-    template: dict[str, Any] = field(default_factory=dict)
+    id: str  # unique in the corpus
+    messages: list[Message]  # as `read_message` returns them
+    template: dict[str, Any] = field(default_factory=dict)  # `tools` and `chat_template_kwargs` for the chat template
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all that is said: the same for a conversation under another id."""
+        """16 hex digits of all that is said, whatever the id."""
         return hashlib.sha256(
             json.dumps([self.messages, self.template], sort_keys=True, default=str).encode()
         ).hexdigest()[:16]
@@ -59,21 +53,21 @@ class Conversation:
 def read_conversations(
     source: str, split: str = "train", limit: Count | None = None, strict: bool = False
 ) -> list[Conversation]:
-    """Read conversations, in whatever form their records have.
+    """Read conversations from records of any of these forms:
 
     - `messages` or `conversations`: a list of turns, with role and content or from and value, or the JSON text of one;
     - one question and its answer: instruction (and input), prompt or question, with output, response or completion.
 
-    Conversations are made regular by leaving out, never by inventing. What stands before the first message of a user is
-    dropped, but for system messages. A conversation ends before its first empty turn, and with an answer. Messages of a
-    user in a row are joined by a blank line. A conversation without an answer is skipped and counted in a log line. An
-    id that occurs again gets `#2`, `#3`, ...; a conversation without an id gets `<file stem>:<line number>`.
+    They are made regular by leaving out, never by inventing. Messages before a user's first are dropped, except system
+    messages. A conversation ends before its first empty turn, and with an answer. Successive messages of a user are
+    joined by a blank line. A conversation without an answer is skipped and counted in a log line. A repeated id gets
+    `#2`, `#3`, ...; a conversation without an id gets `<file stem>:<line number>`.
 
     Args:
-        source: file, folder or hub id, as of `records`.
-        split: of a folder or hub id; files have none.
+        source: file, folder or hub id, as for `records`.
+        split: part of a folder or hub id; files have none.
         limit: stop after this many conversations; later lines are not checked.
-        strict: a malformed record is an error; otherwise one is left out, counted and named, up to a tenth of them.
+        strict: a malformed record is an error; otherwise it is left out, counted and named, up to a tenth of all.
 
     Raises:
         ValueError: limit is out of its range.
@@ -90,8 +84,11 @@ def read_conversations(
         if conversation is None:
             skipped += 1
             continue
-        conversation = _with_unique_id(conversation, conversations)
-        conversations[conversation.id] = conversation
+        name, times = conversation.id, 1
+        while name in conversations:
+            times += 1
+            name = f"{conversation.id}#{times}"
+        conversations[name] = replace(conversation, id=name)
         if len(conversations) == limit:
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
@@ -99,17 +96,8 @@ def read_conversations(
         hint = "; `poss synthesize --prompts` lets a target answer them" if skipped else ""
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
-        kept = len(conversations)
-        logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, kept)
+        logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, len(conversations))
     return list(conversations.values())
-
-
-def _with_unique_id(conversation: Conversation, others: dict[str, Conversation]) -> Conversation:
-    name, count = conversation.id, 1
-    while name in others:
-        count += 1
-        name = f"{conversation.id}#{count}"
-    return replace(conversation, id=name)
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:
@@ -129,18 +117,14 @@ def _conversation(raw: object, name: str) -> Conversation | None:
 
 
 def messages_of(record: dict[str, Any]) -> list[Message]:
-    """The messages of a record of any form; a `system` of the record goes first.
-
-    Raises:
-        Malformed: it has none of the forms, or something that a text cannot hold.
-    """
+    """The messages of a record, its `system` first; Malformed where it has none of the forms, or more than text."""
     check_text(record)
     turns, key = _turns(record)
     messages: list[Message] = []
     for i, turn in enumerate(turns):
         message = read_message(turn, f"{key}[{i}]")
         if messages and message.get("tool_calls") and not message["content"] and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"] += message["tool_calls"]  # several calls at once, a turn each
+            messages[-1]["tool_calls"] += message["tool_calls"]  # several calls at once, one per turn
         else:
             messages.append(message)
     system = system_of(record)
@@ -152,23 +136,19 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def check_text(record: dict[str, Any]) -> None:
-    """Raise Malformed where a record has pictures, sound or films."""
+    """Raise Malformed where a record has images, audio or video."""
     if media := next((key for key in _MEDIA if record.get(key)), None):
         raise Malformed(f"it has {media!r}, and only text is read")
 
 
 def system_of(record: dict[str, Any]) -> list[Message]:
-    """The system message that a record has beside its turns, or none."""
+    """The system message that a record has beside its turns, if any."""
     texts = [record[key] for key in ("system", "system_prompt") if record.get(key)]
     return [read_message({"role": "system", "content": text}, "system") for text in texts[:1]]
 
 
 def template_of(record: dict[str, Any]) -> dict[str, Any]:
-    """What a record gives the chat template beside its messages.
-
-    Raises:
-        Malformed: its tools are not a list of functions, or its chat_template_kwargs not an object.
-    """
+    """The variables that a record gives the chat template; Malformed where they have other types."""
     given = _unpacked(record.get("chat_template_kwargs") or {})
     if not isinstance(given, dict):
         raise Malformed(f"'chat_template_kwargs' must be an object, it is a {type(given).__name__}")
@@ -181,7 +161,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
-    """The turns of a record, and the field that they stand in."""
+    """The turns of a record, and the name of their field."""
     for key in _CHATS:
         if turns := _unpacked(record.get(key)):
             if not isinstance(turns, list):
@@ -202,7 +182,7 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
 
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
-    """The field of a record's one question, and the question: a text, or turns; "" and None where it has none."""
+    """The name and value (a text, or turns) of the field with a record's one question; "" and None without one."""
     asked = next((key for key in _ASKED if record.get(key)), "")
     question = as_chat(record.get(asked)) or _one(record, asked)
     if asked == "instruction" and record.get("input"):
@@ -221,7 +201,7 @@ def _one(record: dict[str, Any], key: str) -> Any:
 
 
 def _history(record: dict[str, Any]) -> list[Message]:
-    """Earlier questions and answers, as pairs."""
+    """Earlier turns, from pairs of question and answer."""
     pairs = _unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
@@ -229,16 +209,15 @@ def _history(record: dict[str, Any]) -> list[Message]:
 
 
 def as_chat(value: Any) -> list[Any] | None:
-    """The turns of a chat, also where they stand in a JSON text; None for what is not a chat."""
+    """The turns of a chat, or of its JSON text; None for what is not a chat."""
     turns = _unpacked(value)
-    is_chat = isinstance(turns, list) and all(
-        isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns
-    )
-    return turns if is_chat and turns else None
+    if not isinstance(turns, list) or not turns:
+        return None
+    return turns if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns) else None
 
 
 def _unpacked(value: Any) -> Any:
-    """The list or object that a JSON text is; any other value as it is."""
+    """The list or object in a JSON text; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -251,13 +230,11 @@ def _unpacked(value: Any) -> Any:
 
 
 def read_message(turn: object, where: str) -> Message:
-    """A turn as chat templates take it.
+    """A turn as chat templates take it: role (system, user, assistant or tool) and content, a text.
 
-    Returns:
-        role (system, user, assistant or tool) and content, a text; where the turn has them, an assistant's
-        `tool_calls`; its thoughts, under each of the names that templates have for them; `name` and `tool_call_id` of a
-        tool; the `tokens`, `finish_reason` and `drawn` of an answer that a target wrote; `weight` 0 of one that is kept
-        out of the loss.
+    Where the turn has them, also an assistant's `tool_calls`; its thoughts, under every name that templates use; a
+    tool's `name` and `tool_call_id`; `tokens`, `finish_reason` and `drawn` of an answer that a target wrote; `weight` 0
+    for one that is kept out of the loss.
 
     Raises:
         Malformed: it is not a turn of a chat, or more than text.
@@ -282,7 +259,7 @@ def read_message(turn: object, where: str) -> Message:
     if calls := turn.get("tool_calls") or turn.get("function_call"):
         message["tool_calls"] = _calls(calls, where)
     thoughts = next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None)
-    if thoughts and "</think>" not in content:  # else they stand in the content, too
+    if thoughts and "</think>" not in content:  # else the content has them already
         message |= thinking(_text(thoughts, where, "thoughts"))
     if tokens := turn.get("tokens"):
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
@@ -307,7 +284,7 @@ def _weight(turn: dict[str, Any]) -> Message:
 
 
 def _text(content: Any, where: str, name: str = "content") -> str:
-    """A text, or the texts of its parts, one after another."""
+    """A text, or the concatenated texts of its parts."""
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
@@ -323,14 +300,13 @@ def _text(content: Any, where: str, name: str = "content") -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls in the form of chat templates, arguments as objects."""
-    calls = _unpacked(calls)
-    made = []
+    """Tool calls as chat templates take them, with arguments as objects."""
+    calls, found = _unpacked(calls), []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Malformed(f"{where}: a tool call must have a function with a name, it is {str(call)[:40]!r}")
         arguments = _unpacked(function.get("arguments", function.get("parameters", {})))
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        made.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return made
+        found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return found

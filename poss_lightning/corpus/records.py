@@ -1,4 +1,4 @@
-"""The records of a source, told by what is in it: JSON lines or array, parquet, a folder or hub id of `datasets`."""
+"""The records of a source, by its content: JSON lines or an array, parquet, a folder or hub id of `datasets`."""
 
 import gzip
 import io
@@ -11,13 +11,13 @@ from typing import Any
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _HUB_OPTIONS = ("config", "revision")
-_SHOWN = 3  # reasons spelled out, of what is left out
+_SHOWN = 3  # reasons for leaving records out that a message spells out
 
 logger = logging.getLogger(__name__)
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be read as conversations; the message says which and why."""
+    """A corpus that cannot be read as conversations."""
 
 
 class Malformed(ValueError):
@@ -30,7 +30,7 @@ def records(source: str, split: str = "train") -> Iterator[tuple[int, object]]:
     Args:
         source: a file; a folder of files, or one that `save_to_disk` has written; or a hub id, with options as in
             `ID?config=NAME&revision=COMMIT`.
-        split: of a folder or hub id; files have none.
+        split: part of a folder or hub id; files have none.
 
     Raises:
         CorpusError: no such source, or it cannot be read.
@@ -52,11 +52,7 @@ def stem(source: str) -> str:
 
 
 def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
-    """Split `place?name=value&name=value` into the place and its options.
-
-    Raises:
-        ValueError: an option that is not known, or has no value.
-    """
+    """Split `place?name=value&name=value` into place and options; ValueError for an unknown option or no value."""
     place, mark, query = source.partition("?")
     pairs = (option.partition("=") for option in (query.split("&") if mark else ()))
     options = {name: value for name, _, value in pairs}
@@ -67,11 +63,7 @@ def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
 
 
 def parse(line: bytes) -> object:
-    """The value of a line of JSON.
-
-    Raises:
-        Malformed: it is not JSON.
-    """
+    """The value of a line of JSON; Malformed where it is not JSON."""
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
@@ -81,32 +73,49 @@ def parse(line: bytes) -> object:
 
 
 def file_records(path: Path) -> Iterator[tuple[int, object]]:
-    """The records of a file, as in `records`: the name does not matter."""
+    """The records of a file, as in `records`, whatever its name."""
     try:
         with path.open("rb") as file:
             if file.read(4) == b"PAR1":
                 yield from enumerate(_parquet(path), 1)
                 return
-        first = next((line for _, line in _lines(path)), b"").lstrip()
-        may_be_whole = first.startswith(b"[") or (first.startswith(b"{") and not _is_json(first))
-        whole = _whole(path, first) if may_be_whole else None
-        yield from _lines(path) if whole is None else enumerate(whole, 1)
+        elements = _elements(path)
+        yield from lines(path) if elements is None else enumerate(elements, 1)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise CorpusError(f"{path} cannot be read to its end: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and UTF-8 bytes of every line that is not blank, unpacked where the file is compressed."""
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and UTF-8 bytes of every line that is not blank, of a file that may be compressed by gzip."""
     with path.open("rb") as packed:
         is_gzip = packed.read(2) == b"\x1f\x8b"
     with gzip.open(path) if is_gzip else path.open("rb") as file:
         encoding = json.detect_encoding(file.read(4))
         file.seek(0)
-        if encoding == "utf-8":  # bytes: a line that is something else is told by its number
-            lines: Iterator[bytes] = iter(file)
+        if encoding == "utf-8":  # as bytes, so that an error names the line that is not UTF-8
+            found: Iterator[bytes] = iter(file)
         else:
-            lines = (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
-        yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            found = (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
+        yield from ((number, line) for number, line in enumerate(found, 1) if line.strip())
+
+
+def _elements(path: Path) -> list[object] | None:
+    """The elements of the one array in a file, or its one object; None where its lines are records.
+
+    Raises:
+        CorpusError: it begins as an array, and is not JSON.
+    """
+    first = next((line for _, line in lines(path)), b"").lstrip()
+    is_array = first.startswith(b"[")
+    if not is_array and (not first.startswith(b"{") or _is_json(first)):
+        return None
+    try:
+        content = json.loads(b"".join(line for _, line in lines(path)))
+    except (ValueError, RecursionError) as error:
+        if is_array and not _is_json(first):
+            raise CorpusError(f"{path} is not JSON: {error}") from error
+        return None  # lines, of which the first is malformed
+    return content if isinstance(content, list) else [content]
 
 
 def _is_json(line: bytes) -> bool:
@@ -115,22 +124,6 @@ def _is_json(line: bytes) -> bool:
     except Malformed:
         return False
     return True
-
-
-def _whole(path: Path, first: bytes) -> list[object] | None:
-    """The elements of the one array that a file is, or its one object; None where its lines, as the first, are records.
-
-    Raises:
-        CorpusError: it begins as an array, and is not JSON.
-    """
-    text = b"".join(line for _, line in _lines(path))
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if first.startswith(b"[") and not _is_json(first):
-            raise CorpusError(f"{path} is not JSON: {error}") from error
-        return None  # lines, of which the first is broken
-    return content if isinstance(content, list) else [content]
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -144,7 +137,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A row of a table without the fields that only other rows have."""
+    """A row without its null fields, which a table adds where only other rows have them."""
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
     return [_without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -166,13 +159,10 @@ def _rows(source: str, split: str) -> Any:
 
 
 def report_left_out(what: str, reasons: list[str], total: int, strict: bool) -> None:
-    """Log how many of `total` conversations are left out, with the first reasons.
-
-    Args:
-        what: of the message, with {} for their number.
+    """Log how many of `total` conversations are left out and the first reasons; `what` has {} for the number.
 
     Raises:
-        CorpusError: some are, and `strict`; or more than one is, and more than a tenth.
+        CorpusError: any is left out, and `strict`; or all are, or more than one is and more than a tenth.
     """
     if not reasons:
         return

@@ -9,7 +9,7 @@ SIDES = ("user", "assistant")
 
 
 def make_regular(messages: list[Message]) -> list[Message]:
-    """The messages from the first of a user, system messages before it, to an answer, and none that are empty."""
+    """The messages from a user's first, with system messages before it, to the last answer before an empty one."""
     filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
     first = _first(filled, lambda message: message["role"] == "user")
     kept = [message for i, message in enumerate(filled) if i >= first or message["role"] == "system"]
@@ -21,7 +21,7 @@ def make_regular(messages: list[Message]) -> list[Message]:
 
 
 def _is_empty(message: Message) -> bool:
-    """Whether a user or an assistant says nothing; a tool may."""
+    """Whether a user or an assistant says nothing, which a tool may."""
     says = message["content"].strip() or message.get("tool_calls") or message.get("tokens")
     return message["role"] in SIDES and not says
 
@@ -31,5 +31,5 @@ def _joined(run: list[Message]) -> Message:
 
 
 def _first(messages: list[Message], holds: Callable[[Message], bool]) -> int:
-    """The place of the first message that it holds for; after the last where it holds for none."""
+    """The index of the first message for which `holds` is true; the number of messages where there is none."""
     return next((i for i, message in enumerate(messages) if holds(message)), len(messages))

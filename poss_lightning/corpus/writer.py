@@ -14,30 +14,27 @@ Messages = list[dict[str, Any]]
 
 
 class CorpusWriter:
-    """A file of conversations; the finished batches stand beside it in `OUT.parts` until all are finished.
-
-    Args:
-        out: file to write in the end.
+    """A file of conversations; its finished batches are in `OUT.parts` until all are finished.
 
     Raises:
-        ValueError: its name does not end in .jsonl or .jsonl.gz.
-        OSError: it is there already, or cannot be written.
+        ValueError: the name of `out` does not end in .jsonl or .jsonl.gz.
+        OSError: it exists, or cannot be written.
     """
 
     def __init__(self, out: str):
         check_file(out, ".jsonl", ".jsonl.gz")
         self.out, self.work = Path(out), Work(f"{out}.parts", out)
         if not self.work.folder.exists():  # with both, an earlier run was killed at its very end
-            self.work.clear()  # of one that was killed even later
+            self.work.clear()  # left by a run that was killed even later
             check_new(out)
 
     @contextmanager
     def claim(self, settings: Mapping[str, Any]) -> Iterator[None]:
-        """Only this process writes the corpus in here; `settings` are what the conversations depend on.
+        """Let only this process write the corpus; `settings` are what the conversations depend on.
 
         Raises:
             FileExistsError: another process has just finished it.
-            ValueError: another process writes it; or as of `Work.claim`.
+            ValueError: another process is writing it; or as `Work.claim`.
         """
         with self.work.exclusive(wait=False):
             if self.out.exists() and not self.work.is_claimed:
@@ -47,14 +44,14 @@ class CorpusWriter:
             yield
 
     def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:
-        """The conversations of a batch: those that a killed run left, or what `write` returns."""
+        """The conversations of a batch, from a killed run or from `write`."""
         part = f"{number:06d}"
         if (conversations := self.work.receipt(part)) is None:
             self.work.write_receipt(part, conversations := write())
         return conversations
 
     def finish(self, records: Iterable[dict]) -> None:
-        """Write the corpus, and remove the batches."""
+        """Write the corpus and remove the batches."""
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         text = "".join(lines).encode()
         with atomic(self.out) as path:

@@ -1,4 +1,4 @@
-"""The LightningDataModule over a feature store, or over conversations that the target reads as they are needed."""
+"""The LightningDataModule over a feature store or online features."""
 
 from inspect import signature
 from typing import Any
@@ -20,23 +20,23 @@ class FeatureData(lightning.LightningDataModule):
     Give `store`, or `corpus` for online features: then the target stays in the process, and nothing is on disk.
 
     Args:
-        store: folder written by `poss extract`, or any address of one that fsspec reads, which is copied once; or, as
-            [a,b], several of one target.
-        corpus: file or hub id of conversations, as `poss extract` takes it.
-        target: of online features: "embedded", a local folder or a hub id.
-        max_length: of online features: tokens a conversation is cut at.
-        dtype: of online features, of the target and the features: auto (what the device multiplies fastest), bfloat16,
-            float16 or float32.
-        parallel: of online features: none, where the target fits one device; layers spreads it over the other GPUs of
+        store: folder written by `poss extract`, or any address of one that fsspec reads, which is copied once; or
+            several of one target, as [a,b].
+        corpus: conversations for online features: a file or hub id, as `poss extract` takes it.
+        target: target of online features: "embedded", a local folder or a hub id.
+        max_length: tokens at which online features cut a conversation.
+        dtype: type of the online target and its features: auto (what the device multiplies fastest), bfloat16, float16
+            or float32.
+        parallel: place of the online target: none, where it fits one device; layers spreads it over the other GPUs of
             this process.
-        chat_template_kwargs: of online features: variables of the target's chat template.
+        chat_template_kwargs: variables of the online target's chat template.
         batch_tokens: tokens of a batch of one process: a row of conversations, each of which sees only itself.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
         validation: fraction of conversations held out; of few conversations at least one.
-        seed: of the order and the noise.
-        split_seed: of the split, so that trainings with other seeds hold out the same conversations.
+        seed: seed of the order and the noise.
+        split_seed: seed of the split, so that trainings with other seeds hold out the same conversations.
         limit: use only that many conversations of the split's training side, drawn by the seed; None for all.
-        workers: processes that load; 0 loads in the trainer's own (the store is memory-mapped).
+        workers: processes that load batches; 0 loads in the trainer's own (the store is memory-mapped).
     """
 
     @check_numbers
@@ -58,18 +58,18 @@ class FeatureData(lightning.LightningDataModule):
         workers: Workers = 0,
     ):
         super().__init__()
+        online: dict[str, Any] = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
+        online |= {"chat_template_kwargs": chat_template_kwargs}
         if store is not None and corpus is None:
-            online = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
-            online |= {"chat_template_kwargs": chat_template_kwargs}
             for name, value in online.items():
                 if value != signature(FeatureData).parameters[name].default:
                     raise ValueError(
-                        f"{name} is {value!r}, but the features in store {store!r} are made already: leave {name} out, "
-                        "or give corpus in place of the store"
+                        f"{name} is {value!r}, but store {store!r} has its features already: leave {name} out, or "
+                        "give corpus in place of the store"
                     )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
+            self.source = OnlineFeatures.load(corpus, **online)
         else:
             raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.noise = batch_tokens, noise
@@ -79,9 +79,9 @@ class FeatureData(lightning.LightningDataModule):
         self.schedule: Schedule | None = None  # of training
 
     def setup(self, stage: str) -> None:
-        """Batches carry the inner layers that the module in training reads, and no others."""
+        """Let batches carry the inner layers that the module in training reads, and no others."""
         if stage == "fit":
-            self.schedule = None  # a fit that failed may have left one
+            self.schedule = None  # left by a fit that failed
         module = self.trainer and self.trainer.lightning_module
         self.source = self.source.select(getattr(module, "layers", ()))
 
@@ -94,20 +94,20 @@ class FeatureData(lightning.LightningDataModule):
     test_dataloader = val_dataloader
 
     def training_schedule(self) -> Schedule:
-        """The one of the running fit; a run that resumes sets it to where it stopped."""
+        """The schedule of the running fit; a run that resumes sets it to where it stopped."""
         if self.schedule is None:
             self.schedule = self._schedule(self.train, training=True)
         return self.schedule
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Without inner layers features and draft input are one tensor there, which is moved once."""
+        """Move a batch; without inner layers, features and draft input are one tensor, which is moved once."""
         if self.source.layers:
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         moved = super().transfer_batch_to_device(batch._replace(draft_input=batch.tokens), device, dataloader_idx)
         return moved._replace(draft_input=moved.features)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Online features are made, and noise is drawn, on the device; noise anew for every conversation and epoch."""
+        """Compute online features and draw noise on the device; the noise is of the conversation and the epoch."""
         if isinstance(self.source, OnlineFeatures):
             batch = self.source.fill(batch)
         if not (self.noise and self.trainer and self.trainer.training):

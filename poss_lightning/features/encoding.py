@@ -1,8 +1,7 @@
-"""Features as bytes: exactly as the target computed them, or in 8 bits with one scale a vector.
+"""Features as bytes: exactly as the target computed them, or in 8 bits with one scale per vector.
 
-`float8` is e4m3 and not int8: a few dimensions of a hidden state are some 20 times larger than the rest (200 times at a
-text's first token), and of int8's 127 levels they would leave about six for the median entry. A floating point keeps
-its relative precision below the largest entry.
+`float8` is e4m3 and not int8: a few dimensions of a hidden state are some 20 times larger than the rest, and would
+leave the median entry about six of int8's 127 levels. A floating-point number keeps its relative precision.
 """
 
 import torch
@@ -18,7 +17,7 @@ def vector_bytes(width: int, dtype: torch.dtype, stored: str) -> int:
 
 
 def encode(features: Tensor, stored: str) -> Tensor:
-    """(..., D) -> (..., vector_bytes) uint8. In 8 bits a vector that holds inf or nan is not finite throughout."""
+    """(..., D) -> (..., vector_bytes) uint8. In 8 bits, one inf or nan makes its whole vector non-finite."""
     if stored == "exact":
         return features.contiguous().view(torch.uint8)
     scales = _scales(features)  # (..., 1)
@@ -36,10 +35,7 @@ def decode(raw: Tensor, stored: str, dtype: torch.dtype) -> Tensor:
 
 
 def _scales(features: Tensor) -> Tensor:
-    """(..., D) -> (..., 1): absmax / the largest e4m3 number, rounded up to a power of two.
-
-    So codes and scales multiply without rounding, also in bfloat16, and what was decoded encodes to itself.
-    """
+    """(..., D) -> (..., 1): absmax / the largest e4m3 number, rounded up to a power of two, so products are exact."""
     largest = features.abs().amax(-1, keepdim=True).float()
     quotient = (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=torch.finfo(torch.float32).tiny)
     power = (quotient.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)  # the bits of the exponent alone
@@ -47,9 +43,9 @@ def _scales(features: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor) -> Tensor:
-    """e4m3 (uint8) -> bfloat16, exactly, some ten times faster than torch converts them on a CPU.
+    """e4m3 (uint8) -> bfloat16, exactly, and on a CPU some ten times faster than torch converts them.
 
-    Bits are moved to where bfloat16 has them, s...eeee mmm.... of 16; what is left is the difference of the biases.
+    The bits move to their places in bfloat16, s...eeee mmm....; the factor is the difference of the biases.
     """
     bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
     bits.bitwise_left_shift_(4).bitwise_and_(0x07F0 - 0x8000)

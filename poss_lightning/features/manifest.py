@@ -1,4 +1,4 @@
-"""What a feature store holds, file by file; written last, so that a folder with a manifest is a finished store."""
+"""What a feature store holds, file by file. It is written last: a folder with a manifest is a finished store."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ from poss_lightning.target.spec import TargetSpec
 MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 Stored = Annotated[str, Field(pattern=f"^({'|'.join(STORED)})$")]
-STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class StoreError(ValueError):
@@ -25,7 +24,7 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the store as it was when written."""
+    """A file of the store as it was written."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")]  # a manifest from elsewhere must not write outside its folder
     bytes: int
@@ -33,15 +32,15 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path) -> "FileEntry":
-        """Of a file that is there; reads all of it."""
+        """The entry of an existing file, all of which is read."""
         return cls(path.name, path.stat().st_size, sha256(path))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a store holds."""
+    """What a store holds. The first stores lack the fields that have a default."""
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     target: TargetSpec
     dtype: Dtype  # of the target, and so of the features when they are read
@@ -51,7 +50,7 @@ class Manifest:
     tokens: int
     embed_head: Annotated[FileEntry, Field(alias="ends")]
     shards: tuple[FileEntry, ...]
-    stored: Stored = "exact"  # the first stores lack this field and the next, and stay readable
+    stored: Stored = "exact"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
     layers: tuple[int, ...] = ()  # whose outputs are kept too, as `Target.text_layers` counts them
 
@@ -67,11 +66,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Read and parse manifest.json.
-
-        Raises:
-            StoreError: it is missing or is not a manifest.
-        """
+        """Read manifest.json; StoreError where it is missing or is not a manifest."""
         path = folder / MANIFEST
         if not path.is_file():
             how = "resume with the same `poss extract`" if any(folder.glob("shard-*")) else "`poss extract` writes one"
@@ -80,7 +75,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, source: str) -> "Manifest":
-        """Parse the bytes of a manifest.json found at `source`, which a StoreError names."""
+        """Parse the bytes of a manifest.json; a StoreError names their source."""
         try:
             return MANIFESTS.validate_json(text)
         except ValidationError as error:
@@ -91,16 +86,12 @@ MANIFESTS = TypeAdapter(Manifest)
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether there is a finished store."""
+    """Whether the folder holds a finished store."""
     return (folder / MANIFEST).exists()
 
 
-def check(folder: Path) -> Manifest:
-    """The manifest, after checking that every file is there in full size.
-
-    Raises:
-        StoreError: no finished store there, or a file is missing or truncated.
-    """
+def check_files(folder: Path) -> Manifest:
+    """The manifest of a store; StoreError where a file is missing or has another size."""
     manifest = Manifest.load(folder)
     for entry in manifest.files:
         path = folder / entry.name
@@ -112,12 +103,8 @@ def check(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path) -> None:
-    """Read every byte and compare digests; nothing of a damaged file is parsed.
-
-    Raises:
-        StoreError: as in `check`; or names the first file that is not as it was written.
-    """
-    entries = check(folder).files
+    """Read every byte and compare digests; StoreError names the first file that changed. Nothing is parsed."""
+    entries = check_files(folder).files
     with tqdm(total=sum(entry.bytes for entry in entries), unit="B", unit_scale=True, desc="verify") as bar:
         for entry in entries:
             if sha256(path := folder / entry.name) != entry.sha256:

@@ -1,4 +1,4 @@
-"""Online features: the target reads every batch when it is needed, in the training process; nothing is on disk."""
+"""Online features: the target computes those of every batch in the training process; nothing is on disk."""
 
 from typing import Any
 
@@ -8,34 +8,34 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.shards import TokenizedText
-from poss_lightning.features.store import STATISTICS, Sample, root_mean_square
+from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.texts import Texts
+from poss_lightning.features.texts import SampleSource
 from poss_lightning.features.writing import tokenize
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
-from poss_lightning.target.spec import EmbedHead, TargetSpec
+from poss_lightning.target.spec import EmbedHead
 
 ROWS = 256  # slots whose logits exist at once
 
 
-class OnlineFeatures(Texts):
-    """What a `FeatureStore` offers, but samples come without features; `fill` makes them.
+class OnlineFeatures(SampleSource):
+    """What a `FeatureStore` offers, but samples come without features; `fill` computes them.
 
     Args:
-        model: the target; it stays in the process, and follows the batches to their device, if it lies on one.
+        model: the target. It stays in the process and, unless it spans several devices, follows the batches to theirs.
         texts: conversations, tokenized and cut.
     """
 
     def __init__(self, model: Target, texts: list[TokenizedText]):
-        self.model, self.texts = model, texts
+        self.model, self.target, self.texts = model, model.spec, texts
         self.ids = [text.id for text in texts]
-        self.lengths = np.array([len(text.tokens) for text in texts])  # (samples,)
+        self.lengths = np.array([len(text.tokens) for text in texts])
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
-        self.layers: tuple[int, ...] = ()  # that a draft reads
+        self.layers = ()
 
     @classmethod
     def load(
@@ -44,17 +44,14 @@ class OnlineFeatures(Texts):
         target: str,
         max_length: int,
         dtype: str,
-        parallel: Parallel = "none",
-        chat_template_kwargs: dict[str, Any] | None = None,
+        parallel: Parallel,
+        chat_template_kwargs: dict[str, Any] | None,
     ) -> "OnlineFeatures":
-        """Load the target and read the conversations; `poss extract` tells of the arguments and the errors."""
+        """Load the target and read the conversations; arguments and errors are those of `poss extract`."""
         conversations = read_conversations(corpus)
+        device, spared = ("cpu", None) if parallel == "none" else ("auto", local_rank())  # on a CPU until a batch moves
         dtype = choose_dtype(dtype, choose_device())
-        if parallel == "none":
-            model = Target.load(target, dtype, "cpu", chat_template_kwargs=chat_template_kwargs)  # follows the batches
-        else:
-            options: dict[str, Any] = {"spared": local_rank(), "chat_template_kwargs": chat_template_kwargs}
-            model = Target.load(target, dtype, "auto", parallel, **options)
+        model = Target.load(target, dtype, device, parallel, spared, chat_template_kwargs)
         texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
         return cls(model, texts)
 
@@ -64,39 +61,35 @@ class OnlineFeatures(Texts):
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
 
     def tokens(self, index: int) -> np.ndarray:
+        """The tokens of a sample: (T,)"""
         return np.array(self.texts[index].tokens)
 
     def conversations(self) -> list[str]:
+        """For every sample the digest of all that is said in its conversation."""
         return [text.conversation for text in self.texts]
 
+    @torch.inference_mode()
+    def draft_input(self, index: int) -> Tensor:
+        """What a draft reads of a sample, computed on the GPU of this process where it has one: (T, R)"""
+        device = choose_device()
+        self._move_target(own_gpu(local_rank()) if device == "cuda" else device)
+        return self._forward(torch.tensor([self.texts[index].tokens], device=self.model.device))[1][0]
+
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
-        """The same, for a draft that reads these layers."""
+        """The same texts, for a draft that reads these layers."""
         self.model.check_layers(layers)
         selected = OnlineFeatures(self.model, self.texts)
         selected.layers = tuple(layers)
         return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a loader's workers are sent where they are not forked: they read texts, and need no target."""
+        """What a loader's workers get where they are not forked: they read texts, and need no target."""
         return {name: value for name, value in vars(self).items() if name != "model"}
-
-    @property
-    def target(self) -> TargetSpec:
-        return self.model.spec
 
     def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
         shared = self.model.embed_head
         return EmbedHead(shared.embedding, shared.head, scale=shared.scale, cap=shared.cap)
-
-    @torch.inference_mode()
-    def root_mean_square(self) -> Tensor:
-        """As of a `FeatureStore`; computed on the GPU of this process, where it has one."""
-        device = choose_device()
-        self._move_target(own_gpu(local_rank()) if device == "cuda" else device)
-        some = self.texts[:: max(1, len(self.texts) // STATISTICS)]
-        tokens = (torch.tensor([text.tokens], device=self.model.device) for text in some)
-        return root_mean_square(self._forward(text)[1][0] for text in tokens).cpu()
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
@@ -110,8 +103,8 @@ class OnlineFeatures(Texts):
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
         for group in group_by_length(lengths):
-            made = self._forward(pad_right([texts[i] for i in group], self.model.device))
-            for i, row, draft_input in zip(group, *made, strict=True):
+            computed = self._forward(pad_right([texts[i] for i in group], self.model.device))
+            for i, row, draft_input in zip(group, *computed, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
@@ -131,7 +124,7 @@ class OnlineFeatures(Texts):
 
 
 def group_by_length(lengths: np.ndarray) -> list[list[int]]:
-    """Texts in groups of like length, each padded to no more tokens than all texts have; the longest first."""
+    """Texts in groups of similar length, the longest first; no group is padded to more tokens than all texts have."""
     groups: list[list[int]] = []
     for index in np.argsort(-lengths, kind="stable").tolist():
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= lengths.sum():

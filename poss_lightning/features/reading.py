@@ -1,4 +1,4 @@
-"""What reads texts for a store: the target itself here, a serving engine in `serving/features.py`."""
+"""Readers of texts for a store: the target itself here, a serving engine in `serving/features.py`."""
 
 from typing import NamedTuple, Protocol
 
@@ -10,30 +10,25 @@ from poss_lightning.target.model import Target
 
 
 class TextFeatures(NamedTuple):
-    """What a target makes of some texts, one after another without padding, on the device of its head."""
+    """A target's outputs for some texts, concatenated without padding, on the device of its head."""
 
     features: Tensor  # (tokens, D)
     layers: Tensor  # (tokens, n, D), outputs of inner layers; n is 0 where none are kept
 
 
 class Reader(Protocol):
-    """Gives the features of texts.
-
-    Attributes:
-        target: whose features they are.
-        layers: inner layers that are kept too, as `Target.text_layers` counts them.
-    """
+    """Computes the features of texts."""
 
     target: Target
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # inner layers that are kept too, as `Target.text_layers` counts them
 
     def read(self, texts: list[list[int]]) -> TextFeatures:
-        """Features of token lists, each of which is read alone and in full."""
+        """Features of token lists, each of which the target sees alone and in full."""
         ...
 
 
 class TargetReader:
-    """The target itself, which reads a batch of texts in one forward."""
+    """Reads a batch of texts in one forward of the target."""
 
     def __init__(self, target: Target, layers: tuple[int, ...]):
         self.target, self.layers = target, layers

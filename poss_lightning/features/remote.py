@@ -1,11 +1,7 @@
-"""A store from elsewhere: any address that fsspec reads, copied once into the user's cache and mapped from there.
-
-A copy that was killed resumes with the first file that is not there; several processes share one copy.
-"""
+"""A store at any address that fsspec reads, copied once into the user's cache and memory-mapped from there."""
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from filelock import FileLock
@@ -16,12 +12,13 @@ from poss_lightning.files import atomic, user_cache, without_secrets
 
 
 def local_copy(address: str | Path) -> Path:
-    """The folder of a store: the path itself, or for an address with a protocol its copy, made when first asked for.
+    """The folder of a store: the path itself, or the copy of an address with a protocol, made at its first use.
 
-    The copy is known by its manifest's digest, so a store that was extracted anew is copied anew.
+    The digest of its manifest names the copy, so a store that was extracted again is copied again. A killed copy
+    resumes with the first missing file; several processes share one copy.
 
     Raises:
-        StoreError: no store at the address, it cannot be reached, or a file arrives other than it was written.
+        StoreError: no store at the address, it cannot be reached, or a file arrives changed.
     """
     if "://" not in str(address):
         return Path(address)
@@ -34,9 +31,13 @@ def local_copy(address: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             for entry in tqdm(entries, desc=f"copy {name}", unit="file", disable=is_finished(folder)):
-                part = entry.name
-                if not _is_there(folder / part, entry):
-                    _copy(files, root, entry, folder, name)
+                part, copy = entry.name, folder / entry.name
+                if copy.is_file() and copy.stat().st_size == entry.bytes:
+                    continue
+                with atomic(copy) as path:
+                    files.get_file(f"{root}/{part}", str(path))
+                    if FileEntry.of(path) != entry:
+                        raise StoreError(f"{name}/{part} arrived changed: its digest is not the manifest's")
             if not is_finished(folder):
                 with atomic(folder / MANIFEST) as path:
                     path.write_bytes(text)
@@ -44,18 +45,7 @@ def local_copy(address: str | Path) -> Path:
         raise
     except FileNotFoundError as error:
         raise StoreError(f"{name}/{part}: no such file, so there is no finished feature store") from error
-    except Exception as error:  # every protocol has errors of its own
+    except Exception as error:  # every protocol has its own errors
         reason = without_secrets(str(error)) or type(error).__name__
         raise StoreError(f"{name}/{part} cannot be read: {reason}") from error
     return folder
-
-
-def _copy(files: Any, root: str, entry: FileEntry, folder: Path, name: str) -> None:
-    with atomic(folder / entry.name) as path:
-        files.get_file(f"{root}/{entry.name}", str(path))
-        if FileEntry.of(path) != entry:
-            raise StoreError(f"{name}/{entry.name} is not as it was written: its digest is not the manifest's")
-
-
-def _is_there(path: Path, entry: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == entry.bytes

@@ -1,7 +1,7 @@
-"""The schedule of an epoch: the split, rows of conversations, and what every optimizer step takes.
+"""The schedule of an epoch: the split, rows of conversations, and the batches of every optimizer step.
 
-A schedule is planned ahead from lengths and spans alone. So every batch knows over how many slots its optimizer step
-takes the mean, on however many processes and accumulated batches, and a run can go on at the exact sample.
+It is planned ahead from lengths and spans alone. So every batch knows over how many slots its optimizer step takes the
+mean, on any number of processes and accumulated batches, and a run resumes at the exact sample.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class Step(NamedTuple):
     """The optimizer step that a batch is part of: all its batches, of all processes."""
 
     answers: Tensor  # (answers,) slots of every assistant span in the step; pass k counts in all but k-1 of them
-    tokens: Tensor  # () counting or not
+    tokens: Tensor  # () all of them, whether a pass counts there or not
     batches: int  # processes x accumulated batches; strategies take the mean of their gradients
 
     def slots(self, depth: int) -> Tensor:
@@ -33,25 +33,23 @@ class Step(NamedTuple):
 
 
 def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
-    """Slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer. spans (n, 2) -> (n,)"""
+    """Slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer: (n, 2) -> (n,)"""
     starts, stops = np.maximum(spans[:, 0], 1), np.minimum(spans[:, 1], length)
     return np.maximum(stops - starts - 1, 0)
 
 
 def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
-    """Training and validation indices. A conversation's side depends on its id and the seed, not on its neighbours.
+    """Training and validation indices. A conversation's side depends on its id and the seed, not on the others.
 
-    Of few conversations a side may get none; then it gets the one that is nearest to it, and a line says so.
+    Where a side would be empty, it gets the conversation nearest to the border.
 
     Args:
-        origins: of every sample the id that its conversation first had: what is there twice is on one side,
-            unless nothing else is there.
+        origins: for every sample the id that stands for its conversation. Duplicates share one, and are on one side
+            unless all samples are duplicates.
 
     Raises:
-        ValueError: there is only one conversation, or `validation` is not a fraction.
+        ValueError: there is only one conversation.
     """
-    if not 0 < validation < 1:
-        raise ValueError(f"validation is {validation}; it must be a fraction between 0 and 1")
     if len(set(origins)) == 1 and len(origins) > 1:
         logger.warning("all %d conversations have one text: what is held out is trained on too", len(origins))
         origins = [f"{name}/{i}" for i, name in enumerate(origins)]
@@ -61,32 +59,30 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
     if not held_out:
         raise ValueError("there is one conversation: none can be held out for validation")
     if border != validation:
+        smaller = min(len(train), len(held_out))
         logger.info(
-            "validation %s of %d conversations leaves a side empty: it gets %d of them",
-            validation,
-            len(origins),
-            min(len(train), len(held_out)),
+            "validation %s of %d conversations leaves a side empty: it gets %d of them", validation, len(ranks), smaller
         )
     return train, held_out
 
 
 def stable_number(text: str) -> int:
-    """A number of 63 bits from a text, the same on every machine."""
+    """63 bits of a text's digest, the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 class PlannedBatch(NamedTuple):
-    """A batch before it is read."""
+    """A batch before it is loaded."""
 
     samples: list[int]  # indices; they share a row
-    counts: bool  # False: it only fills up the last step, and no slot of it counts
+    counts: bool  # False: it only completes the last step, and none of its slots counts
     step: Step
 
 
 def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
-    """A row for each batch, filled by best fit: each sample, longest first, goes where it leaves the least room."""
+    """Pack samples, longest first, into rows, one per batch; each goes where it leaves the least room (best fit)."""
     batches: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left of each batch, ascending
+    room: list[tuple[int, int]] = []  # free tokens of each batch, ascending
     for index in ordered:
         length = int(lengths[index])
         place = bisect_left(room, (length, -1))
@@ -103,18 +99,17 @@ def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> lis
 class Schedule(Sampler[PlannedBatch]):
     """The batches of every epoch, in steps of `world * accumulate`; a process takes every world-th batch.
 
-    Samples are shuffled by (seed, epoch), ordered by length (so those of one length change places from epoch to epoch),
-    packed into batches, and these are shuffled. All epochs have the same number of batches, because Lightning asks only
-    once. The batches themselves do not depend on the number of processes. Where the last step has too few, batches in
-    which nothing counts fill it up: all processes take as many, and no sample is dropped or shown twice.
+    Samples are shuffled by (seed, epoch), stably sorted by length, packed into batches, and these are shuffled. So the
+    batches do not depend on the number of processes, and every epoch has the same number, as Lightning asks only once.
+    Batches in which nothing counts complete the last step, so no sample is dropped or shown twice.
 
     Args:
         indices: samples to draw from.
         lengths: (samples,) tokens of every sample of the source.
-        spans: of every sample, (n, 2) each.
-        batch_tokens: tokens of a batch at most; a longer sample stands alone.
+        spans: (n, 2) of every sample of the source.
+        batch_tokens: most tokens of a batch; a longer sample is a batch alone.
         seed: of the order.
-        training: a new order every epoch; else one for good, in which the first batches are a fair sample.
+        training: a new order every epoch; else always the same, in which the first batches are a fair sample.
         rank: which of the `world` processes this is.
         world: how many processes share the batches.
         accumulate: batches of a process in a step.
@@ -139,11 +134,11 @@ class Schedule(Sampler[PlannedBatch]):
         self.epoch, self.resumed, self.taken = 0, (0, 0), 0
         self.total = len(self.batches())
         order = [(i, int(lengths[i])) for i in indices]
-        self.data = stable_number(f"{order} {batch_tokens} {seed}")  # what the order of batches follows from
+        self.data = stable_number(f"{order} {batch_tokens} {seed}")  # all that determines the order of batches
 
     @property
     def step_batches(self) -> int:
-        """Batches of a step, of all processes."""
+        """Batches of a step, over all processes."""
         return self.world * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
@@ -151,17 +146,12 @@ class Schedule(Sampler[PlannedBatch]):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Where this epoch stands: how many of its batches all processes together have taken, in whole steps."""
-        done = self._first() + self.taken // self.accumulate * self.step_batches
-        done = min(done, self.total)
+        """The state of this epoch: how many of its batches all processes together have taken, in complete steps."""
+        done = min(self._first() + self.taken // self.accumulate * self.step_batches, self.total)
         return {"epoch": self.epoch, "done": done, "total": self.total, "share": self.step_batches, "data": self.data}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on in that epoch behind the batches done, on whatever number of processes.
-
-        Raises:
-            ValueError: the state is of other data, so its batches are not these.
-        """
+        """Resume in that epoch after the batches done, on any number of processes; ValueError for other data."""
         if state["data"] != self.data:
             raise ValueError(
                 f"the checkpoint's epochs have {state['total']} batches of other data than these {self.total}: resume "
@@ -170,7 +160,7 @@ class Schedule(Sampler[PlannedBatch]):
         self.epoch, self.resumed = state["epoch"], (state["epoch"], state["done"])
 
     def __len__(self) -> int:
-        """Batches of this process in a whole epoch."""
+        """Batches of this process in a full epoch."""
         return -(-self.total // self.step_batches) * self.accumulate
 
     def remaining(self) -> int:
@@ -184,7 +174,7 @@ class Schedule(Sampler[PlannedBatch]):
 
     @announced("planning an epoch")
     def batches(self) -> list[list[int]]:
-        """The epoch's batches, of samples."""
+        """The epoch's batches, as lists of samples."""
         generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))
         order = generator.permutation(self.indices)
         by_length = order[np.argsort(-self.lengths[order], kind="stable")].tolist()

@@ -1,23 +1,45 @@
-"""Writing a shard: batch after batch is read, and a thread writes what was read."""
+"""A shard of a store: its columns, how it is written, and how it is opened and checked."""
 
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from poss_lightning.features.checks import schema
-from poss_lightning.features.encoding import encode
-from poss_lightning.features.manifest import FileEntry
+from poss_lightning.features.encoding import encode, vector_bytes
+from poss_lightning.features.manifest import FileEntry, Manifest, StoreError
 from poss_lightning.features.reading import Reader
 from poss_lightning.files import atomic
 from poss_lightning.target.spec import EmbedHead
+
+LATER = {"conversation", "draws"}  # columns that the first stores lack
+pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
+
+
+def schema(layers: tuple[int, ...]) -> pa.Schema:
+    """Columns of a shard. Features are the encoded vectors of a sample, one token after the other; see `encoding`."""
+    columns = {
+        "id": pa.string(),
+        "conversation": pa.string(),  # digest of all that is said in it
+        "length": pa.int32(),
+        "tokens": pa.list_(pa.int32()),
+        "greedy": pa.list_(pa.int32()),
+        "spans": pa.list_(pa.int32()),
+        "draws": pa.list_(pa.string()),  # how each span was drawn, as JSON; empty where none was
+        "features": pa.large_binary(),
+    }
+    return pa.schema(columns | ({"layers": pa.large_binary()} if layers else {}))
+
+
+# --- writing ---
 
 
 @dataclass(frozen=True)
@@ -27,7 +49,7 @@ class TokenizedText:
     id: str
     tokens: list[int]
     spans: list[tuple[int, int]]
-    conversation: str = ""  # digest of what is said in all of it
+    conversation: str = ""  # digest of all that is said in it
     draws: tuple[dict[str, float] | None, ...] = ()  # how each span was drawn, see `Draw`; () where none was
 
 
@@ -41,7 +63,7 @@ def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], 
         ):
             writing: Future[None] | None = None
             for batch in batches:
-                rows = read_batch(reader, batch, stored)  # while the thread writes those before
+                rows = read_batch(reader, batch, stored)  # while the thread writes the batch before
                 if writing:
                     writing.result()
                 writing = thread.submit(writer.write_batch, rows)
@@ -53,12 +75,12 @@ def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], 
 
 @torch.inference_mode()
 def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.RecordBatch:
-    """Rows of the store. On a GPU everything but the bytes to keep stays there."""
+    """Rows of the store. On a GPU everything but the stored bytes stays there."""
     lengths = [len(text.tokens) for text in batch]
     read = reader.read([text.tokens for text in batch])
     vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
     columns = {name: encode(joined, stored).to("cpu", non_blocking=True) for name, joined in vectors.items()}
-    greedy = _greedy(reader.target.embed_head, read.features, batch).cpu()  # waits for the copies asked for before
+    greedy = _greedy(reader.target.embed_head, read.features, batch).cpu()  # waits for the copies above, too
     rows = {
         "id": [text.id for text in batch],
         "conversation": [text.conversation for text in batch],
@@ -72,17 +94,63 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
 
 
 def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
-    """One value a text, in the tensor's own memory."""
+    """One value per text, in the tensor's own memory."""
     offsets = np.cumsum([0, *lengths], dtype=np.int64) * joined[0].numel()
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined.numpy())]
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
 def _greedy(embed_head: EmbedHead, features: Tensor, batch: list[TokenizedText]) -> Tensor:
-    """(tokens,): the target's most likely next token after every slot that an assistant's token follows; else -1."""
+    """(tokens,): the target's most likely next token at every slot before an assistant's token; elsewhere -1."""
     greedy = torch.full(features.shape[:1], -1, device=features.device)
     for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
         for start, stop in text.spans:
-            slots = slice(first + max(start, 1) - 1, first + stop - 1)  # before a text's first token stands nothing
+            slots = slice(first + max(start, 1) - 1, first + stop - 1)  # no slot lies before a text's first token
             greedy[slots] = embed_head.logits(features[slots]).max(-1).indices
     return greedy
+
+
+# --- opening ---
+
+
+def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
+    """The batches of a shard, memory-mapped, after a check of every sample; the check reads no features.
+
+    Raises:
+        StoreError: it cannot be parsed, has other columns, or a sample is not what the manifest says.
+    """
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
+        names = table.schema.names
+        if table.schema != pa.schema([c for c in schema(manifest.layers) if c.name in names or c.name not in LATER]):
+            raise ValueError(f"its columns are {', '.join(names)}")
+        table.validate(full=True)
+        _check_samples(table, manifest)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error
+    return table.to_batches()
+
+
+def _check_samples(table: pa.Table, manifest: Manifest) -> None:
+    """Raise ValueError where a sample's columns differ in length, or hold something else than tokens of the target."""
+    lengths, vocabulary = table["length"].to_numpy(), manifest.target.vocab_size
+    vector = vector_bytes(manifest.target.hidden_size, getattr(torch, manifest.dtype), manifest.stored)
+    sizes = {"tokens": lengths, "greedy": lengths, "features": lengths * np.int64(vector)}
+    if manifest.layers:
+        sizes["layers"] = sizes["features"] * len(manifest.layers)
+    for name, size in sizes.items():
+        measure = pc.list_value_length if size is lengths else pc.binary_length
+        if table[name].null_count or (measure(table[name]).to_numpy() != size).any():
+            raise ValueError(f"{name} of a sample are not as many as its length says")
+    for name, least in (("tokens", 0), ("greedy", -1)):
+        values = pc.list_flatten(table[name]).to_numpy()
+        if len(values) and not least <= values.min() <= values.max() < vocabulary:
+            raise ValueError(f"{name} go from {values.min()} to {values.max()}; the target has {vocabulary} tokens")
+    counts = pc.list_value_length(table["spans"]).to_numpy()
+    edges = pc.list_flatten(table["spans"]).to_numpy()
+    if (counts % 2).any() or (edges < 0).any() or (edges > np.repeat(lengths, counts)).any():
+        raise ValueError("spans go beyond a sample")
+    if "draws" in table.schema.names:
+        drawn = pc.list_value_length(table["draws"]).to_numpy()
+        if (drawn * 2 != counts)[drawn > 0].any():
+            raise ValueError("draws of a sample are not as many as its spans")

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 from poss_lightning.features.schedule import PlannedBatch, Schedule, Step, answer_slots
 from poss_lightning.features.store import Sample
 
-GRACE = 60  # seconds that a loader works on after SIGTERM
+GRACE = 60  # seconds for which a loader still works after SIGTERM
 
 
 class Batch(NamedTuple):
-    """Rows of one or several conversations, padded on the right."""
+    """Rows of one or more conversations, padded on the right."""
 
     tokens: Tensor  # (B, T) int64
     features: Tensor  # (B, T, D), the target's
@@ -26,13 +26,13 @@ class Batch(NamedTuple):
     greedy: Tensor  # (B, T) the target's most likely next token, -1 where unknown
     counts: Tensor  # (B, T) pass k counts at slot t where k <= counts[t]
     positions: Tensor  # (B, T) a token's place in its conversation
-    lengths: list[list[int]]  # tokens of the conversations of each row
+    lengths: list[list[int]]  # tokens of each row's conversations
     ids: list[str]  # of the conversations, row by row
-    spans: list[list[tuple[int, int]]]  # of each conversation, the assistant's; none where nothing counts
+    spans: list[list[tuple[int, int]]]  # the assistant's in each conversation; none where nothing counts
     step: Step
 
     def parts(self) -> list[tuple[int, slice]]:
-        """Where each conversation stands: row and slots."""
+        """Row and slots of each conversation."""
         return [
             (row, slice(stop - length, stop))
             for row, lengths in enumerate(self.lengths)
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 def counted_passes(length: int, spans: np.ndarray) -> Tensor:
     """(T,): pass k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so where k <= counts[t].
 
-    A round starts from a root that the target emitted, so its first token too must be the assistant's; the first token
+    A round starts from a root that the target emitted, so its first token must be the assistant's, too. The first token
     of a text is nobody's.
     """
     counts = torch.zeros(length, dtype=torch.long)
@@ -56,8 +56,7 @@ def counted_passes(length: int, spans: np.ndarray) -> Tensor:
 def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
     """The draft's input with uniform noise (u - 0.5) * strength * 512 / T, as in EAGLE; T is the conversation's length.
 
-    Args:
-        seeds: one a conversation, so that its noise depends on nothing beside it.
+    Each conversation has its own seed, so its noise does not depend on its neighbours.
     """
     noisy = batch.draft_input.clone()
     generator = torch.Generator(noisy.device)
@@ -69,7 +68,7 @@ def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
 
 
 def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
-    """Rows of samples as a batch; without a `step` it is its whole step."""
+    """Rows of samples as a batch; without a `step`, the batch is a step of its own."""
     samples = [sample for row in rows for sample in row]
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths))
@@ -102,10 +101,10 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
 
 
 class Loader:
-    """Reads a schedule's batches. It begins when the first is asked for, so that the epoch is known by then.
+    """Loads a schedule's batches.
 
-    It has a `DataLoader` and is none: Lightning would put samplers of its own in the place of the schedule, for several
-    processes and for `overfit_batches`. It looks for `batch_sampler.sampler` to tell the epoch.
+    It wraps a `DataLoader` rather than being one, because Lightning would replace the schedule by samplers of its own
+    for several processes and for `overfit_batches`. Lightning sets the epoch through `batch_sampler.sampler`.
     """
 
     def __init__(self, source, schedule: Schedule, workers: int):
@@ -116,7 +115,7 @@ class Loader:
             sampler=schedule,
             batch_size=None,
             num_workers=workers,
-            pin_memory=torch.cuda.is_available(),  # so that copies to the device do not wait
+            pin_memory=torch.cuda.is_available(),  # so that copies to the device are asynchronous
             worker_init_fn=_outlive_signals,
         )
 
@@ -137,16 +136,16 @@ class Loader:
 
 
 def _outlive_signals(worker: int) -> None:
-    """Let a process that loads work on when a signal reaches the training's processes, which need its batches.
+    """Keep a loading process alive after a signal to the whole job, as the training needs its batches.
 
-    Ctrl-C is for the training, which ends its loaders itself. SIGTERM ends them late: the step may still take a while.
+    The training handles Ctrl-C and ends its loaders itself. SIGTERM ends them late: the step may still take a while.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 
 
 class _Reader(Dataset[Batch]):
-    """What a DataLoader takes for a data set: planned batches are its indices."""
+    """A data set for `DataLoader`, whose indices are planned batches."""
 
     def __init__(self, source):
         self.source = source

@@ -11,7 +11,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def features(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """(6, 7, 48) of very different size from vector to vector, each with an entry far larger than the rest."""
+    """(6, 7, 48): vectors of very different size, each with an entry far larger than the rest."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(6, 7, 48, generator=generator) * torch.logspace(-3, 2, 7)[:, None]
     drawn[..., 5] *= 200
@@ -25,7 +25,7 @@ def kept(x: torch.Tensor) -> torch.Tensor:
 
 
 def naive_e4m3() -> torch.Tensor:
-    """Every number of e4m3: four bits of exponent with bias 7, three of mantissa, no infinity."""
+    """Every number of e4m3: four bits of exponent with bias 7, three of mantissa; it has no infinity."""
     numbers = [m / 8 * 2.0**-6 for m in range(8)]
     numbers += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
     return torch.tensor([sign * number for number in numbers for sign in (1, -1)], dtype=torch.float64)
@@ -36,7 +36,7 @@ def naive_scale(vector: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_entry_becomes_the_nearest_number_there_is(dtype):
+def test_every_entry_becomes_the_nearest_number(dtype):
     for vector in features(dtype)[0]:
         grid = naive_e4m3() * naive_scale(vector)
         nearest = (grid - vector.double()[:, None]).abs().amin(1)
@@ -44,17 +44,8 @@ def test_every_entry_becomes_the_nearest_number_there_is(dtype):
         torch.testing.assert_close(difference, nearest, rtol=0, atol=1e-7 if dtype == torch.float16 else 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_error_of_an_entry_is_bounded_by_the_format(dtype):
-    x = features(dtype, 1)
-    scale = torch.tensor([[naive_scale(vector) for vector in row] for row in x])[..., None]
-    error, normal = (kept(x).float() - x.float()).abs(), x.float().abs() >= scale * 2**-6
-    assert normal.float().mean() > 0.9
-    assert (error <= x.float().abs() / 16)[normal].all() and (error <= scale * 2**-10)[~normal].all()
-
-
 @pytest.mark.parametrize("largest", [448.0, 449.0, 230.0, 224.0, 464.0, 1.0, 1e-30, 3e38])
-def test_the_largest_entry_fits_wherever_it_lies_between_powers_of_two(largest):
+def test_the_largest_entry_fits_anywhere_between_powers_of_two(largest):
     x = torch.tensor([largest, -largest / 2, largest / 300, 0.0])
     assert kept(x).isfinite().all() and kept(x).equal(kept(kept(x)))
     torch.testing.assert_close(kept(x), x, rtol=1 / 16, atol=0)

@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory, tiny_folder) -> dict[str, dict]:
-    """The same conversations on disk as features, and as text."""
+    """The same conversations as a store and as text."""
     folder = tmp_path_factory.mktemp("online")
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"messages": c.messages}) + "\n" for c in make_conversations()))
@@ -36,31 +36,19 @@ def fit(source: dict, **options) -> tuple[SpecialistTraining, list]:
     lightning.seed_everything(0)
     data = FeatureData(**source, batch_tokens=200, validation=0.2)
     module = SpecialistTraining(data.source, [1, 2], learning_rate=1e-3, vocabulary_size=60, **options)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    seen, plain = [], data.on_after_batch_transfer
-
-    def watch(batch, index):
-        seen.append(plain(batch, index))
-        return seen[-1]
-
-    data.on_after_batch_transfer = watch
-    trainer.fit(module, data)
-    return module, seen
+    batches, transferred = [], data.on_after_batch_transfer
+    data.on_after_batch_transfer = lambda *given: batches.append(transferred(*given)) or batches[-1]
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    lightning.Trainer(accelerator="cpu", max_steps=3, **quiet).fit(module, data)
+    return module, batches
 
 
 @pytest.mark.parametrize("kind", ["", "-eagle3"])
-def test_online_is_the_store(both, kind):
+def test_online_features_train_as_those_of_a_store(both, kind):
     options = EAGLE3 if kind else {}
-    (stored, seen), (online, made) = (fit(both[name + kind], **options) for name in ("store", "online"))
-    assert len(seen) == len(made) > 3
-    for ours, theirs in zip(seen, made, strict=True):
+    (stored, expected), (online, found) = (fit(both[name + kind], **options) for name in ("store", "online"))
+    assert len(expected) == len(found) > 3
+    for ours, theirs in zip(expected, found, strict=True):
         assert ours.tokens.equal(theirs.tokens) and ours.counts.equal(theirs.counts)
         for a, b in ((ours.features, theirs.features), (ours.draft_input, theirs.draft_input)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -71,8 +59,8 @@ def test_online_is_the_store(both, kind):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
-def test_workers_are_sent_no_target(both):
-    """Where they are not forked, a loader pickles what they read."""
+def test_a_pickled_source_has_no_target(both):
+    """Loader processes that are not forked get one."""
     online = FeatureData(**both["online-eagle3"], validation=0.2).source
     for features in (online, online.select((2, 3, 4))):
         sent = pickle.loads(pickle.dumps(features))
@@ -87,16 +75,3 @@ def test_a_target_that_moved_has_one_embedding():
     assert target.embed_head.embedding.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
     target.move("meta")
     assert {device.type for device in target.layer_devices} == {target.embed_head.head.device.type} == {"meta"}
-
-
-def test_a_store_or_a_corpus(both):
-    with pytest.raises(ValueError, match="give one of them"):
-        FeatureData()
-    with pytest.raises(ValueError, match="give one of them"):
-        FeatureData(**both["store"], corpus="x.jsonl")
-    for name, value in {"target": "x", "max_length": 60, "dtype": "float32", "parallel": "layers"}.items():
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* made already: leave {name} out"):
-            FeatureData(**both["store"], **{name: value})
-    FeatureData(
-        **both["store"], target="embedded", max_length=2048, validation=0.2
-    )  # the defaults, as a config.yaml has them

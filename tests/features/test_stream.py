@@ -1,21 +1,17 @@
-"""From samples to batches: what counts, noise, padding, the split, buckets, and how Lightning drives them."""
+"""From samples to batches: what counts, noise, padding, the split, the schedule, and how Lightning drives them."""
 
 import multiprocessing
 import os
 import signal
-from collections import Counter
 
 import lightning
 import numpy as np
 import pytest
 import torch
 
-from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.schedule import Schedule, answer_slots, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
-from poss_lightning.features.writing import write_store
-from tests.support.stores import SIZES, make_conversations
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
 SPANS = [np.array([[1, length]]) for length in LENGTHS]
@@ -37,11 +33,11 @@ def naive_counts(length: int, spans: list[tuple[int, int]]) -> list[int]:
 @pytest.mark.parametrize(
     "spans", [[], [(3, 9)], [(1, 3), (5, 6), (8, 12)], [(4, 5)], [(2, 4)], [(1, 12)], [(10, 12)], [(0, 5)]]
 )
-def test_passes_that_count_by_definition(spans):
+def test_the_passes_that_count_are_those_of_the_definition(spans):
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
     counts = counted_passes(12, edges)
     assert counts.tolist() == naive_counts(12, spans)
-    for k in range(1, 13):  # and the schedule knows their number beforehand
+    for k in range(1, 13):  # and the schedule knows their number ahead
         assert (answer_slots(12, edges) - (k - 1)).clip(0).sum() == (counts >= k).sum()
 
 
@@ -54,7 +50,7 @@ def sample(name: str, length: int, width: int = 4) -> Sample:
 
 
 @pytest.mark.parametrize("rows", [[["a"], ["b"], ["c"]], [["a", "b"], ["c"]], [["c", "a", "b"]]], ids=str)
-def test_collate_puts_conversations_one_after_another_and_pads_on_the_right(rows):
+def test_collate_concatenates_conversations_and_pads_on_the_right(rows):
     samples = {name: sample(name, length) for name, length in (("a", 5), ("b", 9), ("c", 3))}
     batch = collate([[samples[name] for name in row] for row in rows])
     assert batch.ids == [name for row in rows for name in row]
@@ -84,15 +80,15 @@ def test_noise_is_bounded_per_conversation_and_zero_in_the_padding():
     assert not noise[0, 12:].any()
 
 
-def test_noise_belongs_to_the_conversation_not_to_its_neighbours():
+def test_noise_does_not_depend_on_the_neighbours():
     short, long = sample("a", 5), sample("b", 30)
     together, alone = collate([[long, short]]), collate([[short]])
     noisy = add_noise(together, 0.2, [7, 8])[0, 30:]
     assert noisy.equal(add_noise(alone, 0.2, [8])[0]) and not noisy.equal(add_noise(alone, 0.2, [9])[0])
-    assert together.features.equal(collate([[long, short]]).features)  # what is given is left as it is
+    assert together.features.equal(collate([[long, short]]).features)  # the batch itself is unchanged
 
 
-def test_split_has_two_disjoint_sides_that_cover_all():
+def test_the_split_has_two_disjoint_sides_that_cover_all():
     names = [f"c{i}" for i in range(1000)]
     train, held = split(names, 0.2, seed=0)
     assert sorted(train + held) == list(range(1000))
@@ -100,7 +96,7 @@ def test_split_has_two_disjoint_sides_that_cover_all():
     assert split(names, 0.2, seed=0) == (train, held) != split(names, 0.2, seed=1)
 
 
-def test_a_side_is_a_matter_of_the_conversation_alone():
+def test_a_side_depends_on_the_conversation_alone():
     names = [f"c{i}" for i in range(300)]
     fewer = [name for i, name in enumerate(names) if i % 3][::-1]
     held, held_of_fewer = ({group[i] for i in split(group, 0.2, seed=4)[1]} for group in (names, fewer))
@@ -108,39 +104,24 @@ def test_a_side_is_a_matter_of_the_conversation_alone():
     assert held <= {names[i] for i in split(names, 0.3, seed=4)[1]}
 
 
-@pytest.mark.parametrize("validation", [1e-9, 0.01, 0.5, 0.99, 1 - 1e-9])
-@pytest.mark.parametrize("count", [2, 3, 12])
+@pytest.mark.parametrize("validation", [1e-9, 0.5, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 12])
 def test_few_conversations_have_two_sides_too(count, validation, caplog):
-    """Where a side would be empty it gets the one conversation that is nearest to it, and a line says so."""
+    """A side that would be empty gets the one conversation that is nearest to it, and a line says so."""
     caplog.set_level("INFO")
     names = [f"c{i}" for i in range(count)]
     train, held = split(names, validation, 0)
     assert train and held and sorted(train + held) == list(range(count))
-    told = [record for record in caplog.records if "leaves a side empty: it gets 1 of them" in record.getMessage()]
-    assert len(told) == (split_of(names, validation) in (0, count))
+    expected = sum(stable_number(f"0/{name}") / 2**63 < validation for name in names)
+    assert ("leaves a side empty: it gets 1 of them" in caplog.text) == (expected in (0, count))
 
 
-def split_of(names: list[str], validation: float) -> int:
-    """How many would be held out, by the definition."""
-    return sum(stable_number(f"0/{name}") / 2**63 < validation for name in names)
-
-
-@pytest.mark.parametrize(
-    ("names", "validation", "words"),
-    [
-        (["a"], 0.5, "there is one conversation: none"),
-        (["a", "b"], 0.0, "validation is 0"),
-    ],
-)
-def test_splits_that_cannot_be(names, validation, words):
-    with pytest.raises(ValueError, match=words):
-        split(names, validation, 0)
-
-
-def test_one_text_many_times_is_split_all_the_same(caplog):
+def test_one_text_many_times_is_split_and_one_conversation_is_not(caplog):
     train, held = split(["a"] * 8, 0.3, 0)
     assert train and held and sorted(train + held) == list(range(8))
     assert "what is held out is trained on too" in caplog.text
+    with pytest.raises(ValueError, match="there is one conversation: none"):
+        split(["a"], 0.5, 0)
 
 
 def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -154,14 +135,15 @@ def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> li
     return batches
 
 
-def test_packs_are_the_best_fit_and_nearly_full():
+def test_rows_are_packed_by_best_fit():
     lengths = np.random.default_rng(3).integers(2, 60, 200)
     ordered = np.argsort(-lengths, kind="stable").tolist()
     found = pack_rows(ordered, lengths, 64)
     assert all(sum(lengths[batch]) <= 64 for batch in found)
     sums = sorted(sum(lengths[batch]) for batch in found)
     assert sums == sorted(sum(lengths[batch]) for batch in naive_best_fit(ordered, lengths, 64))
-    assert len(found) <= 1.05 * lengths.sum() / 64 + 1
+    long = pack_rows([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
+    assert sorted(map(sorted, long)) == [[0, 2], [1], [3]]  # a sample beyond the budget is alone
 
 
 def schedule(epoch: int = 0, **changes) -> Schedule:
@@ -172,22 +154,17 @@ def schedule(epoch: int = 0, **changes) -> Schedule:
 
 
 def shown(planned) -> list[int]:
-    """Samples of planned batches, in order; what only fills up is left out."""
+    """Samples of planned batches, in order, without batches that only complete a step."""
     return [i for batch in planned if batch.counts for i in batch.samples]
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_every_sample_once_an_epoch_within_the_budget(training):
+def test_every_epoch_has_every_sample_once_within_the_budget(training):
     indices = list(range(0, 300, 2))
     for epoch in range(3):
         planned = list(schedule(epoch, indices=indices, training=training))
         assert sorted(shown(planned)) == indices
         assert all(sum(LENGTHS[b.samples]) <= 100 for b in planned)
-
-
-def test_a_sample_beyond_the_budget_stands_alone():
-    batches = pack_rows([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
-    assert sorted(map(sorted, batches)) == [[0, 2], [1], [3]]
 
 
 def test_the_order_follows_seed_and_epoch():
@@ -197,11 +174,10 @@ def test_the_order_follows_seed_and_epoch():
     first = order(0, 0)
     assert first == order(0, 0)
     assert first != order(0, 1) != order(1, 1) and first != order(1, 0)
-    company = [{frozenset(batch) for batch in order(0, epoch)} for epoch in (0, 1)]
-    assert company[0] != company[1]  # samples change company too
+    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in order(0, 1)}  # nor only reordered
 
 
-def test_every_epoch_has_as_many_batches():
+def test_every_epoch_has_the_same_number_of_batches():
     """Lightning asks for the length once, and would drop batches or skip validation if it changed."""
     lengths = np.random.default_rng(1).integers(2, 300, 3000)
     spans = [np.array([[1, 2]])] * 3000
@@ -221,12 +197,12 @@ def test_validation_keeps_one_order_whose_beginning_is_a_fair_sample():
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (3, 1), (1, 4), (2, 3), (5, 2)])
-def test_processes_share_the_steps_and_each_knows_all_of_its_step(world, accumulate):
+def test_processes_share_the_steps_and_each_knows_its_whole_step(world, accumulate):
     shares = [list(schedule(rank=rank, world=world, accumulate=accumulate)) for rank in range(world)]
     assert {len(share) for share in shares} == {len(schedule(world=world, accumulate=accumulate))}
     assert sorted(i for share in shares for i in shown(share)) == list(range(300))
-    whole = schedule().batches()
-    assert [b.samples for g in range(len(shares[0])) for share in shares for b in [share[g]] if b.counts] == whole
+    batches = schedule().batches()
+    assert [b.samples for g in range(len(shares[0])) for share in shares for b in [share[g]] if b.counts] == batches
     for start in range(0, len(shares[0]), accumulate):
         step = [planned for share in shares for planned in share[start : start + accumulate]]
         found = [answer_slots(LENGTHS[i], SPANS[i]) for i in shown(step)]
@@ -238,7 +214,7 @@ def test_processes_share_the_steps_and_each_knows_all_of_its_step(world, accumul
 @pytest.mark.parametrize("before", [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("after", [(1, 1), (2, 1), (2, 3), (4, 1)])
 @pytest.mark.parametrize("taken", [0, 1, 4, 7, 10_000])
-def test_a_schedule_goes_on_at_the_exact_sample_with_any_number_of_processes(before, after, taken):
+def test_a_schedule_resumes_at_the_exact_sample_with_any_number_of_processes(before, after, taken):
     def made(world_accumulate, rank=0, epoch=2):
         world, accumulate = world_accumulate
         return schedule(epoch, rank=rank, world=world, accumulate=accumulate)
@@ -273,7 +249,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_that_fills_up_the_last_step_counts_nothing(workers):
+def test_nothing_counts_in_a_batch_that_completes_the_last_step(workers):
     made = schedule(indices=[0, 1, 2], world=2, accumulate=2, rank=1, batch_tokens=40)
     batches = list(Loader(Numbers(), made, workers))
     assert made.taken == len(batches) == len(made) and not batches[-1].counts.any()
@@ -282,7 +258,7 @@ def test_a_batch_that_fills_up_the_last_step_counts_nothing(workers):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_a_loading_process_outlives_a_signal_to_the_whole_job(number):
-    """The training needs its batches to the end of the step, and ends it itself."""
+    """The training needs its batches until the end of the step, and ends the process itself."""
     made = schedule(batch_tokens=40)
     batches = iter(Loader(Numbers(), made, 1))
     next(batches)
@@ -294,18 +270,18 @@ def test_a_loading_process_outlives_a_signal_to_the_whole_job(number):
 
 
 class Watcher(lightning.LightningModule):
-    """Notes which samples it is shown."""
+    """Records the samples of every epoch."""
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.forward_tree: list[list[list[str]]] = []
+        self.epochs: list[list[list[str]]] = []
 
     def on_train_epoch_start(self) -> None:
-        self.forward_tree.append([])
+        self.epochs.append([])
 
     def training_step(self, batch: Batch) -> torch.Tensor:
-        self.forward_tree[-1].append(batch.ids)
+        self.epochs[-1].append(batch.ids)
         return self.weight.sum()
 
     def configure_optimizers(self):
@@ -313,24 +289,12 @@ class Watcher(lightning.LightningModule):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_lightning_shows_every_sample_once_an_epoch_in_new_order(tmp_path, workers):
+def test_lightning_shows_every_sample_once_per_epoch_in_a_new_order(tmp_path, workers):
     loader = Loader(Numbers(), schedule(batch_tokens=500), workers)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     watcher = Watcher()
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=3, default_root_dir=tmp_path, enable_checkpointing=False, **quiet
-    )
-    trainer.fit(watcher, loader)
-    for epoch, seen in enumerate(watcher.forward_tree):
-        assert Counter(i for batch in seen for i in batch) == Counter(map(str, range(300)))
-        assert [i for batch in seen for i in batch] == list(map(str, shown(schedule(epoch, batch_tokens=500))))
-    assert watcher.forward_tree[0] != watcher.forward_tree[1] != watcher.forward_tree[2]
-
-
-def test_one_tensor_on_the_host_is_one_on_the_device(tmp_path, target):
-    write_store(tmp_path / "store", target, make_conversations(), **SIZES)
-    data = FeatureData(str(tmp_path / "store"), batch_tokens=200)
-    batch = next(iter(data.train_dataloader()))
-    assert batch.draft_input is batch.features
-    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
-    assert moved.draft_input is moved.features and moved.features.device.type == moved.tokens.device.type == "meta"
+    options = {"accelerator": "cpu", "max_epochs": 3, "default_root_dir": tmp_path, "enable_checkpointing": False}
+    lightning.Trainer(**options, **quiet).fit(watcher, loader)
+    orders = [list(map(str, shown(schedule(epoch, batch_tokens=500)))) for epoch in range(3)]
+    assert [[i for batch in batches for i in batch] for batches in watcher.epochs] == orders
+    assert orders[0] != orders[1] != orders[2] and {*map(len, map(set, orders))} == {300}

@@ -1,4 +1,4 @@
-"""An unfinished store: shared by ranks, made good after a kill, and always the bytes of one process."""
+"""An unfinished store: killed and resumed, shared by ranks, and always the bytes of one uninterrupted process."""
 
 import json
 import os
@@ -11,26 +11,103 @@ from pathlib import Path
 import pytest
 import torch
 
+from poss_lightning.corpus.readers import Conversation
 from poss_lightning.extract import extract
-from poss_lightning.features import manifest, shards
-from poss_lightning.features import writing as extraction
-from poss_lightning.features.manifest import verify_files
+from poss_lightning.features import manifest, shards, writing
+from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.shards import write_shard
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import UNFINISHED, write_store
-from poss_lightning.files import sha256
+from poss_lightning.files import MARK, sha256
 from poss_lightning.ranks import Rank, local_rank, order, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 from tests.support.processes import SECONDS, fork
-from tests.support.stores import ROLES, SIZES, WORDS, contents, dies_after, make_conversations
+from tests.support.stores import ROLES, SIZES, WORDS, contents, dies_after, dies_at, make_conversations
+from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
 
 
-@pytest.fixture(scope="module")
-def whole(target, tmp_path_factory) -> Path:
-    """A store that one process wrote in one go."""
-    folder = tmp_path_factory.mktemp("whole") / "store"
-    write_store(folder, target, make_conversations(), **SIZES)
-    return folder
+def kill(monkeypatch, folder: Path, target: Target, forwards: int = 4) -> None:
+    """Begin a store, and die after some forwards of the target."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_after(patch, target, forwards)
+        write_store(folder, target, make_conversations(), **SIZES)
+
+
+@pytest.mark.parametrize("forwards", [4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 7))])
+def test_a_killed_run_resumes_without_reading_again(finished, target, tmp_path, monkeypatch, forwards):
+    kill(monkeypatch, tmp_path, target, forwards)
+    with pytest.raises(StoreError, match=r"not a finished feature store.*(with the same `poss extract`|writes one)\)"):
+        FeatureStore(tmp_path)
+    there, written, hashed = {path.name for path in tmp_path.glob("shard-*")}, [], []
+    monkeypatch.setattr(manifest, "sha256", lambda path: hashed.append(path.name) or sha256(path))
+    monkeypatch.setattr(
+        writing, "write_shard", lambda path, *rest: written.append(path.name) or write_shard(path, *rest)
+    )
+    write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert (there or forwards == 1) and written and not there & set(written)
+    assert hashed == [*written, "ends.safetensors"] and contents(tmp_path) == contents(finished)
+
+
+def test_a_torn_shard_is_written_again_and_leftovers_are_removed(finished, target, tmp_path, monkeypatch):
+    """A shard of another size than its receipt says; and what a machine that died was writing."""
+    kill(monkeypatch, tmp_path, target)
+    (tmp_path / "shard-00000.arrow").write_bytes(b"cut")
+    left = tmp_path / ".poss.another-machine.12345678.tmp"
+    left.mkdir()
+    (left / "shard-00001.arrow").write_bytes(b"half")
+    (left / MARK).touch()
+    write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert contents(tmp_path) == contents(finished)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["manifest.json", "ends.safetensors", "shard-00001.arrow", "settings.json"])
+def test_a_run_killed_at_any_file_resumes(finished, target, tmp_path, monkeypatch, name, when):
+    """With the file half written under its temporary name, and with the file just there."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        dies_at(patch, name, when)
+        write_store(tmp_path, target, make_conversations(), **SIZES)
+    write_store(tmp_path, target, make_conversations(), **SIZES)
+    assert contents(tmp_path) == contents(finished)
+
+
+# --- other settings ---
+
+
+def other_target() -> Target:
+    return tiny_target(seed=1)
+
+
+def other_template() -> Target:
+    return Target(tiny_model(), tiny_tokenizer(CHATML.replace("\n{% endfor", "\n\n{% endfor")), "tiny")
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(
+    ("make", "conversations", "sizes", "word"),
+    [
+        (other_target, 24, {}, "target"),
+        (other_template, 24, {}, "template"),
+        (tiny_target, 24, {"max_length": 59}, "max_length 60, now 59"),
+        (tiny_target, 24, {"stored": "float8"}, "stored 'exact', now 'float8'"),
+        (tiny_target, 24, {"layers": (1,)}, "layers [], now [1]"),
+        (tiny_target, 23, {}, "corpus"),
+    ],
+)
+def test_stores_are_not_mixed(finished, target, tmp_path, monkeypatch, is_finished, make, conversations, sizes, word):
+    folder, kind, words = finished, StoreError, "holds a different store"
+    if not is_finished:
+        folder, kind, words = tmp_path, ValueError, "begun with other settings"
+        kill(monkeypatch, folder, target)
+    before = contents(folder)
+    with pytest.raises(kind, match=words) as error:
+        write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
+    assert word in str(error.value) and "\n" not in str(error.value)
+    assert contents(folder) == before
+
+
+# --- ranks ---
 
 
 def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options) -> None:
@@ -49,13 +126,13 @@ def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options
 
 
 @pytest.mark.nightly
-def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monkeypatch, capsys):
+def test_after_a_rank_dies_by_sigkill_the_others_continue(tiny_folder, tmp_path, monkeypatch, capsys):
     """Rank 1 of 2 is killed in the middle of its first shard, while rank 0 writes all the others."""
     corpus = tmp_path / "corpus.jsonl"
     long = [" ".join(WORDS * 8) + f" {i}" for i in range(60)]
     records = [{"messages": [{"role": role, "content": text} for role in ROLES]} for text in long]
     corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed, alone = tmp_path / "killed", tmp_path / "alone"
     sizes = {"dtype": "float32", "batch_tokens": 2000, "shard_mb": 1}
     ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
     half, given = fork.Event(), (str(corpus), str(killed), tiny_folder)
@@ -64,20 +141,20 @@ def test_a_rank_dies_by_sigkill_and_the_others_go_on(tiny_folder, tmp_path, monk
     assert half.wait(SECONDS)
     for name, value in (ranks | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
-    extract(str(corpus), str(killed), tiny_folder, **sizes)
+    extract(*given, **sizes)
     assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
     process.kill()
     process.join()
     assert list(killed.glob(".poss.*.tmp/shard-00001.arrow")) and "manifest.json" not in contents(killed)
-    extract(str(corpus), str(killed), tiny_folder, **sizes)
+    extract(*given, **sizes)
     monkeypatch.undo()
-    extract(str(corpus), str(whole), tiny_folder, **sizes)
-    assert contents(killed) == contents(whole) and len(contents(whole)) > 4
+    extract(str(corpus), str(alone), tiny_folder, **sizes)
+    assert contents(killed) == contents(alone) and len(contents(alone)) > 4
     verify_files(killed)
 
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 9))])
-def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
+def test_ranks_write_the_bytes_of_one(finished, target, tmp_path, world):
     """All at once, as threads: the locks are the operating system's, and hold between open files."""
     with ThreadPoolExecutor(world) as threads:
         work = [
@@ -85,21 +162,27 @@ def test_ranks_write_the_bytes_of_one(whole, target, tmp_path, world):
             for rank in range(world)
         ]
     assert [done.result() for done in work] == [None] * world
-    assert contents(tmp_path) == contents(whole) and not (tmp_path / "unfinished").exists()
+    assert contents(tmp_path) == contents(finished) and not (tmp_path / UNFINISHED).exists()
 
 
-def test_a_shard_that_others_left_at_the_last_moment_is_seen(whole, target, tmp_path, monkeypatch):
-    """Rank 1 is at it while rank 0 looks; it then ends, and rank 0 sees no receipt: late, or never to come."""
+def test_one_rank_alone_does_the_work_of_all(finished, target, tmp_path):
+    """As in a SLURM batch script without srun, or where the others died."""
+    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(1, 3))
+    assert contents(tmp_path) == contents(finished)
+
+
+def test_a_shard_that_another_rank_gives_up_at_the_last_moment_is_written(finished, target, tmp_path, monkeypatch):
+    """Rank 1 holds it while rank 0 looks; it then ends, and rank 0 sees no receipt: late, or never to come."""
     work = Work(tmp_path / UNFINISHED)
     with work.exclusive():
         other = work.part("shard-00001")
     other.__enter__()
-    monkeypatch.setattr(extraction.time, "sleep", lambda _: other.__exit__(None, None, None))
+    monkeypatch.setattr(writing.time, "sleep", lambda _: other.__exit__(None, None, None))
     write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
-    assert contents(tmp_path) == contents(whole)
+    assert contents(tmp_path) == contents(finished)
 
 
-def test_who_waits_for_the_one_that_finishes_is_not_hurt_by_its_clearing(tmp_path):
+def test_clearing_the_work_does_not_hurt_a_process_that_waits_for_its_lock(tmp_path):
     def wait() -> bool:
         with Work(tmp_path / UNFINISHED).exclusive():
             return True
@@ -112,39 +195,8 @@ def test_who_waits_for_the_one_that_finishes_is_not_hurt_by_its_clearing(tmp_pat
         assert waiting.result(timeout=5)
 
 
-def test_a_rank_alone_does_the_work_of_all(whole, target, tmp_path):
-    """As in a SLURM batch script without srun, or where the others died."""
-    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(1, 3))
-    assert contents(tmp_path) == contents(whole)
-
-
-def test_what_is_there_is_not_read_again(whole, target, tmp_path, monkeypatch):
-    dies_after(monkeypatch, target, 4)
-    with pytest.raises(KeyboardInterrupt):
-        write_store(tmp_path, target, make_conversations(), **SIZES)
-    monkeypatch.undo()
-    there, written, hashed = {path.name for path in tmp_path.glob("shard-*")}, [], []
-    monkeypatch.setattr(manifest, "sha256", lambda path: hashed.append(path.name) or sha256(path))
-    monkeypatch.setattr(
-        extraction, "write_shard", lambda path, *rest: written.append(path.name) or write_shard(path, *rest)
-    )
-    write_store(tmp_path, target, make_conversations(), **SIZES)
-    assert there and written and not there & set(written) and hashed == [*written, "ends.safetensors"]
-    assert contents(tmp_path) == contents(whole)
-
-
-def test_a_shard_that_is_not_as_its_note_says_is_written_again(whole, target, tmp_path, monkeypatch):
-    dies_after(monkeypatch, target, 4)
-    with pytest.raises(KeyboardInterrupt):
-        write_store(tmp_path, target, make_conversations(), **SIZES)
-    monkeypatch.undo()
-    (tmp_path / "shard-00000.arrow").write_bytes(b"cut")
-    write_store(tmp_path, target, make_conversations(), **SIZES)
-    assert contents(tmp_path) == contents(whole)
-
-
 @pytest.mark.parametrize(("count", "world"), [(7, 3), (3, 5), (1, 1), (8, 2)])
-def test_every_rank_begins_with_its_share_and_goes_on_with_what_is_left(count, world):
+def test_every_rank_begins_with_its_share_and_continues_with_the_rest(count, world):
     orders = [order(count, Rank(rank, world)) for rank in range(world)]
     assert all(sorted(numbers) == list(range(count)) for numbers in orders)
     shares = [numbers[: len(range(rank, count, world))] for rank, numbers in enumerate(orders)]
@@ -156,10 +208,7 @@ def test_every_rank_begins_with_its_share_and_goes_on_with_what_is_left(count, w
     [
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_PROCID": "0"}, (3, 8, 1)),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, (2, 4, 0)),
-        (
-            {"LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
-            (0, 1, 0),
-        ),  # Lightning's
+        ({"LOCAL_RANK": "3", "WORLD_SIZE": "8", "NODE_RANK": "0"}, (0, 1, 0)),  # as Lightning's own launcher
         ({}, (0, 1, 0)),
     ],
 )
@@ -176,9 +225,9 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
     for name, value in (("RANK", 7 % world), ("WORLD_SIZE", world), ("LOCAL_RANK", 3 % world)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    asked = []
-    monkeypatch.setattr(Target, "load", lambda *arguments, **options: asked.append(arguments))
+    loaded = []
+    monkeypatch.setattr(Target, "load", lambda *arguments, **options: loaded.append(arguments))
     monkeypatch.setattr("poss_lightning.extract.write_store", lambda *arguments, **options: None)
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"messages": make_conversations(1)[0].messages}) + "\n")
-    extract(str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), device=device)
-    assert asked == [("embedded", "auto", expected, "none")]
+    monkeypatch.setattr("poss_lightning.extract.read_conversations", lambda *arguments: list[Conversation]())
+    extract("corpus.jsonl", str(tmp_path / "out"), device=device)
+    assert loaded == [("embedded", "auto", expected, "none")]

@@ -1,0 +1,76 @@
+"""The DataModule: who is trained on, in which order, with which noise; which arguments go together."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from poss_lightning.features.datamodule import FeatureData
+
+
+def make_data(store: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
+    data = FeatureData(str(store), **{"batch_tokens": 200, "validation": 0.3, **changes})
+    data.trainer = SimpleNamespace(
+        overfit_batches=0,
+        limit_train_batches=1.0,
+        training=training,
+        current_epoch=epoch,
+        global_rank=0,
+        world_size=1,
+        accumulate_grad_batches=1,
+    )
+    return data
+
+
+def ids(data: FeatureData) -> list[list[list[str]]]:
+    """Those of every batch, of training and of validation."""
+    return [[batch.ids for batch in loader] for loader in (data.train_dataloader(), data.val_dataloader())]
+
+
+def test_every_conversation_is_on_one_side_once(finished):
+    data = make_data(finished)
+    train, held = ([name for batch in batches for name in batch] for batches in ids(data))
+    assert sorted(train + held) == sorted(data.source.ids) and train and held
+
+
+def test_a_seed_shuffles_the_training_and_not_the_validation(finished):
+    """With another seed, the first validation batches would be other conversations, and their scores incomparable."""
+    (train, held), (other_train, other_held) = (ids(make_data(finished, seed=seed)) for seed in (0, 1))
+    assert train != other_train and held == other_held
+
+
+def test_a_limit_takes_the_first_of_the_training_side_only(finished):
+    data, limited = make_data(finished), make_data(finished, limit=3)
+    assert limited.train == data.train[:3] and limited.held_out == data.held_out
+
+
+def test_noise_is_for_training_and_new_in_every_epoch(finished):
+    batch = next(iter(make_data(finished).train_dataloader()))
+
+    def noise(**changes) -> torch.Tensor:
+        return make_data(finished, **changes).on_after_batch_transfer(batch, 0).draft_input - batch.features
+
+    drawn = noise()
+    assert drawn.any() and drawn.equal(noise())
+    assert not drawn.equal(noise(epoch=1)) and not drawn.equal(noise(seed=1))
+    assert not noise(training=False).any() and not noise(noise=0.0).any()
+
+
+def test_one_tensor_on_the_host_is_one_on_the_device(finished):
+    data = make_data(finished)
+    batch = next(iter(data.train_dataloader()))
+    assert batch.draft_input is batch.features
+    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved.draft_input is moved.features and moved.features.device.type == moved.tokens.device.type == "meta"
+
+
+def test_arguments_are_of_a_store_or_of_a_corpus(finished):
+    with pytest.raises(ValueError, match="give one of them"):
+        FeatureData()
+    with pytest.raises(ValueError, match="give one of them"):
+        FeatureData(str(finished), corpus="x.jsonl")
+    for name, value in {"target": "x", "max_length": 60, "dtype": "float32", "parallel": "layers"}.items():
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* has its features already: leave {name} out"):
+            FeatureData(str(finished), **{name: value})
+    FeatureData(str(finished), target="embedded", max_length=2048)  # the defaults, as a config.yaml has them
