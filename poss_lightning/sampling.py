@@ -9,7 +9,6 @@ proposes the tokens that the target is about to draw (arXiv 2408.07978).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, 
 
 BLOCK = 128  # numbers whose largest is sought first: two short searches are faster than one long one
 ROWS = 16  # places whose logits exist in float32 at once: a CPU takes longer to find memory for more than to add them
-DRAWN = ("temperature", "top_k", "top_p", "min_p")  # numbers of an answer that say how it was drawn
 DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a float that is not negative: where each begins, its bits
 
 
@@ -81,39 +79,20 @@ class Sampling:
 GREEDY = Sampling()
 
 
-class Draw(NamedTuple):
-    """How an answer was drawn: whoever knows it can draw its tokens again."""
-
-    sampling: Sampling
-    seed: int  # of the text's noise
-
-    @classmethod
-    def of(cls, values: Any) -> Self:
-        """What `values` wrote, a `seed` and numbers of DRAWN; ValueError where they are something else."""
-        numbers = dict(values) if isinstance(values, dict) else {}
-        seed = numbers.pop("seed", None)
-        if type(seed) is not int or not 0 <= seed < 2**63 or not numbers.keys() <= set(DRAWN):
-            raise ValueError(f"it is {values!r}; it must hold seed, and may hold {', '.join(DRAWN)}")
-        return cls(Sampling(**numbers), seed)
-
-    def values(self) -> dict[str, Any]:
-        """As `of` reads them from a file."""
-        return {"seed": self.seed} | {name: getattr(self.sampling, name) for name in DRAWN}
-
-
 class TokenSampler:
     """Chooses the tokens of B texts, by numbers in tensors that stay where they are.
 
     Attributes:
         kind: what, of the sampling, no tensor says.
         seen: (B, V) which tokens the texts have; kept up where `kind` penalises them.
-        draws: of the texts that were begun; none where they are greedy.
+        sampling, seeds: of the texts that were begun; no seeds where they are greedy.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device):
-        self.kind, self.seen = GREEDY, torch.zeros(0, dtype=torch.bool, device=device)
+        self.sampling = self.kind = GREEDY
+        self.seen = torch.zeros(0, dtype=torch.bool, device=device)
         self.keys = torch.zeros(batch, 2, dtype=torch.int32, device=device)
-        self.temperature, self.draws = torch.zeros((), device=device), list[Draw]()
+        self.temperature, self.seeds = torch.zeros((), device=device), list[int]()
         self.ids = _mix(torch.arange(vocabulary, dtype=torch.int32, device=device))
 
     def begin(
@@ -126,11 +105,11 @@ class TokenSampler:
         """Sample these texts from now on; where they are drawn, with these seeds or those that the generator gives."""
         self.kind = replace(sampling, temperature=float(sampling.temperature > 0))
         self.temperature.fill_(sampling.temperature)
-        self.draws = []
+        self.sampling, self.seeds = sampling, []
         if sampling.temperature:
             drawn = text_seeds(len(prompts), generator) if seeds is None else torch.tensor(seeds)
             self.keys.copy_(text_keys(drawn))
-            self.draws = [Draw(sampling, seed) for seed in drawn.tolist()]
+            self.seeds = drawn.tolist()
         if self.kind.repetition_penalty != 1:
             if len(self.seen) != len(prompts):
                 self.seen = self.seen.new_zeros(len(prompts), len(self.ids))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from poss_lightning.corpus.draws import Draw
 from poss_lightning.decoding import drafting
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded
@@ -35,7 +36,7 @@ from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.features.store import Sample
 from poss_lightning.files import atomic
 from poss_lightning.reports.statistics import Jackknife, compare, interval, leave_one_out, mean_over
-from poss_lightning.sampling import Draw, Sampling
+from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
 
 TREES = {"chain": (6, 7, 1), "16": (6, 16, 4), "60": (6, 60, 10)}  # depth, nodes, tree width
@@ -59,7 +60,7 @@ def drawn(target: Target, questions: list[Question], limit: int, sampling: Sampl
     for begin in tqdm(range(0, len(prompts), ROWS), desc="draw"):
         generator = torch.Generator().manual_seed(seed * 1000 + begin)
         texts += [one.tokens for one in decoder.decode(prompts[begin : begin + ROWS], limit, None, sampling, generator)]
-        seeds += [draw.seed for draw in decoder.loop.sampler.draws] or [0] * len(prompts[begin : begin + ROWS])
+        seeds += decoder.loop.sampler.seeds or [0] * len(prompts[begin : begin + ROWS])
     for question, prompt, answer, own in zip(questions, prompts, texts, seeds, strict=True):
         tokens = torch.tensor(prompt + answer)
         features, spans = target.text_features(tokens[None])[0], [(len(prompt), len(tokens))]

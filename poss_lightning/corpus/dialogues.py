@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from poss_lightning.corpus.draws import last_draws
 from poss_lightning.corpus.records import lines
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
@@ -126,7 +127,7 @@ def _write_batch(
         if fitting:
             limits = [min(limit, rooms[row]) for row in fitting]
             texts = loop.generate([prompts[row] for row in fitting], limits, chat.stops, sampling, generator)
-            for row, tokens, draw in zip(fitting, texts, loop.sampler.draws or [None] * len(fitting), strict=True):
+            for row, tokens, draw in zip(fitting, texts, last_draws(loop.sampler, len(fitting)), strict=True):
                 if message := _message(chat, role, beginnings[row], tokens):
                     drawn = {"drawn": draw.values()} if role == "assistant" and draw else {}
                     continued.append([*conversations[row], message | drawn])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from poss_lightning.corpus.draws import last_draws
 from poss_lightning.corpus.records import report_left_out
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest
@@ -116,7 +117,7 @@ def _answer_batch(
             break
         written = loop.generate([prompts[row] for row in fitting], limit, chat.stops, sampling, generator)
         unfinished = []
-        draws = loop.sampler.draws or [None] * len(fitting)
+        draws = last_draws(loop.sampler, len(fitting))
         for row, tokens, draw in zip(fitting, written, draws, strict=True):
             answer: dict[str, Any] = chat.message(tokens) | ({"drawn": draw.values()} if draw else {})
             if answer["content"].strip():

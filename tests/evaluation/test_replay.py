@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from poss_lightning.corpus.draws import Draw, last_draws
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.blocks import BlockDrafter
 from poss_lightning.decoding.drafting import Drafter
@@ -15,7 +16,7 @@ from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.schedules import RoundSchedule
 from poss_lightning.evaluation.stored import describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import Sample
-from poss_lightning.sampling import GREEDY, Draw, Sampling
+from poss_lightning.sampling import GREEDY, Sampling
 from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
@@ -40,7 +41,7 @@ def drawn(target, sampling: Sampling) -> tuple[list[list[int]], list[Draw | None
     """Answers, and how each was drawn."""
     decoder = Autoregressive(target)
     answers = decoder.decode(PROMPTS, LIMIT, sampling=sampling, generator=torch.Generator().manual_seed(3))
-    return [answer.tokens for answer in answers], decoder.loop.sampler.draws or [None] * len(PROMPTS)
+    return [answer.tokens for answer in answers], last_draws(decoder.loop.sampler, len(PROMPTS))
 
 
 def read(target, prompt: list[int], answer: list[int], more: int = 1, layers: tuple[int, ...] = ()) -> Sample:
