@@ -19,7 +19,7 @@ from poss_lightning.evaluation import benchmark
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.help import SAID
+from poss_lightning.training.help import SHORT_HELP
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.command import Poss, Result, left, says
 
@@ -150,7 +150,7 @@ def test_the_help_of_a_training_has_what_is_ours_and_all_of_it_when_asked(poss, 
     signatures = {"model": SpecialistTraining, "data": FeatureData}
     mine = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
     assert mine - options[short] == {"model.store"}  # which the data give
-    assert set(SAID) <= options[short]
+    assert set(SHORT_HELP) <= options[short]
 
 
 # --- what works ---

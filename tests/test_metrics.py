@@ -108,10 +108,10 @@ def a_share(folder) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     shares = torch.tensor([0, 3, 1, 6, 6, 2, 0]).split([5, 2])
-    length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(2)
+    length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(1, 2)
     length.update(shares[rank])
     positions.update(shares[rank])
-    means.update(torch.tensor([1.0, 4.0]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
+    means.update(torch.tensor([[1.0, 4.0]]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
     torch.save((length.compute(), positions.compute(), means.compute()), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -125,4 +125,4 @@ def test_two_ranks_count_as_one(tmp_path):
         length, positions, means = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(length, (accepted + 1).float().mean())
         torch.testing.assert_close(positions, whole.compute())
-        torch.testing.assert_close(means, torch.tensor([3 / 4, 12 / 8], dtype=means.dtype))
+        torch.testing.assert_close(means, torch.tensor([[3 / 4, 12 / 8]], dtype=means.dtype))
