@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 
 import lightning
@@ -19,6 +18,7 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.flops import step_flops
+from poss_lightning.training.folder import folder_of
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import save_draft
 
@@ -45,7 +45,7 @@ class DraftFolders(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         """Forget the best score where the folder has no best draft, as in a training that resumes elsewhere."""
-        if not trainer.strategy.broadcast((_folder(trainer) / "draft-best").is_dir()):
+        if not trainer.strategy.broadcast((folder_of(trainer) / "draft-best").is_dir()):
             self.best = -math.inf
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
@@ -66,7 +66,7 @@ class DraftFolders(lightning.Callback):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._save(trainer, pl_module, "draft-last")
-        folder = _folder(trainer)
+        folder = folder_of(trainer)
         if trainer.is_global_zero:
             best = folder / "draft-best"
             draft = best if best.is_dir() else folder / "draft-last"
@@ -76,18 +76,13 @@ class DraftFolders(lightning.Callback):
             rank_zero_warn("no validation ran, so there is no draft-best")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
-        save_draft(pl_module.draft, _folder(trainer) / name, writes=trainer.is_global_zero)
+        save_draft(pl_module.draft, folder_of(trainer) / name, writes=trainer.is_global_zero)
 
     def state_dict(self) -> dict:
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.best = state_dict["best"]
-
-
-def _folder(trainer: lightning.Trainer) -> Path:
-    """The folder of the run: a broadcast, which all processes must join."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 class ValidateFirst(lightning.Callback):

@@ -39,6 +39,7 @@ from poss_lightning.training.folder import (
     LAST,
     check_unused,
     expand_home,
+    folder_of,
     name_folder,
     only_training,
     stay_in_folder,
@@ -200,7 +201,7 @@ class Training(LightningCLI):
             return
         # Lightning resumes by itself what SLURM ended.
         requeued = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")) and SLURMEnvironment.detect()
-        is_new, folder = not self.options.ckpt_path and not requeued, self._folder
+        is_new, folder = not self.options.ckpt_path and not requeued, folder_of(self.trainer)
         if is_new:
             check_unused(folder)
         if self.trainer.is_global_zero:
@@ -224,12 +225,8 @@ class Training(LightningCLI):
             )
         rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
 
-    @property
-    def _folder(self) -> Path:
-        return Path(self.trainer.log_dir or self.trainer.default_root_dir)
-
     def _say_how_to_resume(self) -> None:
-        last = self._folder / LAST
+        last = folder_of(self.trainer) / LAST
         if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
             how = f"--ckpt_path {last} resumes" if last.exists() else "there is no checkpoint yet to resume from"
             how = "the training is finished" if self.trainer.fit_loop.done else how

@@ -101,7 +101,7 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
     settings = f"# what `poss fit` was given, in this order; config.yaml is what it comes to\n{yaml.safe_dump(noted)}"
     note, finished, last, draft = folder / OPTIONS, folder / FINISHED, folder / LAST, folder / "draft-last"
     if has_outputs(folder) and not note.exists():
-        raise FileExistsError(f"{folder} holds a training that was started by a different command: choose a different folder")
+        raise FileExistsError(f"{folder} holds a training that `poss fit` started: choose a different folder")
     if has_outputs(folder) and note.read_text() != settings:
         raise ValueError(
             f"{folder} was trained with other settings, or with configs that have changed since: see what {note} "

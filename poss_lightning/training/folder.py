@@ -46,6 +46,11 @@ def _loggers(options: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
+def folder_of(trainer: lightning.Trainer) -> Path:
+    """The folder of a training. All processes must call this, as a logger broadcasts its name."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
 def has_outputs(folder: Path) -> bool:
     """Whether a training left a draft or a checkpoint there."""
     return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))

@@ -91,14 +91,14 @@ class Muon(torch.optim.AdamW):
 
 def waves(matrices: Iterable[M], world: int) -> list[list[M]]:
     """Matrices in groups of `world` that take about the same time, the longest first."""
-    ordered = sorted(matrices, key=lambda matrix: orthogonalize_flops(matrix.shape), reverse=True)
+
+    def flops(matrix: M) -> int:
+        """In proportion to those of `orthogonalize`."""
+        n, m = min(matrix.shape), max(matrix.shape)
+        return n * n * (2 * m + n)
+
+    ordered = sorted(matrices, key=flops, reverse=True)
     return [ordered[start : start + world] for start in range(0, len(ordered), world)]
-
-
-def orthogonalize_flops(shape: torch.Size) -> int:
-    """FLOPs of the products in `orthogonalize`."""
-    n, m = min(shape), max(shape)
-    return STEPS * (4 * n * n * m + 2 * n**3)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

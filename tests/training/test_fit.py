@@ -129,5 +129,5 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):
         fit_once(folder, *layers)
     (folder / "fit.yaml").unlink()
-    with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that was started by a different"):
+    with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that `poss fit` started"):
         fit_once(folder, *layers)

@@ -12,8 +12,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.training.callbacks import LastCheckpoint
+from poss_lightning.training.folder import stay_in_folder
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import check_draft, stay_in_folder
+from poss_lightning.training.resume import check_draft
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
 
@@ -75,7 +76,7 @@ class Validations(lightning.Callback):
     ids=str,
 )
 @pytest.mark.parametrize("after", [False, True], ids=["in it", "after it"])
-def test_killed_in_a_validation_it_is_repeated_and_killed_after_it_it_is_not(store, tmp_path, options, after):
+def test_a_validation_is_repeated_only_if_it_was_killed(store, tmp_path, options, after):
     def run(folder, callback, resume=None):
         callbacks = [callback, LastCheckpoint(every_n_train_steps=1)]
         return fit(store, tmp_path / folder, resume=resume, callbacks=callbacks, **options)[0]
