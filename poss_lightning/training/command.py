@@ -106,7 +106,7 @@ class Training(LightningCLI):
         """The options as `--print_config` prints them."""
         return yaml.safe_load(self._parser(self.config.subcommand).dump(self.options, skip_unset=False))
 
-    # --- its options ---
+    # --- options ---
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -112,7 +112,7 @@ class SpecialistTraining(lightning.LightningModule):
     ):
         refuse_numbers(SpecialistTraining, locals())
         super().__init__()
-        self.save_hyperparameters(ignore="store")  # called here itself, so that it finds those of a subclass, too
+        self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
         features = FeatureStore(store) if isinstance(store, str | list) else store
         if isinstance(features, FeatureStore):  # `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
@@ -192,7 +192,8 @@ class SpecialistTraining(lightning.LightningModule):
         seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same in a resumed training
         most = self.hparams["anchors"]
         chains = None if most is None else draw_chains(batch.counts[:, :-1] > 0, most, seed)
-        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"] == "dpace", logs, chains)
+        slot_weights = dpace if self.hparams["slot_weights"] else None
+        losses, _ = self._losses(batch, depth, pass_weights, slot_weights, logs, chains)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         if any(batch.spans):  # not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
@@ -252,8 +253,8 @@ class SpecialistTraining(lightning.LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
             return
-        if seen := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
-            rank_zero_warn(seen)
+        if warning := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
+            rank_zero_warn(warning)
 
     def on_validation_epoch_end(self) -> None:
         means = self.val_metrics.compute()
@@ -286,7 +287,7 @@ class SpecialistTraining(lightning.LightningModule):
         batch: Batch,
         depth: int,
         pass_weights: Tensor | None = None,
-        slot_weights: bool = False,
+        slot_weights: Callable[[Tensor, Tensor], Tensor] | None = None,
         find_top: bool = True,
         chains: Tensor | None = None,
     ) -> tuple[PassLosses, list[Tensor]]:
@@ -295,11 +296,10 @@ class SpecialistTraining(lightning.LightningModule):
         There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}.
         """
         torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight at each use, and keeps all copies
-        draft, hp = self.draft, self.hparams
+        draft, counts = self.draft, batch.counts[:, :-1]
         embedded = self.embed_head.embed(batch.tokens[:, 1:])
         inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
-        counts = batch.counts[:, :-1]
         predictions = draft(embedded, inputs, depth, packing, counts > 0 if chains is None else chains > 0)
         if draft.config.own_head:  # as published, no loss where the head has no row for the target's token
             counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
@@ -309,8 +309,8 @@ class SpecialistTraining(lightning.LightningModule):
             counts,
             self.embed_head.head,
             weights=self.loss_weights,
-            slot_weights=dpace if slot_weights else None,
-            chunk=hp["chunk"],
+            slot_weights=slot_weights,
+            chunk=self.hparams["chunk"],
             find_top=find_top,
             scale=self.embed_head.scale,
             cap=self.embed_head.cap,

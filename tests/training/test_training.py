@@ -1,6 +1,5 @@
 """Training through Lightning on the tiny target: it learns, it logs, and padding changes nothing."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -27,6 +26,7 @@ from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.dashboard import Dashboard
+from poss_lightning.training.fit import command_line
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 from tests.support import naive
@@ -349,31 +349,23 @@ def test_a_single_pass_can_be_validated(store):
 @pytest.mark.nightly
 def test_two_processes_train_one_draft(store, tiny_folder, tmp_path):
     """DDP over gloo from the command line: it ends, both take as many steps, and the draft is written once."""
-    options = {
-        "data.store": store,
-        "data.batch_tokens": 256,
-        "data.validation": 0.2,
-        "model.allocation": "[2, 2]",
-        "trainer.accelerator": "cpu",
-        "trainer.devices": 2,
-        "trainer.strategy": "ddp",
-        "trainer.max_steps": 4,
-        "trainer.val_check_interval": 2,
-        "trainer.check_val_every_n_epoch": "null",
-        "trainer.num_sanity_val_steps": 0,
-        "trainer.logger": "TensorBoardLogger",
-        "trainer.logger.save_dir": tmp_path,
-        "trainer.logger.name": "run",
-        "trainer.logger.version": "",
-        "trainer.callbacks": json.dumps(
-            [
-                {"class_path": "poss_lightning.evaluation.probe.Replay"},
-                {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
-                {"class_path": "poss_lightning.training.dashboard.Dashboard"},
-            ]
-        ),
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp",
+        "max_steps": 4,
+        "val_check_interval": 2,
+        "check_val_every_n_epoch": None,
+        "callbacks": [
+            {"class_path": "poss_lightning.evaluation.probe.Replay"},
+            {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+            {"class_path": "poss_lightning.training.dashboard.Dashboard"},
+        ],
     }
-    command = [Path(sys.executable).parent / "poss", "fit", *(f"--{name}={value}" for name, value in options.items())]
+    data = {"store": store, "batch_tokens": 256, "validation": 0.2}
+    place = {"name": "run", "trainer.default_root_dir": str(tmp_path)}
+    arguments = command_line({"data": data, "model": {"allocation": [2, 2]}, "trainer": trainer}, place)
+    command = [Path(sys.executable).parent / "poss", "fit", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
