@@ -1,4 +1,4 @@
-"""The chunked loss against the definition."""
+"""The chunked loss compared with its definition."""
 
 import pytest
 import torch

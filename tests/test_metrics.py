@@ -1,4 +1,4 @@
-"""Sums and counts against loops over samples, over batches, and over two ranks."""
+"""Sums and counts compared with loops over samples, over batches, and over two ranks."""
 
 import random
 
@@ -36,7 +36,7 @@ def test_tau_is_one_plus_the_sum_of_products_of_pos_acc():
 
 
 def chains(proposals, greedy, text, counts):
-    """Chain by chain: begin at every slot, go on while the proposal is the target's and the text's."""
+    """Chain by chain: begin at every slot, and continue while the proposal is the target's and the text's."""
     depth, batch, slots = len(proposals), len(text), len(text[0])
     reached, passed = [0] * depth, [0] * depth
     for b in range(batch):

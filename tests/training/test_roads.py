@@ -164,9 +164,9 @@ def test_a_later_loss_replaces_an_earlier_one():
 )
 def test_options_that_a_config_may_not_have_are_named(options, words, monkeypatch):
     monkeypatch.setenv("POSS_SECRET", "secret")
-    with pytest.raises((ArgumentError, ValueError), match=words) as told:
+    with pytest.raises((ArgumentError, ValueError), match=words) as error:
         compose({"model": {"allocation": [1]}}, options)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(error.value)
 
 
 def test_a_nested_file_takes_nothing_from_the_environment_either(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def test_a_replay_of_the_trainer_is_not_replaced(store):
     assert trainer.callback_metrics["val/tau_tree"] >= 1
 
 
-def seen(store, batches: int, **options) -> list[list[str]]:
+def conversations(store, batches: int, **options) -> list[list[str]]:
     """The conversations of every batch."""
     ids = []
 
@@ -54,9 +54,9 @@ def seen(store, batches: int, **options) -> list[list[str]]:
 
 
 def test_overfitting_sees_the_same_batches_in_every_epoch(store):
-    first, second, third, fourth = seen(store, 4, overfit_batches=2, max_epochs=2)
+    first, second, third, fourth = conversations(store, 4, overfit_batches=2, max_epochs=2)
     assert [first, second] == [third, fourth] and first != second
-    every = seen(store, 4, limit_train_batches=2)
+    every = conversations(store, 4, limit_train_batches=2)
     assert every[:2] != every[2:]
 
 

@@ -301,9 +301,9 @@ def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
     ((slots, tokens, flops), _) = taken[0]
     shown = [i for epoch in range(2) for i in data.train]  # enough to hold what four steps took
     assert 0 < slots < tokens <= sum(data.source.lengths[i] for i in shown) and flops > 0
-    seen = trainer.callback_metrics
-    assert 0 < seen["throughput/waiting"] < 1 and seen["throughput/teraflops"] > 0
-    assert seen["slots/s"] / seen["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
+    logged = trainer.callback_metrics
+    assert 0 < logged["throughput/waiting"] < 1 and logged["throughput/teraflops"] > 0
+    assert logged["slots/s"] / logged["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
     assert {"slots/s", "throughput/waiting"} <= set(trainer.progress_bar_metrics)
 
 
