@@ -73,7 +73,7 @@ class DraftFolders(lightning.Callback):
             target = pl_module.draft.config.target.name
             logger.info('draft written to %s; next: poss generate "Hi" --target %s --draft %s', draft, target, draft)
         if not self.validated and self.best == -math.inf:
-            rank_zero_warn("no validation ran, so there is no draft-best")
+            rank_zero_warn("no validation ran, so draft-best was not written")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
         save_draft(pl_module.draft, folder_of(trainer) / name, writes=trainer.is_global_zero)

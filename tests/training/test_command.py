@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, small, tmp_path):
-    with pytest.warns(UserWarning, match="no validation ran, so there is no draft-best"):
+    with pytest.warns(UserWarning, match="no validation ran, so draft-best was not written"):
         assert poss("fit", *small, *ONE, *AGAIN).code is None
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
