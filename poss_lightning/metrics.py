@@ -1,7 +1,7 @@
 """torchmetrics of acceptance and drift. States are sums and counts, so processes and batches add up exactly.
 
-pos-acc means the same in three places, and its name must say which: *chain* and *tree* (decoding rounds) are counted by
-`PositionAcceptance`, *unroll* (teacher-forced) by `UnrollAcceptance`.
+`PositionAcceptance` counts pos-acc of decoding rounds, of chains and of trees; `UnrollAcceptance` that of an unroll,
+which is teacher-forced.
 """
 
 import torch
@@ -14,15 +14,15 @@ BINS = 100  # of cosines from -1 to 1
 
 
 class PositionAcceptance(Metric):
-    """pos-acc: acceptance of every position, given that all before it were accepted.
+    """pos-acc: the acceptance rate of every position, given that all before it were accepted.
 
     Example:
         >>> acceptance = PositionAcceptance(depth=3)
-        >>> acceptance.update(torch.tensor([0, 1, 3, 3]))  # drafted tokens accepted, a number a round
+        >>> acceptance.update(torch.tensor([0, 1, 3, 3]))  # drafted tokens accepted in each round
         >>> acceptance.compute()  # of 4 rounds 3 accepted position 1, of these 2 position 2, ...
         tensor([0.7500, 0.6667, 1.0000])
 
-    compute() is (K,), nan where no round came to a position.
+    compute() is (K,), nan where no round reached a position.
 
     Args:
         depth: K.
@@ -38,9 +38,9 @@ class PositionAcceptance(Metric):
         self.add_state("passed", torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, accepted: Tensor) -> None:
-        """Add rounds: `accepted` (R,) drafted tokens each.
+        """Add rounds, of which each `accepted` so many drafted tokens, (R,).
 
-        Position k was reached by the rounds that accepted k-1 or more, and passed by those that accepted k or more.
+        A round that accepted k - 1 tokens or more reached position k; one that accepted k or more passed it.
         """
         positions = torch.arange(1, len(self.reached) + 1, device=accepted.device)
         self.reached += (accepted[:, None] >= positions - 1).sum(0)
@@ -58,15 +58,15 @@ class UnrollAcceptance(PositionAcceptance):
     ) -> None:
         """Add an unroll.
 
-        A chain that begins at slot t reads pass i at slot t+i-1. It passes position i where the draft's proposal is the
-        target's choice, and goes on while the text follows it too: past that, the text is not what the draft wrote.
+        A chain that begins at slot t reads pass i at slot t + i - 1. It passes position i where the draft's proposal is
+        the target's choice, and continues only if the text has that token, too.
 
         Args:
-            proposals: (K, B, T) token ids, pass by pass.
-            greedy: (B, T) the target's most likely token where each slot's proposal stands, x_{t+2}.
-            text: (B, T) the token of the text there.
+            proposals: (K, B, T) token ids, by pass.
+            greedy: (B, T) the target's most likely token at the place of each slot's proposal, x_{t+2}.
+            text: (B, T) the text's token there.
             counts: (B, T) passes that count at a slot.
-            begins: (B, T) chains that were drafted; None for all.
+            begins: (B, T) where chains were drafted; None for all slots.
         """
         depth, _, count = proposals.shape
         alive = counts >= 1 if begins is None else (counts >= 1) & begins  # (B, chains)
@@ -80,7 +80,7 @@ class UnrollAcceptance(PositionAcceptance):
 
 
 class AcceptanceLength(Metric):
-    """τ: mean over rounds of accepted + 1, the bonus token counted (micro).
+    """τ: mean over rounds of accepted tokens + 1 for the bonus token (micro).
 
     Example:
         >>> tau = AcceptanceLength()
@@ -99,7 +99,7 @@ class AcceptanceLength(Metric):
         self.add_state("rounds", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, accepted: Tensor) -> None:
-        """Add rounds: `accepted` (R,) drafted tokens each."""
+        """Add rounds, of which each `accepted` so many drafted tokens, (R,)."""
         self.tokens += (accepted + 1).sum()
         self.rounds += accepted.numel()
 
@@ -108,19 +108,19 @@ class AcceptanceLength(Metric):
 
 
 class PassMeans(Metric):
-    """Mean over slots of something summed pass by pass: compute() is (K,)."""
+    """Means over slots of several values, summed by pass: compute() is (values, K)."""
 
     full_state_update = False
-    sums: Tensor  # (K,)
+    sums: Tensor  # (values, K)
     slots: Tensor  # (K,)
 
-    def __init__(self, depth: int, **kwargs):
+    def __init__(self, values: int, depth: int, **kwargs):
         super().__init__(**kwargs)
-        self.add_state("sums", torch.zeros(depth, dtype=SUMS), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(values, depth, dtype=SUMS), dist_reduce_fx="sum")
         self.add_state("slots", torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, sums: Tensor, slots: Tensor) -> None:
-        """Add sums (K,) over slots (K,)."""
+        """Add sums (values, K) over slots (K,)."""
         self.sums += sums
         self.slots += slots
 
@@ -131,12 +131,12 @@ class PassMeans(Metric):
 class FeatureDrift(Metric):
     """How far the draft's features are from the target's at each depth.
 
-    compute() gives mean `cosine`, relative `l2` and `norm_ratio`, (K,) each; and `histogram`, (K, BINS): the slots by
-    their cosine, in bins of equal width from -1 to 1.
+    compute() gives the means `cosine`, relative `l2` and `norm_ratio`, (K,) each, and `histogram`, (K, BINS): numbers
+    of slots by their cosine, in bins of equal width from -1 to 1.
     """
 
     full_state_update = False
-    cosine: Tensor  # (K,) sums, as the next two
+    cosine: Tensor  # (K,) sums, like the next two
     l2: Tensor
     norm_ratio: Tensor
     slots: Tensor  # (K,)

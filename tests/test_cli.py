@@ -17,7 +17,7 @@ from poss_lightning import __version__, cli
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.help import SAID
+from poss_lightning.training.help import SHORT_HELP
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.versions import STACK
 from tests.support.command import Poss, Result, left, says
@@ -142,7 +142,7 @@ def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss, monkeypa
     signatures = {"model": SpecialistTraining, "data": FeatureData}
     ours = {f"{part}.{name}" for part, made in signatures.items() for name in signature(made).parameters}
     assert ours - in_short == {"model.store"}  # which the data give
-    assert set(SAID) <= in_short
+    assert set(SHORT_HELP) <= in_short
 
 
 # --- what works ---

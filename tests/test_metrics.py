@@ -1,4 +1,4 @@
-"""Sums and counts against loops over samples, over batches, and over two ranks."""
+"""Sums and counts compared with loops over samples, over batches, and over two ranks."""
 
 import random
 
@@ -36,7 +36,7 @@ def test_tau_is_one_plus_the_sum_of_products_of_pos_acc():
 
 
 def chains(proposals, greedy, text, counts):
-    """Chain by chain: begin at every slot, go on while the proposal is the target's and the text's."""
+    """Chain by chain: begin at every slot, and continue while the proposal is the target's and the text's."""
     depth, batch, slots = len(proposals), len(text), len(text[0])
     reached, passed = [0] * depth, [0] * depth
     for b in range(batch):
@@ -108,10 +108,10 @@ def a_share(folder) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     shares = torch.tensor([0, 3, 1, 6, 6, 2, 0]).split([5, 2])
-    length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(2)
+    length, positions, means = AcceptanceLength(), PositionAcceptance(6), PassMeans(1, 2)
     length.update(shares[rank])
     positions.update(shares[rank])
-    means.update(torch.tensor([1.0, 4.0]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
+    means.update(torch.tensor([[1.0, 4.0]]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
     torch.save((length.compute(), positions.compute(), means.compute()), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -125,4 +125,4 @@ def test_two_ranks_count_as_one(tmp_path):
         length, positions, means = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(length, (accepted + 1).float().mean())
         torch.testing.assert_close(positions, whole.compute())
-        torch.testing.assert_close(means, torch.tensor([3 / 4, 12 / 8], dtype=means.dtype))
+        torch.testing.assert_close(means, torch.tensor([[3 / 4, 12 / 8]], dtype=means.dtype))

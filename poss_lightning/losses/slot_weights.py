@@ -1,19 +1,19 @@
-"""How much a slot counts in the loss of a pass, by what the chain that the slot is in can still gain there.
+"""Weights of slots in the loss, by what the chain that reads them can still gain.
 
-The chain that begins at slot t reads pass k at slot t + k - 1. All here is (K, B, T), pass by pass and slot by slot.
+The chain that begins at slot t reads pass k at slot t + k - 1. Tensors are (K, B, T), by pass and slot.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ALPHA = 0.5  # the least that a chance is taken for, as published
+ALPHA = 0.5  # smoothing: the lower bound of a chance, as published
 
 
 def draw_chains(begins: Tensor, most: int, seed: int) -> Tensor:
-    """Weights (B, T) of chains: of those that may begin, (B, T), at most so many a row are drawn, and the others are 0.
+    """Weights (B, T) of chains: at most `most` per row are drawn of those that may begin, (B, T); the others weigh 0.
 
-    Each drawn one counts for as many as it stands for, so a sum over all is right on average (DFlash's anchors).
+    A drawn chain is weighted by how many it stands for, so a sum over all is unbiased (DFlash's anchors).
     """
     generator = torch.Generator(begins.device).manual_seed(seed)
     order = torch.rand(begins.shape, generator=generator, device=begins.device).masked_fill(~begins, 2).argsort(1)
@@ -24,28 +24,27 @@ def draw_chains(begins: Tensor, most: int, seed: int) -> Tensor:
 def dpace(chances: Tensor, counted: Tensor) -> Tensor:
     """Weights w_k = Σ_{j >= k} Π_{i <= j} q̃_i of a chain, q̃ = (1 - α) q + α (D-PACE, 2605.18810, 7 and 8).
 
-    That is the slope of the expected accepted length by log q̃_k.
+    This is the slope of the expected accepted length by log q̃_k.
 
     Args:
         chances: the draft's probability of the target's most likely token.
-        counted: whether the pass counts there; where it does not, weights mean nothing.
+        counted: whether the pass counts there; elsewhere the weights mean nothing.
     """
-    reached = _chains(((1 - ALPHA) * chances + ALPHA) * counted).cumprod(0)  # Π_{i <= k}
-    return slots_of(reached.flip(0).cumsum(0).flip(0))
+    reached = _to_chains(((1 - ALPHA) * chances + ALPHA) * counted).cumprod(0)  # Π_{i <= k}
+    return to_slots(reached.flip(0).cumsum(0).flip(0))
 
 
-def _chains(by_slot: Tensor) -> Tensor:
+def _to_chains(values: Tensor) -> Tensor:
     """(K, B, T) by slot -> by the slot where the chain begins; 0 beyond the row."""
-    shifts = _shifts(by_slot)
-    return torch.stack([pad(of_pass[:, k:], (0, k)) for k, of_pass in zip(shifts, by_slot, strict=True)])
+    return torch.stack([pad(row[:, k:], (0, k)) for k, row in zip(_shifts(values), values, strict=True)])
 
 
-def slots_of(by_chain: Tensor) -> Tensor:
-    """(K, B, T) by the slot where the chain begins -> by the slot that it reads in each pass; 0 where none does."""
-    count, shifts = by_chain.shape[-1], _shifts(by_chain)
-    return torch.stack([pad(of_pass[:, : count - k], (k, 0)) for k, of_pass in zip(shifts, by_chain, strict=True)])
+def to_slots(values: Tensor) -> Tensor:
+    """(K, B, T) by the slot where the chain begins -> by the slot that each pass reads; 0 where no chain reads."""
+    count = values.shape[-1]
+    return torch.stack([pad(row[:, : count - k], (k, 0)) for k, row in zip(_shifts(values), values, strict=True)])
 
 
 def _shifts(passes: Tensor) -> list[int]:
-    """By how many slots each pass stands behind its chain's first, or the whole row if that is shorter."""
+    """The distance of each pass from the first slot of its chain, at most the length of the row."""
     return [min(k, passes.shape[-1]) for k in range(len(passes))]

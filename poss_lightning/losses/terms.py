@@ -1,7 +1,7 @@
-"""Terms of a loss that compare the target's distribution p with the draft's q, by name (docs/METHOD.md, 5).
+"""Loss terms that compare the target's distribution p with the draft's q, by name (docs/METHOD.md, 5).
 
-A term is a function of log p and log q, (s, V) each over the draft's vocabulary, and returns its value a slot, (s,).
-Autograd makes its gradient. A new one is such a function, and a line in `TERMS`.
+A term takes log p and log q, (s, V) each over the draft's vocabulary, and returns one value per slot, (s,). Autograd
+computes its gradient. To add a term, write such a function and a line in `DISTRIBUTION_TERMS`.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Term = Callable[[Tensor, Tensor], Tensor]
+DistributionTerm = Callable[[Tensor, Tensor], Tensor]
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -17,4 +17,4 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return -torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-TERMS: dict[str, Term] = {"acceptance": acceptance}
+DISTRIBUTION_TERMS: dict[str, DistributionTerm] = {"acceptance": acceptance}

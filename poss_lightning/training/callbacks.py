@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 
 import lightning
@@ -19,10 +18,11 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.flops import step_flops
+from poss_lightning.training.folder import folder_of
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import save_draft
 
-STEPS = {"cuda": 2000, "cpu": 200}  # between two checkpoints
+CHECKPOINT_STEPS = {"cuda": 2000, "cpu": 200}  # between two checkpoints, by device
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 class DraftFolders(lightning.Callback):
     """Writes `draft-last/` after every validation and at the end, and `draft-best/` when `monitor` improves.
 
-    Both stand in the run's own folder.
+    Both are in the folder of the run.
 
     Args:
-        monitor: logged value by which the best draft is chosen; by default τ of trees on held-out answers (`Replay`).
+        monitor: logged value that decides which draft is best; by default τ of trees on held-out answers (`Replay`).
         mode: "max" or "min".
     """
 
@@ -44,9 +44,8 @@ class DraftFolders(lightning.Callback):
         self.best, self.validated = -math.inf, False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        """A training that resumes in another folder finds its best draft anew: that folder has none."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        if not trainer.strategy.broadcast((folder / "draft-best").is_dir()):
+        """Forget the best score where the folder has no best draft, as in a training that resumes elsewhere."""
+        if not trainer.strategy.broadcast((folder_of(trainer) / "draft-best").is_dir()):
             self.best = -math.inf
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
@@ -58,7 +57,7 @@ class DraftFolders(lightning.Callback):
         if value is None or math.isnan(value):
             rank_zero_warn(f"nothing was logged as {self.monitor!r}, so no draft-best is written")
             return
-        score = trainer.strategy.broadcast(self.sign * float(value))  # by a bit of rounding some would save, others not
+        score = trainer.strategy.broadcast(self.sign * float(value))  # processes may differ by rounding, and all save
         if score > self.best:
             self.best = score
             self._save(trainer, pl_module, "draft-best")
@@ -67,18 +66,17 @@ class DraftFolders(lightning.Callback):
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._save(trainer, pl_module, "draft-last")
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        folder = folder_of(trainer)
         if trainer.is_global_zero:
             best = folder / "draft-best"
             draft = best if best.is_dir() else folder / "draft-last"
             target = pl_module.draft.config.target.name
             logger.info('draft written to %s; next: poss generate "Hi" --target %s --draft %s', draft, target, draft)
         if not self.validated and self.best == -math.inf:
-            rank_zero_warn("no validation ran, so there is no draft-best")
+            rank_zero_warn("no validation ran, so draft-best was not written")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast, which all must join
-        save_draft(pl_module.draft, folder / name, writes=trainer.is_global_zero)
+        save_draft(pl_module.draft, folder_of(trainer) / name, writes=trainer.is_global_zero)
 
     def state_dict(self) -> dict:
         return {"best": self.best}
@@ -91,7 +89,7 @@ class ValidateFirst(lightning.Callback):
     """Validates once before the first step, so that every curve begins with the draft that training starts from."""
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        """Of the first epoch: by then every callback, wherever it stands in the list, has seen the training start."""
+        """In the first epoch, when `on_train_start` of every callback has run."""
         if trainer.global_step == 0:
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
@@ -99,13 +97,10 @@ class ValidateFirst(lightning.Callback):
 
 
 class StepLines(lightning.Callback):
-    """A plain line every `log_every_n_steps` where no terminal shows a bar: for a log file or a pipe.
-
-    Bars go to stdout, so that is where a terminal must be.
-    """
+    """Logs a line every `log_every_n_steps` where stdout is no terminal, which would show a progress bar."""
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.began, self.first, self.printed = time.monotonic(), trainer.global_step, trainer.global_step
+        self.started, self.first, self.printed = time.monotonic(), trainer.global_step, trainer.global_step
         if not sys.stdout.isatty() and trainer.is_global_zero:
             logger.info("step %d of %d: training begins", self.first, int(trainer.estimated_stepping_batches))
 
@@ -116,61 +111,62 @@ class StepLines(lightning.Callback):
             return
         self.printed = step
         loss = trainer.callback_metrics.get("train/loss")
-        rate = (step - self.first) / (time.monotonic() - self.began)
+        rate = (step - self.first) / (time.monotonic() - self.started)
         total = int(trainer.estimated_stepping_batches)
         shown = "" if loss is None else f": loss {float(loss):.3f}"
         logger.info("step %d of %d%s, %.2f steps/s", step, total, shown, rate)
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Writes `checkpoints/last.ckpt`, from which a training can resume, every so many steps and at the end.
+    """Writes `checkpoints/last.ckpt`, to resume from, every so many steps and at the end.
 
-    Ctrl-C and SIGTERM wait for the end of a step, and of the validation that follows it or runs already, write the
-    checkpoint and end the training. A second one waits for nothing, and writes nothing. Nor do several processes, which
-    a signal reaches in different steps. Lightning's `save_on_exception` would save within a step.
+    On Ctrl-C or SIGTERM the training finishes its step, and the validation that runs or is due, writes the checkpoint
+    and ends. A second signal ends it at once, without a checkpoint. So does the first one where there are several
+    processes, which it reaches in different steps. Lightning's `save_on_exception` would save within a step.
 
     Args:
-        every_n_train_steps: optimizer steps between two checkpoints; a killed process loses at most so many. None is
-            for 2,000 on a GPU, where a large draft takes as long to write as hundreds of steps, and 200 elsewhere.
+        every_n_train_steps: optimizer steps between checkpoints, the most that a killed process loses. None is for
+            2,000 on a GPU, where writing a large draft takes as long as hundreds of steps, and 200 elsewhere.
     """
 
     @check_numbers
     def __init__(self, every_n_train_steps: Count | None = None):
         self.by_device = every_n_train_steps is None
-        self.stopped: BaseException | None = None  # by a signal
+        self.interrupt: BaseException | None = None  # raised after the step
         super().__init__(
-            every_n_train_steps=every_n_train_steps or STEPS["cpu"],
+            every_n_train_steps=every_n_train_steps or CHECKPOINT_STEPS["cpu"],
             save_top_k=0,
             save_last=True,
-            enable_version_counter=False,  # one file, whichever path leads to its folder
+            enable_version_counter=False,  # always the same file
         )
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
         if self.by_device:
-            self._every_n_train_steps = STEPS.get(trainer.strategy.root_device.type, STEPS["cpu"])
+            device = trainer.strategy.root_device.type
+            self._every_n_train_steps = CHECKPOINT_STEPS.get(device, CHECKPOINT_STEPS["cpu"])
         super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        """Listen to signals, until Lightning puts the handlers of before back when the training ends."""
+        """Handle signals; Lightning restores the earlier handlers when the training ends."""
         super().on_train_start(trainer, pl_module)
-        self.stopped = None
+        self.interrupt = None
         if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._stop)
+            signal.signal(signal.SIGTERM, self._handle_signal)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
-                signal.signal(signal.SIGINT, self._stop)
+                signal.signal(signal.SIGINT, self._handle_signal)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
-        """Before a validation, and after the last step, wait: a run killed in a validation resumes before it."""
+        """Save, unless a validation or the last checkpoint follows: a run killed in a validation must repeat it."""
         loop = trainer.fit_loop
-        due = self.stopped or trainer.global_step % self._every_n_train_steps == 0
-        if not due or loop.epoch_loop._should_accumulate() or _is_last(trainer):
+        due = self.interrupt or trainer.global_step % self._every_n_train_steps == 0
+        if not due or loop.epoch_loop._should_accumulate() or _is_last_step(trainer):
             return
         validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
-        if not trainer.strategy.reduce_boolean_decision(validates, all=False):  # processes may see other times
+        if not trainer.strategy.reduce_boolean_decision(validates, all=False):  # a time limit may differ by process
             self._save_step(trainer, *args)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.state.fn == "fit" and trainer.global_step > 0 and not _is_last(trainer):
+        if trainer.state.fn == "fit" and trainer.global_step > 0 and not _is_last_step(trainer):
             self._save_step(trainer, pl_module, None, None, 0)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
@@ -178,37 +174,35 @@ class LastCheckpoint(ModelCheckpoint):
             super().on_train_end(trainer, pl_module)  # writes it only if there is none
             if self.last_model_path:
                 trainer.save_checkpoint(self.last_model_path)
-        if self.stopped:  # else the sweep that this training is part of would go on
-            raise self.stopped
+        if self.interrupt:  # else a sweep would start its next training
+            raise self.interrupt
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stopped:
-            raise self.stopped
-        self.stopped = KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException()
-        logger.info(
-            "stops at the end of this step, and of its validation; at once, and without a checkpoint, if told again"
-        )
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupt:
+            raise self.interrupt
+        self.interrupt = KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException()
+        logger.info("stopping after this step and its validation; a second signal stops at once, without a checkpoint")
 
     def _save_step(self, trainer: lightning.Trainer, *args) -> None:
-        stopped = self.stopped
-        if not stopped:
+        interrupt = self.interrupt
+        if not interrupt:
             return super().on_train_batch_end(trainer, *args)
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-        raise stopped
+        raise interrupt
 
 
-def _is_last(trainer: lightning.Trainer) -> bool:
-    """Whether the step that was taken ends the training, and with it comes the last checkpoint."""
+def _is_last_step(trainer: lightning.Trainer) -> bool:
+    """Whether the training ends after this step, and writes its last checkpoint."""
     return trainer.global_step in (trainer.max_steps, trainer.estimated_stepping_batches)
 
 
 class Throughput(lightning.Callback):
     """Logs slots/s, tokens/s and TFLOP/s of all processes, waiting, and peak memory, every `log_every_n_steps`.
 
-    A slot counts if pass 1 counts there. FLOPs are those of the method's matrix products (`step_flops`), so the rate is
-    the model's, not the hardware's. Waiting is all time between two steps: reading, transfer, noise, online features,
-    and Lightning's own work, but not validation. A GPU works on in that time, so there it is an upper bound.
+    Slots are those where pass 1 counts. FLOPs are those of the method's matrix products (`step_flops`), so the rate is
+    the model's, not the hardware's. Waiting is the share of time between steps: reading, transfer, noise, online
+    features and Lightning's own work, but not validation. On a GPU, which works in that time, it is an upper bound.
     """
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
@@ -218,20 +212,8 @@ class Throughput(lightning.Callback):
         self.waited += time.monotonic() - self.batch_ended
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
-        tokens = sum(map(sum, batch.lengths))
-        keys = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
-        slots = (batch.counts > 0).sum()
-        flops = step_flops(
-            pl_module.draft.config,
-            vocabulary=len(pl_module.embed_head.head),
-            tokens=tokens,
-            slots=slots
-            if (most := pl_module.hparams["anchors"]) is None
-            else slots.clamp(max=most * len(batch.tokens)),
-            context=keys / tokens,
-        )
-        if any(batch.spans):  # and not one that only fills up the step
-            self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # without a wait
+        if any(batch.spans):  # not one that only fills up the step
+            self._add(pl_module, batch)
         self.batch_ended = time.monotonic()
         if trainer.global_step >= self.step + trainer.log_every_n_steps:  # pyright: ignore[reportAttributeAccessIssue]
             self._log(trainer, pl_module)
@@ -244,6 +226,19 @@ class Throughput(lightning.Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.started += time.monotonic() - self.validation_started
             self.batch_ended = time.monotonic()
+
+    def _add(self, module: SpecialistTraining, batch: Batch) -> None:
+        tokens = sum(map(sum, batch.lengths))
+        keys = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
+        slots, anchors = (batch.counts > 0).sum(), module.hparams["anchors"]
+        flops = step_flops(
+            module.draft.config,
+            vocabulary=len(module.embed_head.head),
+            tokens=tokens,
+            slots=slots if anchors is None else slots.clamp(max=anchors * len(batch.tokens)),
+            context=keys / tokens,
+        )
+        self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # on the device: no wait
 
     def _log(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         slots, tokens, flops = trainer.strategy.reduce(self.totals, reduce_op="sum").tolist()  # waits for the device

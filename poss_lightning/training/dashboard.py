@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside scalars: charts by depth, histograms, figures, hyper-parameters, the projector."""
+"""TensorBoard's other tabs: charts by depth, histograms, figures, hyperparameters and the projector."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,42 +9,48 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.stream import Batch
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.training import hyperparameters, panels
+from poss_lightning.training import panels
+from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.module import SpecialistTraining
+
+COLUMNS = ("val/tau_tree", "val/tau_chain", "val/loss")  # scalars in the table of runs, besides pos-acc in trees
+ARGUMENTS = ("optimizer", "learning_rate", "warmup", "weight_decay", "gamma", "mean_over")  # of the module
 
 
 class DeepSlots(NamedTuple):
-    """Slots of one validation batch at which all K passes count."""
+    """Slots of a validation batch at which all K passes count."""
 
     target: Tensor  # (S, D) the target's features
     draft: Tensor  # (K, S, D) the passes' predictions of them
-    tokens: list[int]  # (S,) the last token that each feature has read
+    tokens: list[int]  # (S,) the last token before each feature
     following: list[int]  # (S,) the next token of the text, which the feature predicts
 
 
 class Dashboard(lightning.Callback):
-    """Fills TensorBoard's other tabs; with another logger, or none, it does nothing.
+    """Fills TensorBoard's other tabs; with a different logger, or none, it does nothing.
 
-    It does no work in training steps. Each validation writes a figure and a histogram for each depth. The projector is
-    written once, when training ends, with about 20 bytes x D x slots x (K + 1).
+    Each validation writes a figure and a histogram for each depth; training steps write nothing. The projector is
+    written when training ends, in about 20 bytes x D x slots x (K + 1).
 
     Args:
-        slots: how many slots of the last validation the projector shows.
+        slots: slots of the last validation that the projector shows.
     """
 
     @check_numbers
     def __init__(self, slots: Count = 40):
         self.slots = slots
         self.deep_slots: DeepSlots | None = None
-        self.start: dict[str, float] = {}  # what was logged before the first step
+        self.start: dict[str, float] = {}  # scalars before the first step
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                # Else it writes hyper-parameters with a placeholder metric first, and TensorBoard takes the first.
+                # Else it writes hyperparameters with a placeholder metric first, and TensorBoard takes the first.
                 logger._default_hp_metric = False
                 logger.log_metrics = partial(_log_all_but_epoch, logger.log_metrics)
 
@@ -52,8 +58,10 @@ class Dashboard(lightning.Callback):
         if (writer := writer_of(trainer)) is None:
             return
         writer.add_custom_scalars(panels.layout(pl_module.eval_depth))
-        values = hyperparameters.collect(trainer, pl_module)
-        for summary in hyperparameters.start_summaries(values, pl_module.eval_depth):
+        by_depth = [f"val_pos_acc_tree/depth_{k}" for k in range(1, pl_module.eval_depth + 1)]
+        # Not the writer's `add_hparams`, which would start a new run. TensorBoard takes the newest of each scalar.
+        *start, self.end = hparams(collect_hyperparameters(trainer, pl_module), dict.fromkeys([*COLUMNS, *by_depth]))
+        for summary in start:
             writer._get_file_writer().add_summary(summary)
 
     def on_validation_batch_end(
@@ -65,7 +73,7 @@ class Dashboard(lightning.Callback):
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (drift := pl_module.val_metrics.drift) is None:  # the draft predicts no feature
             return
-        counts = drift.compute()["histogram"]  # all processes must join it; the module resets it later
+        counts = drift.compute()["histogram"]  # all processes must join; the module resets it later
         if (writer := writer_of(trainer)) is None:
             return
         for depth, values in panels.count_histograms(counts).items():
@@ -85,27 +93,52 @@ class Dashboard(lightning.Callback):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (writer := writer_of(trainer)) is None:
             return
-        writer._get_file_writer().add_summary(hyperparameters.end_summary())
+        writer._get_file_writer().add_summary(self.end)
         if self.deep_slots is not None:
             spell = panels.load_speller(pl_module.draft.config.target.name)
             features, labels = panels.make_points(*self.deep_slots, spell)
             writer.add_embedding(features, labels, None, trainer.global_step, "features", list(panels.LABELS))
 
 
+def collect_hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) -> dict[str, str | float]:
+    """All hyperparameters of a run, defaults included: TensorBoard takes its columns from any one run."""
+    config, data, options = training.draft.config, trainer.datamodule, training.hparams  # pyright: ignore[reportAttributeAccessIssue]
+    values = {
+        "allocation": str(list(config.allocation)),
+        "detach": str(config.detach),
+        "kv": config.kv,
+        "kind": config.kind,
+        "layers": config.layer_count,
+        "anchors": options["anchors"] or "all",
+        "intermediate_size": config.intermediate_size or config.target.intermediate_size,
+        "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
+        "parameters": count_parameters(config),
+        "start_from": options["start_from"] or "random weights",
+        "steps": trainer.estimated_stepping_batches,
+        "loss": ", ".join(f"{name} {weight:g}" for name, weight in training.loss_weights.items()),
+        "slot_weights": options["slot_weights"] or "all alike",
+        "normalise": str(options["normalise"]),
+    }
+    if isinstance(data, FeatureData):
+        tokens = data.batch_tokens * trainer.world_size * trainer.accumulate_grad_batches
+        values |= {"conversations": len(data.train), "step_tokens": tokens, "noise": data.noise}
+    return values | {name: options[name] for name in ARGUMENTS}
+
+
 def _log_all_but_epoch(log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None) -> None:
-    """Lightning logs the epoch beside everything, and TensorBoard draws a chart of it."""
+    """Lightning logs the epoch with every scalar, and TensorBoard would draw a chart of it."""
     log({name: value for name, value in metrics.items() if name != "epoch"}, step)
 
 
 def writer_of(trainer: lightning.Trainer) -> SummaryWriter | None:
-    """The TensorBoard writer of a running training, in the process that writes; else None."""
+    """The TensorBoard writer of a running training, in the first process; else None."""
     if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
         return None
     return next((logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
 
 
 def pick_slots(predictions: list[Tensor], batch: Batch, most: int) -> DeepSlots | None:
-    """At most `most` slots, spread over a batch; None where no slot is deep enough in its answer."""
+    """At most `most` slots, spread over a batch; None where all K passes count at no slot."""
     deep = (batch.counts[:, :-1] >= len(predictions)).nonzero()  # (slots, 2)
     if not len(deep):
         return None

@@ -1,11 +1,10 @@
-"""Write a draft's folder from a training checkpoint of any strategy, or from another draft, with a smaller vocabulary.
+"""Write a draft's folder from a training checkpoint of any strategy, or from a draft, with a smaller vocabulary.
 
-It takes neither a GPU nor a process group.
+It needs neither a GPU nor a process group.
 """
 
 import copy
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from poss_lightning.corpus.readers import Conversation, read_conversations
+from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.draft.folder import CONFIG, TRAINED_ON, check_state, decode_digests
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -37,27 +36,27 @@ def export(
     split: str = "train",
     limit: Count | None = None,
 ) -> None:
-    """Write the draft of a training checkpoint, or of another draft, as config.json and model.safetensors.
+    """Write the draft of a training checkpoint, or a draft, as config.json and model.safetensors.
 
-    With `vocabulary_size` it proposes only the most frequent tokens of a corpus' answers, the target's stop tokens
-    always among them, and the share of the answers' tokens that they cover is printed. The head is the target's, so
-    nothing is trained. The idea is FR-Spec's (arXiv 2502.14856); decoding stays lossless.
+    With `vocabulary_size` it proposes only the most frequent tokens of a corpus's answers, and always the target's stop
+    tokens; the share of the answers' tokens that they cover is printed. The head is the target's, so nothing is trained
+    (the idea is FR-Spec's, arXiv 2502.14856). Decoding stays lossless.
 
     Args:
         source: a .ckpt file that `poss fit` wrote, with any strategy; or a draft folder, hub id or shipped draft.
         out: folder to write.
-        dtype: of the weights in the file. A 16-bit dtype loses nothing where decoding is in that dtype anyway.
-        vocabulary_size: tokens that it may propose; as many as the target has for all; None for those of the source.
-        corpus: for a smaller vocabulary: file of conversations, or a hub id of `datasets`.
-        target: for a smaller vocabulary: "embedded", a local folder or a hub id; the one it was trained for.
+        dtype: of the weights. A 16-bit dtype loses nothing if decoding uses the same.
+        vocabulary_size: number of tokens to propose, up to all of the target's; None keeps those of the source.
+        corpus: for a smaller vocabulary: a file of conversations, or a hub id of `datasets`.
+        target: for a smaller vocabulary: "embedded", a local folder or a hub id; the target of the draft.
         split: of a hub data set.
-        limit: read only that many conversations.
+        limit: maximum number of conversations to read.
 
     Raises:
-        FileExistsError: there is something at `out`.
-        FileNotFoundError: there is no such file.
-        CorpusError: no such corpus, a malformed one, or one without an answer.
-        ValueError: the file is not a checkpoint of `poss fit`, or its weights contradict its config; or the vocabulary
+        FileExistsError: `out` exists.
+        FileNotFoundError: there is no such source.
+        CorpusError: there is no such corpus, or it is malformed or without an answer.
+        ValueError: the file is not a checkpoint of `poss fit`, its weights contradict its config, or the vocabulary
             does not fit the draft or its target.
     """
     check_new(out)
@@ -91,7 +90,8 @@ def _cut(
             f"vocabulary_size is {size}; it must lie between {len(stops)}, as it holds the target's stop tokens "
             f"{sorted(stops)}, and the target's {total}"
         )
-    counts = count_tokens(answers_of(loaded, conversations), total)
+    texts = tokenize(loaded, conversations, max_length=loaded.spec.context)
+    counts = count_tokens((text.tokens[start:stop] for text in texts for start, stop in text.spans), total)
     chosen = most_frequent(counts, size, stops)
     covered = counts.sum() if chosen is None else counts[chosen.numpy()].sum()
     share = f"{100 * covered / counts.sum():.1f} %"
@@ -107,17 +107,10 @@ def restrict_vocabulary(draft: Specialists, vocabulary: Tensor | None) -> Specia
     return restricted
 
 
-def answers_of(target: Target, conversations: list[Conversation]) -> Iterator[list[int]]:
-    """Token ids of every answer that is in the loss, its stop token included."""
-    texts = tokenize(target, conversations, max_length=target.spec.context)
-    return (text.tokens[start:stop] for text in texts for start, stop in text.spans)
-
-
 def _load_draft(checkpoint: Path) -> Specialists:
     stored = load_checkpoint(checkpoint)
-    weights = {
-        name.removeprefix(PREFIX): value for name, value in stored["state_dict"].items() if name.startswith(PREFIX)
-    }
+    state = stored["state_dict"].items()
+    weights = {name.removeprefix(PREFIX): value for name, value in state if name.startswith(PREFIX)}
     config = DraftConfig.from_json(stored["draft"], checkpoint)
     try:
         check_state(weights)
@@ -130,7 +123,7 @@ def _load_draft(checkpoint: Path) -> Specialists:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a training checkpoint: tensors and plain values alone, so no code in the file is run.
+    """The content of a training checkpoint: only tensors and plain values, so no code in the file runs.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -141,16 +134,15 @@ def load_checkpoint(path: Path) -> dict:
             f"{path} is a draft's folder; give a training's checkpoints/last.ckpt, or `poss replay` the draft"
         )
     if path.is_dir():
-        raise ValueError(f"{path} is a folder, and no draft's; give a .ckpt file, as `poss fit` writes it")
+        raise ValueError(f"{path} is a folder; give a .ckpt file that `poss fit` wrote")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with announced(f"reading {path}"):
             stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        raise ValueError(
-            f"{path} is not a complete checkpoint of plain tensors: {str(error).splitlines()[0]}"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a complete checkpoint of plain tensors: {reason}") from error
     for name in ("state_dict", "draft"):
         if not isinstance(stored, dict) or name not in stored:
             raise ValueError(f"{path} has no {name!r}: it is not a checkpoint of `poss fit`")

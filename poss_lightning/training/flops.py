@@ -1,4 +1,4 @@
-"""What a draft costs from its sizes alone: trained parameters, and the matmul FLOPs of a training step."""
+"""The size of a draft: its trained parameters, and the matmul FLOPs of a training step."""
 
 from functools import cache
 from typing import TypeVar
@@ -13,7 +13,7 @@ Number = TypeVar("Number", float, Tensor)
 
 @cache
 def empty_draft(config: DraftConfig) -> Specialists:
-    """A draft without numbers: its parameters have their shapes, and take no memory."""
+    """A draft on the meta device: its parameters have shapes, but take no memory."""
     size = config.vocabulary_size
     with torch.device("meta"):
         return Specialists(config, None if size is None else torch.arange(size, device="cpu"))
@@ -25,7 +25,7 @@ def shapes(config: DraftConfig) -> list[torch.Size]:
 
 
 def count_parameters(config: DraftConfig) -> int:
-    """Trained numbers of the draft: `fc`, the layers of each specialist, and an own head."""
+    """Trained numbers of the draft: `fc`, the layers of each specialist, and its own head, if it has one."""
     return sum(map(torch.Size.numel, shapes(config)))
 
 
@@ -35,39 +35,28 @@ def count_specialist_parameters(config: DraftConfig) -> int:
 
 
 def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Number, context: float) -> Number:
-    """FLOPs of the matrix products of one training step, forward and backward; what is recomputed counts once.
+    """FLOPs of the matrix products of one training step, forward and backward; recomputation is not counted.
 
     Args:
         vocabulary: rows of the head.
-        tokens: slots of the batch, whether a loss is taken there or not.
-        slots: slots where a loss is taken, and a block begins; a tensor gives a tensor.
-        context: keys that a query sees, on average.
+        tokens: slots of the batch, with or without a loss.
+        slots: slots with a loss, where a block begins; a tensor gives a tensor.
+        context: mean number of keys per query.
     """
-    width, inner, attended, shared = widths(config)
-    depth, layers, read = config.depth, len(config.layers), joined_width(config)
+    spec, depth, layers = config.target, config.depth, len(config.layers)
+    width, inner = spec.hidden_size, config.intermediate_size or spec.intermediate_size
+    queried, shared = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim  # widths of all queries, of all keys
     # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
     head = (1 + (3 if config.own_head else 2) * depth) * width * vocabulary
     if config.one_pass:  # queries, output, MLP, keys and values of all places; keys and values of the context
         places = depth + 1
-        block = places * (width * (2 * attended + 3 * inner + 2 * shared) + 2 * attended * (context + places))
+        block = places * (width * (2 * queried + 3 * inner + 2 * shared) + 2 * queried * (context + places))
         of_context = 2 * layers * width * width + 3 * config.block_layers * 2 * width * shared
         return 2 * tokens * of_context + 2 * slots * (3 * config.block_layers * block + head)
+    joined = width * (2 if config.reads_inner_layers else 1)  # width of z, which queries, keys and values project
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     fc = 2 * layers * width * width if config.reads_inner_layers else (2 * depth + inputs) * 2 * width * width
-    # queries; output and gated MLP
-    specialists = 3 * depth * (read * attended + width * (attended + 3 * inner))
-    keys_values = 3 * len(config.kv_pairs(depth)) * read * 2 * shared
-    attention = 3 * depth * 2 * attended * context  # scores and values
+    specialists = 3 * depth * (joined * queried + width * (queried + 3 * inner))  # queries; output and gated MLP
+    keys_values = 3 * len(config.kv_pairs(depth)) * joined * 2 * shared
+    attention = 3 * depth * 2 * queried * context  # scores and values
     return 2 * tokens * (fc + specialists + keys_values + attention) + 2 * slots * head
-
-
-def joined_width(config: DraftConfig) -> int:
-    """Z, the width of a slot's z, from which queries, keys and values are projected."""
-    return config.target.hidden_size * (2 if config.reads_inner_layers else 1)
-
-
-def widths(config: DraftConfig) -> tuple[int, int, int, int]:
-    """The width of the model, of the MLP, of all queries of a slot, and of all keys of a slot."""
-    spec = config.target
-    inner = config.intermediate_size or spec.intermediate_size
-    return spec.hidden_size, inner, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -18,19 +18,18 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import warn_of_training
-from poss_lightning.losses.passes import DEFAULT, PassLosses, check_weights, pass_losses
+from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights, pass_losses
 from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
-from poss_lightning.training.guard import NormGuard
-from poss_lightning.training.optimizers import check_trainer, make_optimizer, schedule_rate
+from poss_lightning.training.optimizers import NormGuard, check_trainer, make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.validation import ValidationMetrics
 
-REPLAY = "poss_lightning.evaluation.probe.Replay"  # of a room above; by its name, as in a config
+REPLAY = "poss_lightning.evaluation.probe.Replay"  # by its name, as it is on a higher level
 
 
 class SpecialistTraining(lightning.LightningModule):
@@ -42,43 +41,42 @@ class SpecialistTraining(lightning.LightningModule):
         >>> module.draft.save_pretrained("draft")
 
     Args:
-        store: gives the target's sizes and its frozen embedding and head: the address of a store, or the `source` of a
-            `FeatureData`.
+        store: address of a store, or the `source` of a `FeatureData`, with the target's sizes, embedding and head.
         allocation: positions served by each specialist, e.g. [2, 2, 2].
         depth: passes of the unroll in training; None for the sum of the allocation.
-        detach: whether features are detached between passes.
+        detach: detach features between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
-        kv: "separate", every specialist has keys and values of its own, or "shared": one cache for all.
-        kind: "eagle2"; for a store with inner layers "eagle3" (predicts no feature, and has a head of its own, which
-            learns where the vocabulary holds the target's most likely token) or "block" (all positions in one pass).
+        kv: "separate" keys and values for each specialist, or "shared": one cache for all.
+        kind: "eagle2"; for a store with inner layers "eagle3" (predicts no feature, and has its own head, which learns
+            where the vocabulary holds the target's most likely token) or "block" (all positions in one pass).
         block_layers: decoder layers of a draft of kind block.
-        anchors: blocks of a row, at most, drawn anew in each step of training; None for one at each slot that counts.
-        window: slots that a query of the draft sees, itself and those on its left; None for all (a sliding window).
-        fc_norm: norm each inner layer before they are fused; only for kind eagle3, as the next (together EAGLE-3.1).
-        norm_output: the next pass reads the normed output, as the head does.
-        vocabulary_size: propose only that many tokens, the most common in the store's answers. None is for all. A
-            draft of kind eagle3 keeps the vocabulary of the draft it starts from, where the size is the same or None.
-        start_from: draft folder, hub id or shipped draft whose layers to start from; None starts from random weights.
-        normalise: whether a draft that starts from random weights scales its input, dimension by dimension, to a mean
-            square of 1. A draft that starts from another takes over its scale.
-        loss: weights of its terms: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the
-            target's ten most likely tokens), `acceptance` (the negative logarithm of the chance of acceptance). None is
-            {feature: 1, token: 0.1, topk: 1}, and {token: 1} for other kinds, which predict no feature.
-        slot_weights: "dpace", a slot counts by what its chain of positions still gains there; None, all count alike. In
-            training alone.
+        anchors: maximum number of blocks per row, drawn again in each step; None for one at each slot that counts.
+        window: sliding window, the number of slots that a query sees, with its own; None for all on its left.
+        fc_norm: norm each inner layer before they are fused; only for kind eagle3, like norm_output (both: EAGLE-3.1).
+        norm_output: let the next pass read the normed output, as the head does.
+        vocabulary_size: propose only that many tokens, the most common in the store's answers; None for all. A draft of
+            kind eagle3 keeps the vocabulary of the draft it starts from, if that has the same size or this is None.
+        start_from: draft folder, hub id or shipped draft whose layers to start from; None for random weights.
+        normalise: scale the input of a draft with random weights, per dimension, to a mean square of 1. With start_from
+            the scale is that of the other draft.
+        loss: weights by term: `feature` (smooth-L1), `token` (cross-entropy), `topk` (cross-entropy over the target's
+            ten most likely tokens), `acceptance` (negative logarithm of the chance of acceptance). None is
+            {feature: 1, token: 0.1, topk: 1}, or {token: 1} for kinds that predict no feature.
+        slot_weights: "dpace" weighs a slot by what its chain of positions can still gain there; None weighs all alike.
+            Only in training.
         gamma: weight of a pass relative to the one before.
-        optimizer: "adamw"; or "muon" for all matrices but a head, and AdamW for the rest. Muon needs fewer steps to the
-            same loss, and undivided matrices in each process; processes share the work of its step.
-        learning_rate: of both optimizers, at the end of warm-up.
+        optimizer: "adamw"; or "muon" for all matrices but a head, with AdamW for the rest. Muon needs fewer steps to
+            the same loss, and whole matrices in each process; processes share the work of its step.
+        learning_rate: maximum, at the end of warm-up.
         betas: of AdamW.
         weight_decay: of both optimizers.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
-        mean_over: the loss is a mean over the "slots" that count in an optimizer step, or over all its "tokens".
+        mean_over: average the loss over the "slots" that count in an optimizer step, or over all its "tokens".
         chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for 512 on a GPU and 128 on a CPU.
 
     Attributes:
         draft: the specialists.
-        layers: the target's layers that the draft reads; `FeatureData` puts these into its batches.
+        layers: the target's layers that the draft reads, which `FeatureData` puts into its batches.
 
     Raises:
         ValueError: a value out of its range, or a depth that never reaches every specialist.
@@ -114,9 +112,9 @@ class SpecialistTraining(lightning.LightningModule):
     ):
         refuse_numbers(SpecialistTraining, locals())
         super().__init__()
-        self.save_hyperparameters(ignore="store")  # those of a subclass too, as no frame stands between
+        self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
         features = FeatureStore(store) if isinstance(store, str | list) else store
-        if isinstance(features, FeatureStore):  # so that `load_from_checkpoint` needs no more than the file
+        if isinstance(features, FeatureStore):  # `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
         start = Specialists.from_pretrained(start_from) if start_from else None
         vocabulary = choose_vocabulary(features, vocabulary_size, start)
@@ -141,29 +139,29 @@ class SpecialistTraining(lightning.LightningModule):
         self.guard = NormGuard()
         self.layers, features = config.layers, features.select(config.layers)
         self.draft, self.embed_head = begin_draft(config, features, vocabulary, start, normalise)
-        # Embedding and head never change, so DDP need not broadcast them before every forward.
+        # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
-        self.eval_depth = max(config.depth, sum(allocation))  # validation goes as deep as decoding will
+        self.eval_depth = max(config.depth, sum(allocation))  # as deep as decoding
         config.check_depth(self.eval_depth)
         weighted = [name for name, weight in self.loss_weights.items() if weight]
         weighted += ["extra"] * (type(self).extra_losses is not SpecialistTraining.extra_losses)
-        self.loss_terms = tuple(dict.fromkeys(["token", "topk", *weighted]))
-        self.val_metrics = ValidationMetrics(self.eval_depth, self.loss_terms, config.predicts_feature)
+        self.logged_terms = tuple(dict.fromkeys([*ENTROPIES, *weighted]))
+        self.val_metrics = ValidationMetrics(self.eval_depth, self.logged_terms, config.predicts_feature)
 
-    # --- before it starts ---
+    # --- setup ---
 
     def configure_callbacks(self) -> list[lightning.Callback]:
         """`Replay`, which logs `val/tau_tree`, unless the trainer has one."""
         module, _, name = REPLAY.rpartition(".")
         replay = getattr(import_module(module), name)
-        there = any(isinstance(callback, replay) for callback in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        return [] if there else [replay()]
+        given = any(isinstance(callback, replay) for callback in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        return [] if given else [replay()]
 
     def setup(self, stage: str) -> None:
-        """Cast embedding and head to the dtype of the computation, whichever the store has.
+        """Cast embedding and head to the dtype of the computation.
 
         Raises:
-            ValueError: attention cannot be compiled for the GPU that this is to run on.
+            ValueError: attention cannot be compiled for this GPU.
         """
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
@@ -184,62 +182,61 @@ class SpecialistTraining(lightning.LightningModule):
     # --- a step of training ---
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
-        # Finding the draft's top tokens and reading values takes time, so it is not done at every step.
+        # To find the draft's top tokens and to read values takes time, so not every step does it.
         every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         logs = (self.trainer.global_step + 1) % every == 0
         depth = self.draft.config.depth
-        # The mean is over the whole step. Strategies average over its batches, so this is undone here.
+        # The mean is over the whole step. Strategies average over its batches, which the last factor undoes.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same where it is resumed
+        seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same in a resumed training
         most = self.hparams["anchors"]
         chains = None if most is None else draw_chains(batch.counts[:, :-1] > 0, most, seed)
-        losses, _ = self._losses(batch, depth, pass_weights, self.hparams["slot_weights"] == "dpace", logs, chains)
+        slot_weights = dpace if self.hparams["slot_weights"] else None
+        losses, _ = self._losses(batch, depth, pass_weights, slot_weights, logs, chains)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-        if any(batch.spans):  # and not one that only fills up the step
+        if any(batch.spans):  # not one that only fills up the step
             self.log("train/loss", self._sum_passes(means), prog_bar=True)
         self.guard.ids += batch.ids
         if logs:
             self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
-            for name in self.loss_terms:
-                self.log_by_depth(f"train_{name}_loss", losses.terms[name] / losses.slots)
-            # Of this process, as the loss is.
-            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)
+            for name in self.logged_terms:
+                self.log_by_depth(f"train_{name}_loss", losses.by_term[name] / losses.slots)
+            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)  # of this process
             acceptance.update(**self._unrolled(batch, losses, chains))
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
 
     def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor | None:
-        """A subclass' own losses of the features that were predicted, (K,), each summed over slots; None for none.
+        """A subclass's own loss of each pass (K,), summed over slots; None for none.
 
-        With `anchors`, predictions are 0 where no block was drawn.
-
-        They are weighed over passes, and averaged over the optimizer step, as those of `loss`, to which they are added.
+        It is added to `loss`, and weighted over passes and averaged over the optimizer step as that is.
 
         Args:
-            predictions: of each pass k, (B, T-1, D); slot t predicts the target's `batch.features[:, t + 1]`.
+            predictions: of each pass k, (B, T-1, D); slot t predicts the target's `batch.features[:, t + 1]`. With
+                `anchors`, 0 where no block was drawn.
             batch: pass k counts at slot t where k <= `batch.counts[:, t]`.
         """
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clip as asked, and keep the norm of the gradient, which says whether it is finite."""
-        if isinstance(self.trainer.strategy, DeepSpeed):  # which clips by itself
+        """Clip the gradient, and keep its norm for the guard."""
+        if isinstance(self.trainer.strategy, DeepSpeed):  # it clips by itself
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        self.guard.keep(norm, self.trainer.global_step)
+        self.guard.end_step(norm, self.trainer.global_step)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
-        self.guard.check()  # of the step before, whose norm is there by now
+        self.guard.check()  # of the step before, whose norm is known by now
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if isinstance(self.trainer.strategy, DeepSpeed):
             norm = torch.tensor(torch.inf if self.trainer.strategy.overflowed else 0.0)
-            self.guard.keep(norm, self.trainer.global_step)
+            self.guard.end_step(norm, self.trainer.global_step)
 
     def on_train_end(self) -> None:
         self.guard.check()
@@ -256,8 +253,8 @@ class SpecialistTraining(lightning.LightningModule):
         data = getattr(self.trainer, "datamodule", None)
         if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
             return
-        if seen := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
-            rank_zero_warn(seen)
+        if warning := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
+            rank_zero_warn(warning)
 
     def on_validation_epoch_end(self) -> None:
         means = self.val_metrics.compute()
@@ -269,7 +266,7 @@ class SpecialistTraining(lightning.LightningModule):
     # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """A checkpoint says what draft it holds, so that the draft's folder can be made from it alone."""
+        """Add the draft's config, so that `poss export` needs nothing but the checkpoint."""
         self.guard.check()
         checkpoint["draft"] = self.draft.config.to_json()
         checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
@@ -290,22 +287,21 @@ class SpecialistTraining(lightning.LightningModule):
         batch: Batch,
         depth: int,
         pass_weights: Tensor | None = None,
-        slot_weights: bool = False,
+        slot_weights: Callable[[Tensor, Tensor], Tensor] | None = None,
         find_top: bool = True,
         chains: Tensor | None = None,
     ) -> tuple[PassLosses, list[Tensor]]:
-        """Unroll `depth` passes: their losses, and K predictions (B, T-1, D).
+        """The losses of `depth` unrolled passes, and K predictions (B, T-1, D).
 
         There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}.
         """
-        torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight anew at each use, and keeps all copies
-        draft, hp = self.draft, self.hparams
+        torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight at each use, and keeps all copies
+        draft, counts = self.draft, batch.counts[:, :-1]
         embedded = self.embed_head.embed(batch.tokens[:, 1:])
         inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
-        counts = batch.counts[:, :-1]
         predictions = draft(embedded, inputs, depth, packing, counts > 0 if chains is None else chains > 0)
-        if draft.config.own_head:  # as published: no loss where the head has no row for the target's token
+        if draft.config.own_head:  # as published, no loss where the head has no row for the target's token
             counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
         losses = pass_losses(
             [draft.head_input(prediction) for prediction in predictions],
@@ -313,8 +309,8 @@ class SpecialistTraining(lightning.LightningModule):
             counts,
             self.embed_head.head,
             weights=self.loss_weights,
-            slot_weights=dpace if slot_weights else None,
-            chunk=hp["chunk"],
+            slot_weights=slot_weights,
+            chunk=self.hparams["chunk"],
             find_top=find_top,
             scale=self.embed_head.scale,
             cap=self.embed_head.cap,
@@ -344,7 +340,7 @@ class SpecialistTraining(lightning.LightningModule):
         return self.hparams["gamma"] ** torch.arange(depth, device=self.device)  # (K,)
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
-        """Log values (K,) as `name/depth_k`, and their `name/mean`: TensorBoard groups by `name`; nan is left out."""
+        """Log values (K,) but nan as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`."""
         named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}
         named["mean"] = values.nanmean()
         self.log_dict({f"{name}/{place}": value for place, value in named.items() if not value.isnan()})

@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum whose steps are orthogonal matrices.
 
-The gradient of a draft's matrix has a few large singular values, from the few large dimensions of the features. A step
-along this gradient learns the other directions slowly. Muon's step has the same length in all directions. It is as long
-as a usual step of AdamW (2502.16982), so one learning rate serves matrices and vectors. Vectors are left to AdamW.
-So is a head, as is usual: its rows are tokens, many of them rare, and their steps need not have the same length.
+The gradient of a draft's matrix has a few large singular values, from the few large dimensions of the features, so a
+step along it learns the other directions slowly. Muon's step has the same length in all directions, that of a usual
+step of AdamW (2502.16982), so one learning rate fits both. AdamW takes vectors and, as usual, heads: their rows are
+tokens, many of them rare, whose steps should not have the same length.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,10 @@ class Muon(torch.optim.AdamW):
     """AdamW for vectors and heads; for other matrices (n, m), orthogonalized Nesterov momentum.
 
     Args:
-        params: undivided, of one process.
-        lr, betas, weight_decay: as in AdamW; learning rate and weight decay hold for matrices too.
+        params: undivided parameters.
+        lr, betas, weight_decay: as in AdamW; learning rate and weight decay hold for matrices, too.
         momentum: of matrices.
-        heads: matrices among `params` that are left to AdamW.
+        heads: matrices among `params` that AdamW takes.
         rank, world: of the processes that have the same parameters and gradients, and share the work of a step.
     """
 
@@ -65,20 +65,20 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_matrices(self, group: dict) -> None:
-        """Of as many matrices as there are processes, each makes one and sends it to the others; and so on."""
+        """Each process computes the step of one matrix at a time and sends it to the others."""
         matrices = [p for p in group["params"] if p.grad is not None]
         for wave in waves(matrices, self.world):
-            steps = [self._orthogonal_step(p, group["momentum"], turn == self.rank) for turn, p in enumerate(wave)]
+            steps = [self._orthogonal_step(p, group["momentum"], rank == self.rank) for rank, p in enumerate(wave)]
             if self.world > 1:
-                works = [dist.broadcast(step, turn, async_op=True) for turn, step in enumerate(steps)]
+                works = [dist.broadcast(step, rank, async_op=True) for rank, step in enumerate(steps)]
                 for work in works:
-                    work.wait()  # pyright: ignore[reportOptionalMemberAccess] of every process of a group
+                    work.wait()  # pyright: ignore[reportOptionalMemberAccess] every process is in the group
             for p, step in zip(wave, steps, strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(step.to(p.dtype), alpha=-group["lr"] * LENGTH * max(p.shape) ** 0.5)
 
     def _orthogonal_step(self, p: Tensor, momentum: float, own: bool) -> Tensor:
-        """The step of a matrix, if it is this process's own; else room for it. Every process keeps the momentum."""
+        """The step of a matrix, if it is this process's `own`, else an empty tensor; each updates the momentum."""
         assert p.grad is not None
         if not (state := self.state[p]):
             state |= {"step": torch.zeros(()), "momentum": torch.zeros_like(p.grad)}  # AdamW's state_dict has a step
@@ -90,19 +90,19 @@ class Muon(torch.optim.AdamW):
 
 
 def waves(matrices: Iterable[M], world: int) -> list[list[M]]:
-    """Matrices in groups of `world`, whose members take about as long: the longest first."""
-    ordered = sorted(matrices, key=lambda matrix: orthogonalize_flops(matrix.shape), reverse=True)
+    """Matrices in groups of `world` that take about the same time, the longest first."""
+
+    def flops(matrix: M) -> int:
+        """In proportion to those of `orthogonalize`."""
+        n, m = min(matrix.shape), max(matrix.shape)
+        return n * n * (2 * m + n)
+
+    ordered = sorted(matrices, key=flops, reverse=True)
     return [ordered[start : start + world] for start in range(0, len(ordered), world)]
 
 
-def orthogonalize_flops(shape: torch.Size) -> int:
-    """FLOPs of the products in `orthogonalize`."""
-    n, m = min(shape), max(shape)
-    return STEPS * (4 * n * n * m + 2 * n**3)
-
-
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, nearly: five Newton-Schulz steps in bfloat16, (n, m)."""
+    """About the nearest matrix with orthonormal rows or columns: five Newton-Schulz steps in bfloat16, (n, m)."""
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     x = x.mT if len(x) > x.shape[1] else x

@@ -1,4 +1,4 @@
-"""The optimizer of a draft, and the schedule of its learning rate."""
+"""The optimizer of a draft, the schedule of its learning rate, and a guard against gradients that are not finite."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,15 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.training.muon import Muon
 from poss_lightning.training.strategies import DeepSpeed
+
+MAX_NAMED = 64  # conversations in a message
 
 
 def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
@@ -31,7 +34,7 @@ def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
     """Raise ValueError for a strategy or a precision with which this optimizer cannot train."""
     if optimizer == "muon" and isinstance(trainer.strategy, DeepSpeed):
         raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:  # it expects gradients that overflow
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f"trainer.precision is {trainer.precision}, whose first steps overflow by design, and a gradient that is "
             "not finite stops the training: take bf16-mixed or 32-true"
@@ -54,3 +57,32 @@ def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Traine
         )
     rise = max(1, round(warmup * total))
     return LambdaLR(optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1)))
+
+
+class NormGuard:
+    """Checks the norm of a step's gradient when the next step begins: by then it is known, and nothing waits for it.
+
+    Attributes:
+        ids: conversations of the current step.
+    """
+
+    def __init__(self):
+        self.ids: list[str] = []
+        self.last: tuple[Tensor, int, list[str]] | None = None  # norm, number and conversations of a step
+
+    def end_step(self, norm: Tensor, step: int) -> None:
+        """Keep the norm of the current step for `check`."""
+        self.last, self.ids = (norm, step, self.ids), []
+
+    def check(self) -> None:
+        """Raise ValueError where the gradient of the last step was not finite."""
+        if self.last is None:
+            return
+        norm, step, ids = self.last
+        if not norm.isfinite():
+            more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+            raise ValueError(
+                f"step {step}: the norm of the gradient is {norm.item()}, in {', '.join(ids[:MAX_NAMED])}{more}. "
+                "Checkpoints and drafts are from before it"
+            )
+        self.last = None

@@ -1,4 +1,4 @@
-"""The contents of the dashboard as plain values, made without a writer or a training."""
+"""The contents of the dashboard as plain values, without a writer or a training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +16,9 @@ from poss_lightning.target import embedded
 
 KINDS = ("unroll", "chain", "tree")  # of pos-acc
 LABELS = ("label", "token", "kind", "following", "slot", "__seq_next__")  # of a point; the last draws paths
-DECIMALS = 4  # of its coordinates
+DECIMALS = 4  # of a point's coordinates
 
-
-CHARTS = {  # category, chart, and its tag; those that end in / have one for each depth, and one for the mean
+CHARTS = {  # category, chart and tag; a tag that ends in / has a scalar for each depth, and their mean
     "τ: tokens per round": {
         "in trees (replayed)": "val/tau_tree",
         "in chains (replayed)": "val/tau_chain",
@@ -50,10 +49,10 @@ CHARTS = {  # category, chart, and its tag; those that end in / have one for eac
 
 
 def layout(depth: int) -> dict[str, dict[str, list]]:
-    """Charts of TensorBoard's custom scalars: a regular expression each, matched from a tag's beginning.
+    """Charts of TensorBoard's custom scalars: a regular expression each, matched from the beginning of a tag.
 
-    TensorBoard draws all lines of a run in one colour. So a chart holds one measurement, at few depths, and runs are
-    compared by laying them over each other.
+    TensorBoard draws all lines of a run in one colour. So each chart shows one measurement at few depths, to compare
+    runs.
     """
     few = rf"(depth_1|depth_{depth}|mean)$"
     return {
@@ -63,7 +62,7 @@ def layout(depth: int) -> dict[str, dict[str, list]]:
 
 
 def count_histograms(counts: Tensor) -> dict[int, dict]:
-    """Arguments of `add_histogram_raw` for each depth, from the slots by cosine (K, BINS); empty depths are left out.
+    """Arguments of `add_histogram_raw` by depth, from the slots by cosine (K, BINS), without empty depths.
 
     All depths have the same range, so that they can be compared.
     """
@@ -87,7 +86,7 @@ def count_histograms(counts: Tensor) -> dict[int, dict]:
 
 
 def draw_acceptance(logged: dict[str, float], depth: int, step: int, start: dict[str, float]) -> Figure:
-    """Plot pos-acc by position, one curve for each kind, from logged scalars by name; in trees also the start's."""
+    """Plot pos-acc by position from scalars by name: a curve per kind, and that of trees before the first step."""
     drawn = {}
     for name, kind, values in [(kind, kind, logged) for kind in KINDS] + [("tree at the start", "tree", start)]:
         by_depth = {k: values.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
@@ -104,16 +103,10 @@ def draw_acceptance(logged: dict[str, float], depth: int, step: int, start: dict
 def make_points(
     target: Tensor, draft: Tensor, tokens: list[int], following: list[int], spell: Callable[[int], str]
 ) -> tuple[np.ndarray, list[tuple]]:
-    """Points of the projector, (S * (K + 1), D), and the `LABELS` of each: the target's features, then each depth's.
+    """Points of the projector, (S * (K + 1), D), and their `LABELS`: the target's features, then those of each depth.
 
-    A path leads from each slot's target to its depths in turn.
-
-    Args:
-        target: (S, D)
-        draft: (K, S, D)
-        tokens: the last token that each feature has read, (S,).
-        following: the next token of the text, (S,).
-        spell: gives a token's text.
+    A path leads from the target's feature of a slot through its depths. The arguments are those of `DeepSlots`, and
+    `spell`, which gives the text of a token.
     """
     words = [(spell(token), spell(later)) for token, later in zip(tokens, following, strict=True)]
     labels = []
@@ -127,7 +120,7 @@ def make_points(
 
 
 def load_speller(target: str) -> Callable[[int], str]:
-    """A function that gives a token's text; its number where the tokenizer is not on this machine. Never downloads."""
+    """A function that gives the text of a token, or its id where the tokenizer is not here. It never downloads."""
     file = _tokenizer_file(target)
     if file is None:
         return str
@@ -135,7 +128,7 @@ def load_speller(target: str) -> Callable[[int], str]:
 
     def spell(token: int) -> str:
         text = tokenizer.decode([token], skip_special_tokens=False)
-        return repr(text)[1:-1].replace(" ", "·")  # neither tab nor newline would survive in a table
+        return repr(text)[1:-1].replace(" ", "·")  # tabs and newlines would break the table
 
     return spell
 
@@ -145,7 +138,7 @@ def _tokenizer_file(target: str) -> Path | None:
     try:
         folder = embedded.folder() if target == embedded.NAME else Path(target)
         cached = None if folder.is_dir() else try_to_load_from_cache(target, name)
-    except (OSError, ValueError):  # no package of the embedded target; no name of a hub's model
+    except (OSError, ValueError):  # the embedded target is not installed; not a hub id
         return None
     file = Path(cached) if isinstance(cached, str) else folder / name
     return file if file.is_file() else None

@@ -1,6 +1,5 @@
-"""What a training takes, before it starts: parameters, memory that does not depend on the batch, disk and hours."""
+"""What a training needs: parameters, memory apart from activations, disk and hours."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from poss_lightning.training.start import check_reach
 
 GIB, GB = 2**30, 10**9
 
-# Of their config.json files. Only the embedded target's head is its embedding.
+# Of their config.json files.
 SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")
 SIZES += ("context", "rope_theta", "norm_eps", "layers")
 TARGETS = {
@@ -29,7 +28,7 @@ TARGETS = {
         ("smollm2-135m", 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, 1e-5, 30),
     )
 }
-TIED = {"smollm2-135m"}
+TIED = {"smollm2-135m"}  # the head is the embedding
 
 
 @check_numbers
@@ -53,30 +52,30 @@ def plan(
 ) -> None:
     """Print what a training would need with precision bf16-mixed, without a target, a store or a GPU.
 
-    Activations come on top; they grow with the batch and the depth, and a training logs what a GPU really held
-    (`throughput/peak_gib`).
+    Activations come on top. They grow with the batch and the depth; a training logs the peak of a GPU's memory as
+    `throughput/peak_gib`.
 
     Args:
         target: llama-3-8b, llama-3.1-8b, llama-2-13b, qwen3-8b, smollm2-135m, or a local folder with a config.json.
         allocation: positions served by each specialist; PosS-2's, [2, 2, 2], by default, and [7] of a block draft.
         depth: passes of the unroll in training; None for the sum of the allocation.
-        strategy: how processes share the work; by default "one", a process alone, or for several "ddp".
-        processes: how many.
-        detach: whether features are detached between passes.
+        strategy: how processes share the work; "one" (a single process) by default, or "ddp" for several.
+        processes: number of processes.
+        detach: detach features between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
         vocabulary_size: propose only that many tokens; None for all.
-        kv: whether specialists have keys and values of their own.
-        kind: layout of the draft; "eagle3" reads three inner layers, which the store keeps, and has its own head;
-            "block" reads them too, and drafts all positions in one pass.
+        kv: "separate" keys and values for each specialist, or "shared".
+        kind: layout of the draft. "eagle3" reads three inner layers, which the store keeps, and has its own head;
+            "block" reads them, too, and drafts all positions in one pass.
         block_layers: decoder layers of a draft of kind block.
         optimizer: adamw or muon.
         stored: features in the target's bfloat16 (exact) or in 8 bits (float8).
-        conversation: tokens of a conversation, which decide what attention costs.
-        corpus_tokens: number of tokens in an epoch, all taken to be in the loss.
-        rate: TFLOP/s of one process, as `throughput/teraflops` logs it for all of them.
+        conversation: tokens per conversation, for the cost of attention.
+        corpus_tokens: tokens per epoch, all taken to be in the loss.
+        rate: TFLOP/s of one process (`throughput/teraflops` is that of all processes).
 
     Raises:
-        ValueError: an unknown target, or a value out of its range; the message names it.
+        ValueError: an unknown target, or a value out of its range.
     """
     strategy = strategy or ("one" if processes == 1 else "ddp")
     if strategy == "one" and processes > 1:
@@ -84,46 +83,35 @@ def plan(
     spec, tied = find_target(target)
     allocation = allocation or USUAL.get(kind, [2, 2, 2])
     depth = depth or sum(allocation)
-    config = DraftConfig(target=spec, allocation=tuple(allocation), depth=depth, detach=detach, kv=kv, kind=kind)
-    sizes = {"intermediate_size": intermediate_size, "vocabulary_size": vocabulary_size}
-    config = replace(config, **sizes, block_layers=block_layers)
+    config = DraftConfig(
+        target=spec,
+        allocation=tuple(allocation),
+        depth=depth,
+        detach=detach,
+        intermediate_size=intermediate_size,
+        vocabulary_size=vocabulary_size,
+        kv=kv,
+        kind=kind,
+        block_layers=block_layers,
+    )
     check_reach(config)
     if (vocabulary_size or 1) > spec.vocab_size:
-        most = f"it must lie between 1 and {spec.vocab_size} ({target})"
-        raise ValueError(f"vocabulary_size is {vocabulary_size}; {most}")
-    _describe(config, tied, strategy, processes, optimizer)
-    _print_totals(config, optimizer, stored, conversation, corpus_tokens, rate, processes)
-
-
-def _describe(config: DraftConfig, tied: bool, strategy: str, processes: int, optimizer: str) -> None:
-    """Print the draft, and what each process holds of it."""
-    spec, vocabulary = config.target, config.vocabulary_size or config.target.vocab_size
+        raise ValueError(
+            f"vocabulary_size is {vocabulary_size}; it must lie between 1 and {spec.vocab_size} ({target})"
+        )
+    vocabulary, count = vocabulary_size or spec.vocab_size, count_parameters(config)
     memory = state_bytes(config, strategy, processes, optimizer)
-    rows = spec.vocab_size + (0 if tied and not config.vocabulary_size else vocabulary)
+    rows = spec.vocab_size + (0 if tied and not vocabulary_size else vocabulary)
     memory["embedding and head"] = 2 * spec.hidden_size * rows
+    flops = step_flops(config, vocabulary=vocabulary, tokens=1, slots=1, context=(conversation + 1) / 2) * corpus_tokens
+    checkpoint, size = (12 if optimizer == "adamw" else 8) * count, token_bytes(config, stored)
     who = "one process" if strategy == "one" else f"{strategy}, each of {processes} processes"
     print(
         f"{spec.name}, allocation {list(config.allocation)}, depth {config.depth}, vocabulary {vocabulary}: "
-        f"{count_parameters(config) / 1e6:.1f} M parameters, {count_specialist_parameters(config) / 1e6:.1f} M a "
-        f"specialist\n\n{who}:\n"
+        f"{count / 1e6:.1f} M parameters, {count_specialist_parameters(config) / 1e6:.1f} M a specialist\n\n{who}:\n"
     )
     for name, value in (memory | {"together": sum(memory.values())}).items():
         print(f"  {name:<20}{value / GIB:8.2f} GiB")
-
-
-def _print_totals(
-    config: DraftConfig,
-    optimizer: str,
-    stored: str,
-    conversation: int,
-    corpus_tokens: float,
-    rate: float,
-    processes: int,
-) -> None:
-    """Print what the store, a checkpoint and an epoch take."""
-    vocabulary, size = config.vocabulary_size or config.target.vocab_size, token_bytes(config, stored)
-    flops = step_flops(config, vocabulary=vocabulary, tokens=1, slots=1, context=(conversation + 1) / 2) * corpus_tokens
-    checkpoint = (12 if optimizer == "adamw" else 8) * count_parameters(config)
     print(
         f"\n  a token in the store{size:8d} bytes; {size * corpus_tokens / GB:.1f} GB for {corpus_tokens:.3g} tokens"
         f"\n  a checkpoint        {checkpoint / GB:8.1f} GB"
@@ -132,16 +120,12 @@ def _print_totals(
 
 
 def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: str = "adamw") -> dict[str, float]:
-    """Bytes of weights, gradients and moments that a process holds, by strategy (docs/clusters.md)."""
+    """Bytes of weights, gradients and moments in each process, by strategy (docs/clusters.md)."""
     moments, share = 8 if optimizer == "adamw" else 4, 1 / processes  # Muon has one moment for matrices
     weights, gradients, state = {
         "one": (4 + 2, 4, moments),  # float32, and the bfloat16 copy for autocast
         "ddp": (4 + 2, 4 + 4, moments),  # and the buckets
-        "zero1": (
-            2,
-            2 * share,
-            12 * share,
-        ),  # the float32 weights are part of the optimizer
+        "zero1": (2, 2 * share, 12 * share),  # the float32 weights are in the optimizer's state
         "zero2": (2, 2 * share, 12 * share),
         "zero3": (2 * share, 2 * share, 12 * share),
     }[strategy]
@@ -150,10 +134,10 @@ def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: s
 
 
 def find_target(target: str) -> tuple[TargetSpec, bool]:
-    """Sizes of a target, and whether its head is its embedding; from `TARGETS` or a folder's config.json.
+    """Sizes of a target in `TARGETS` or in a folder with config.json, and whether its head is its embedding.
 
     Raises:
-        ValueError: neither, or the file lacks a size.
+        ValueError: the target is neither, or the file lacks a size.
     """
     if target in TARGETS:
         return TARGETS[target], target in TIED
@@ -171,7 +155,7 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             vocab_size=text.vocab_size,
             context=text.max_position_embeddings,
-            rope_theta=10000.0,  # of no weight here
+            rope_theta=10000.0,  # not used here
             norm_eps=getattr(text, "rms_norm_eps", 1e-6),
             layers=text.num_hidden_layers,
         )
@@ -181,5 +165,5 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
 
 
 def token_bytes(config: DraftConfig, stored: str) -> int:
-    """Bytes of a token in a feature store: its vectors, its id and the greedy id. A conversation adds some 60."""
+    """Bytes per token in a feature store: vectors, token id and greedy id. A conversation adds about 60."""
     return (1 + len(config.layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4

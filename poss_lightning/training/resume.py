@@ -1,6 +1,5 @@
-"""Resume a training within the epoch in which its checkpoint stopped, on any number of processes, in its folder."""
+"""Resume a training within the epoch where its checkpoint stopped, on any number of processes."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from math import inf
@@ -9,21 +8,17 @@ from typing import Any
 
 import fsspec
 import lightning
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.features.datamodule import FeatureData
 
-KEPT = ("optimizer", "betas", "weight_decay")  # hyperparameters that a checkpoint's optimizer holds
-FINISHED = "finished"  # the mark of `fit_once`
-
 
 def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
     """Set the schedule of a running fit to where `checkpoint` stopped, and its loops and learning rate accordingly.
 
-    It changes `checkpoint`, from which Lightning restores the loops next. Lightning does not restore the loader itself
-    once its length has been read, and the schedule of the learning rate reads it.
+    This changes `checkpoint`, from which Lightning restores the loops next. Lightning cannot restore the loader: its
+    length has been read by then, for the schedule of the learning rate.
     """
     data = getattr(trainer, "datamodule", None)
     if trainer.state.fn != "fit" or not isinstance(data, FeatureData):
@@ -41,40 +36,40 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         )
     if 0 < state["done"] < state["total"]:
         progress = loop["epoch_loop.batch_progress"]["current"]
-        taken, unfinished = len(schedule) - schedule.remaining(), progress["ready"] - progress["completed"]
-        progress.update(ready=taken, started=taken, processed=taken, completed=taken - unfinished)
-    if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, which may have other numbers of steps
+        taken, running = len(schedule) - schedule.remaining(), progress["ready"] - progress["completed"]
+        progress.update(ready=taken, started=taken, processed=taken, completed=taken - running)
+    if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, whose number of steps may have changed
         learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
         before = checkpoint.get("epoch_steps") or steps
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
 
 
 def check_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None:
-    """Raise ValueError where a checkpoint is of another draft, or of one for another target; depths may differ."""
+    """Raise ValueError where a checkpoint has a different draft, or one for a different target; depths may differ."""
     stored = DraftConfig.from_json(checkpoint["draft"], "the checkpoint's draft")
     if changed := stored.target.difference(config.target):
-        raise ValueError(f"the checkpoint's draft is for another target than these features: {changed}")
+        raise ValueError(f"the checkpoint's draft is for a different target than these features: {changed}")
     for field in fields(DraftConfig):
         before, now = getattr(stored, field.name), getattr(config, field.name)
         if before != now and field.name not in ("target", "depth"):
             raise ValueError(
                 f"{field.name} is {now!r}, and the checkpoint's draft has {before!r}: give the options of its "
-                "training, which stand in its config.yaml"
+                "training, which its config.yaml has"
             )
 
 
 def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Let a training resume with the learning rate of its options, where a checkpoint's optimizer has that of before.
+    """Put the learning rate of a training's options into the checkpoint that it resumes from.
 
     Raises:
-        ValueError: another option differs that the optimizer's state holds.
+        ValueError: an option differs that the optimizer's state depends on.
     """
     before = checkpoint.get("hyper_parameters", options)
-    for name in KEPT:
+    for name in ("optimizer", "betas", "weight_decay"):
         was, now = (list(v) if isinstance(v, tuple) else v for v in (before.get(name), options[name]))
         if was != now:
             raise ValueError(
-                f"{name} is {now}, and this training began with {was}: leave it, or begin another training with "
+                f"{name} is {now}, and this training began with {was}: leave it, or start a new training with "
                 "--model.start_from"
             )
     if (factor := options["learning_rate"] / before["learning_rate"]) == 1:
@@ -87,18 +82,13 @@ def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def epoch_steps(trainer: lightning.Trainer) -> int:
-    """Optimizer steps of an epoch; 0 before the data are there, as when `Tuner.lr_find` writes its checkpoint."""
+    """Optimizer steps of an epoch; 0 before there are data, as when `Tuner.lr_find` writes its checkpoint."""
     batches = trainer.num_training_batches
     return 0 if batches == inf else -(-int(batches) // trainer.accumulate_grad_batches)
 
 
-def has_outputs(folder: Path) -> bool:
-    """Whether a training left anything to resume, or to keep: a draft, a checkpoint."""
-    return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
-
-
 def fetch_checkpoint(address: str, folder: Path) -> Path:
-    """The file at an address that fsspec reads, copied into a folder: Lightning would have its own ways to read it.
+    """Copy the checkpoint at an address that fsspec reads. Lightning would read http through torch.hub's cache.
 
     Raises:
         ValueError: it cannot be read; the message says why.
@@ -110,19 +100,3 @@ def fetch_checkpoint(address: str, folder: Path) -> Path:
     except Exception as error:  # every protocol has errors of its own
         raise ValueError(f"ckpt_path {address} cannot be read: {error or type(error).__name__}") from error
     return copy
-
-
-def folder_of(checkpoint: str | Path) -> Path:
-    """The folder of the training that wrote `checkpoints/last.ckpt` there."""
-    return Path(checkpoint).resolve().parent.parent
-
-
-def stay_in_folder(trainer: lightning.Trainer, checkpoint: str | Path) -> None:
-    """Let loggers that number their folders take that of the checkpoint again, if it is theirs, and not a next one."""
-    folder = folder_of(checkpoint)
-    for logger in trainer.loggers:
-        if not isinstance(logger, CSVLogger | TensorBoardLogger) or logger._version is not None:
-            continue
-        if Path(logger.root_dir or "").resolve() == folder.parent:
-            number = re.fullmatch(r"version_(0|[1-9]\d*)", folder.name)
-            logger._version = int(number[1]) if number else folder.name

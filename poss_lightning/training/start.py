@@ -1,4 +1,4 @@
-"""The draft that a training begins with: its tokens, its weights, and the target's embedding and head for it."""
+"""What a training starts from: the draft's vocabulary and weights, and the target's embedding and head for it."""
 
 from itertools import count
 from typing import Any
@@ -15,7 +15,7 @@ Source = FeatureStore | OnlineFeatures
 
 
 def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
-    """Raise ValueError where the unroll is too shallow for the last specialists, or is to begin at some slots alone."""
+    """Raise ValueError for an unroll too shallow to train every specialist, or anchors where there are no blocks."""
     if anchors is not None and not config.one_pass:
         raise ValueError(f"anchors is {anchors}, and the passes of a draft of kind {config.kind} are over all slots")
     if config.unreached(config.depth):
@@ -29,7 +29,7 @@ def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
 def choose_vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
     """(V,) token ids to propose; None for all.
 
-    Trained rows of an own head are kept (published: SPEED keeps the vocabulary of the EAGLE-3 draft it starts from).
+    A draft's own head keeps its trained rows, as published: SPEED keeps the vocabulary of its EAGLE-3 draft.
     """
     same_target = start is not None and start.config.target.vocab_size == features.target.vocab_size
     if start and same_target and start.config.own_head and size in (None, start.config.vocabulary_size):
@@ -38,7 +38,7 @@ def choose_vocabulary(features: Source, size: int | None, start: Specialists | N
 
 
 def inherited(start: Specialists | None, kind: Kind) -> dict[str, Any]:
-    """What a draft of this kind reads as the one that it starts from does, and no option says."""
+    """Settings without an option that a draft takes over from the one it starts from, if that has the same kind."""
     if start is None or start.config.kind != kind:
         return {}
     return {name: getattr(start.config, name) for name in ("inner_layers", "mask_token")}
@@ -47,23 +47,18 @@ def inherited(start: Specialists | None, kind: Kind) -> dict[str, Any]:
 def begin_draft(
     config: DraftConfig, features: Source, vocabulary: Tensor | None, start: Specialists | None, normalise: bool
 ) -> tuple[Specialists, EmbedHead]:
-    """Specialists with the weights of `start`, or random ones; and the target's embedding and head, cut to the tokens.
+    """Specialists with the weights of `start` or random ones, and the target's embedding and head for the vocabulary.
 
-    Args:
-        config: of the draft.
-        features: with the layers that the draft reads.
-        vocabulary: (V,) token ids to propose; None for all.
-        start: a draft to begin with; None for random weights.
-        normalise: whether random weights read inputs scaled to a mean square of 1.
+    With `normalise`, a draft with random weights scales its input to a mean square of 1.
     """
-    draft, whole = Specialists(config, vocabulary), features.embed_head()
-    embed_head = whole.restrict(vocabulary)
+    draft, full = Specialists(config, vocabulary), features.embed_head()
+    embed_head = full.restrict(vocabulary)
     draft.init_head(embed_head)
     if start:
         draft.start_from(start)
         if config.fc_norm and not start.config.fc_norm:
             draft.init_fc_norm(features.root_mean_square())
     elif normalise:
-        embedded, inputs = whole.embedding.float().square().mean().sqrt(), features.root_mean_square()
+        embedded, inputs = full.embedding.float().square().mean().sqrt(), features.root_mean_square()
         draft.normalise(embedded.to(inputs.device).expand(config.target.hidden_size), inputs)
     return draft, embed_head

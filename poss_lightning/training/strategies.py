@@ -1,8 +1,8 @@
-"""Sharded training: DeepSpeed's ZeRO, on GPUs and on CPU ranks over gloo, with one kind of checkpoint.
+"""DeepSpeed's ZeRO, on GPUs and on CPU ranks over gloo, with the same checkpoints as other strategies.
 
 With every strategy, a step's gradient is reduced once, after its last accumulated batch. A checkpoint is one plain
-Lightning file with undivided float32 weights and AdamW moments. So every strategy resumes from the checkpoint of any
-other, on any number of processes, and `poss export` needs no process group.
+Lightning file with undivided float32 weights and AdamW moments, from which any strategy resumes, on any number of
+processes. `poss export` needs no process group.
 """
 
 from collections.abc import Iterator
@@ -23,38 +23,38 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import atomic
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
-# How long a process waits for another, which may be at a checkpoint or at a slow disk: Lightning's 30 minutes end a
-# training whose first process writes 20 GB, or a validation that is longer on one process.
-WAIT = timedelta(hours=4)
+# How long a process waits for the others. Lightning's 30 minutes would end a training whose first process writes a
+# checkpoint of 20 GB to a slow disk.
+TIMEOUT = timedelta(hours=4)
 
 
 def prepare(strategy: Strategy) -> None:
-    """Let a trainer's strategy wait long enough, and write checkpoints as a stream; before its processes meet."""
-    if hasattr(strategy, "_timeout"):
-        strategy._timeout = WAIT  # pyright: ignore[reportAttributeAccessIssue], of all that run several processes
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:  # and not one that the user chose
-        strategy.checkpoint_io = Streamed()
+    """Set a trainer's timeout and its way to write checkpoints, before its processes connect."""
+    if hasattr(strategy, "_timeout"):  # it runs several processes
+        strategy._timeout = TIMEOUT  # pyright: ignore[reportAttributeAccessIssue]
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:  # not one that the user chose
+        strategy.checkpoint_io = StreamedCheckpointIO()
 
 
 def save_draft(draft: Specialists, folder: Path, writes: bool) -> None:
-    """Write the draft in training, undivided and in float32, as a folder. All processes must call it; one `writes`."""
+    """Write the draft in training as a folder, undivided and in float32. All processes must call this; one `writes`."""
     state = gather_state(draft, keep=writes)
     if writes:
         _undivided(draft, state).save_pretrained(folder)
 
 
 def gather_draft(draft: Specialists) -> Specialists:
-    """An undivided copy of the draft in training: float32, on the CPU, in every process. All processes must call it.
+    """The draft in training, undivided, in float32, on the CPU, in every process. All processes must call this.
 
-    Tensors that are so already are shared, not copied.
+    Tensors that are already like this are shared, not copied.
     """
     return _undivided(draft, gather_state(draft))
 
 
 def gather_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """The undivided state of a module in training, weights in float32, on the CPU. All processes must call it.
+    """The undivided state of a module in training, on the CPU, weights in float32. All processes must call this.
 
-    A process that does not `keep` it takes part, tensor by tensor, and has no copy: {}.
+    A process that does not `keep` it takes part, tensor by tensor, and gets {}.
     """
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -73,7 +73,7 @@ def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
 
 
 def _gather(value: Tensor) -> Tensor:
-    if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # under ZeRO, whose weights may be bfloat16
+    if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # ZeRO's, which may be bfloat16
         from deepspeed.utils import safe_get_full_fp32_param
 
         full = safe_get_full_fp32_param(value)
@@ -82,11 +82,11 @@ def _gather(value: Tensor) -> Tensor:
     return value
 
 
-class Streamed(TorchCheckpointIO):
-    """Writes a checkpoint tensor by tensor; Lightning's own would hold the complete file in memory first."""
+class StreamedCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint tensor by tensor; Lightning's own would first hold the complete file in memory."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write it complete or not at all; to an address as Lightning does."""
+        """Write a local file atomically, and to an address as Lightning does."""
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         with atomic(path) as temporary:
@@ -94,9 +94,9 @@ class Streamed(TorchCheckpointIO):
 
 
 class DeepSpeed(DeepSpeedStrategy):
-    """ZeRO: optimizer state (1), gradients too (2), weights too (3) divided among all processes.
+    """ZeRO: the processes divide the optimizer's state (1), the gradients, too (2), and the weights, too (3).
 
-    The optimizer is the module's, torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
+    The optimizer is torch's AdamW, also where its state is offloaded. Gradients are clipped by norm.
 
     Args:
         stage: 1, 2 or 3.
@@ -104,7 +104,7 @@ class DeepSpeed(DeepSpeedStrategy):
         offload_parameters: keep the weights on the CPU until they are used (stage 3).
 
     Raises:
-        ValueError: another stage, or weights to offload at a stage that does not divide them.
+        ValueError: an unknown stage, or offload_parameters below stage 3.
     """
 
     lightning_module: Any  # a `SpecialistTraining`; Lightning's types of all four are optional
@@ -121,9 +121,9 @@ class DeepSpeed(DeepSpeedStrategy):
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_parameters=offload_parameters,
-            logging_batch_size_per_gpu=1,  # else Lightning looks for a size that our sampler does not have
+            logging_batch_size_per_gpu=1,  # else Lightning asks the sampler, which has none
         )
-        self.config["zero_force_ds_cpu_optimizer"] = False  # that one is compiled, and is not torch's AdamW
+        self.config["zero_force_ds_cpu_optimizer"] = False  # it is compiled, and not torch's AdamW
         self.reduction = ExitStack()  # postpones the reduction of accumulated gradients
         self.accumulates = False
 
@@ -140,7 +140,7 @@ class DeepSpeed(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         if not self.on_cpu:
             return super().setup_environment()
-        super(DeepSpeedStrategy, self).setup_environment()  # that of DeepSpeedStrategy only refuses the CPU
+        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's refuses the CPU
 
     def setup_distributed(self) -> None:
         if not self.on_cpu:
@@ -148,8 +148,8 @@ class DeepSpeed(DeepSpeedStrategy):
         from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        set_accelerator(CPU_Accelerator())  # also on a machine that has a GPU
-        # Else it compiles an all-reduce in shared memory; that of gloo is enough.
+        set_accelerator(CPU_Accelerator())  # also on a machine with a GPU
+        # It would compile an all-reduce in shared memory; gloo's is enough.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -158,12 +158,12 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @property
     def overflowed(self) -> bool:
-        """Whether DeepSpeed left out the last step because a gradient was not finite."""
+        """Whether DeepSpeed skipped the last step because a gradient was not finite."""
         return bool(getattr(self.model.optimizer, "overflow", False))
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False, as Lightning accumulates: if both did, the loss would be divided twice."""
+        """False: Lightning accumulates, and if both did, the loss would be divided twice."""
         return False
 
     def _format_batch_size_and_grad_accum_config(self) -> None:
@@ -171,7 +171,7 @@ class DeepSpeed(DeepSpeedStrategy):
         self.config["gradient_accumulation_steps"] = 1
 
     def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
-        """DeepSpeed copies its float32 weights from ones it has rounded to bfloat16; here they are made exact again."""
+        """Restore the float32 weights, which DeepSpeed copies from ones that it has rounded to bfloat16."""
         exact = gather_state(model)
         wrapped = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         for name, parameter in model.named_parameters():
@@ -180,7 +180,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """The backward of a batch that is accumulated: gradients stay here until the step's last backward."""
+        """Around the backward of an accumulated batch: gradients are not reduced before the step's last backward."""
         if not self.model.inside_no_sync_ctxt:
             self.reduction.enter_context(self.model.coalesce_grad_reduction())
         self.accumulates = True
@@ -205,7 +205,7 @@ class DeepSpeed(DeepSpeedStrategy):
         return gather_state(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """AdamW's undivided state, on the first process; `optimizer` is ZeRO's wrapper around it."""
+        """AdamW's undivided state, on the first process; `optimizer` is ZeRO's wrapper of it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         adam, parameters = optimizer.optimizer, list(self.lightning_module.draft.parameters())
@@ -226,7 +226,7 @@ class DeepSpeed(DeepSpeedStrategy):
         return super(DeepSpeedStrategy, self).load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Fill the weights of the forward pass, and the float32 shards that they are copied from."""
+        """Fill the weights of the forward, and the float32 shards that they are copied from."""
         import deepspeed
 
         state, parameters = checkpoint["state_dict"], dict(self.lightning_module.named_parameters())
@@ -254,7 +254,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
 
 def _fill(parameter: Any, value: Tensor, state: str | None = None) -> None:
-    """Write this process's part of `value`, undivided float32, into ZeRO's copy of a parameter or AdamW's `state`."""
+    """Write this process's part of `value` (undivided, float32) into ZeRO's copy of a parameter or AdamW's `state`."""
     if hasattr(parameter, "_z3_optimizer"):
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         size = parameter.ds_tensor.numel()

@@ -114,7 +114,7 @@ def test_a_resumed_training_ends_where_an_unbroken_one_does(store, device, tmp_p
     """Bitwise on a CPU. On CUDA products may be summed in a different order, and Adam divides by what is left."""
     options = {"accelerator": accelerator_of(device), "devices": 1, "max_epochs": -1, "max_steps": 6}
     whole, _, seen = fit(store, tmp_path, Left(), **options)
-    again, _, rest = fit(store, tmp_path, goes_on="3.ckpt", **options)
+    again, _, rest = fit(store, tmp_path, resume="3.ckpt", **options)
     assert seen[-len(rest) :] == rest and len(rest) < len(seen)
     found = since(tmp_path / "3.ckpt", again, whole)
     report("resumed against unbroken, relative to what training changed since", found)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from poss_lightning import cli
 from poss_lightning.features.writing import write_store
-from poss_lightning.losses.terms import TERMS
+from poss_lightning.losses.terms import DISTRIBUTION_TERMS
 from poss_lightning.sweep import Sweep
 from poss_lightning.training.fit import command_line
 from tests.support import families
@@ -238,7 +238,7 @@ def python(desk, tiny_folder, target, tmp_path, monkeypatch) -> Callable[[str], 
     def run(text: str) -> dict:
         for theirs, ours in stand_ins.items():
             text = text.replace(f'"{theirs}"', json.dumps(str(ours)))
-        with patch.dict(TERMS):  # a document may add one
+        with patch.dict(DISTRIBUTION_TERMS):  # a document may add one
             exec(text, given := {})
         return given
 

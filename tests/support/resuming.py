@@ -1,4 +1,4 @@
-"""Trainings that end early, and go on."""
+"""Trainings that end early, and resume."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Kill(lightning.Callback):
 
 
 class Left(Kill):
-    """Keeps what a kill after batch n would leave as n.ckpt: training up to there again and again takes long."""
+    """Keeps what a kill after batch n would leave as n.ckpt, which takes less time than to train up to each n."""
 
     def on_train_batch_end(self, trainer, *rest):
         super().on_train_batch_end(trainer, *rest)
@@ -43,7 +43,7 @@ class Left(Kill):
             shutil.copy(last, last.with_name(f"{len(self.seen)}.ckpt"))
 
 
-def fit(store, folder, kill=None, goes_on=None, every=1, model=None, **options):
+def fit(store, folder, kill=None, resume=None, every=1, model=None, **options):
     lightning.seed_everything(0)
     module = SpecialistTraining(store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
     keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
@@ -63,5 +63,5 @@ def fit(store, folder, kill=None, goes_on=None, every=1, model=None, **options):
         }
     )
     data = FeatureData(store, batch_tokens=256, validation=0.2)
-    trainer.fit(module, data, ckpt_path=goes_on and folder / goes_on)
+    trainer.fit(module, data, ckpt_path=resume and folder / resume)
     return module, trainer, kill.seen

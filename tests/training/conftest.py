@@ -1,4 +1,6 @@
-"""What the tests of training share."""
+"""Feature stores of the tiny target, and options of a quiet trainer."""
+
+from collections.abc import Callable
 
 import pytest
 
@@ -7,10 +9,19 @@ from poss_lightning.target.model import Target
 from tests.support.talks import talks
 
 
+@pytest.fixture(scope="session")
+def make_store(tmp_path_factory) -> Callable[..., str]:
+    """Writes a store of a target's features of the usual talks, or of the first `limit`."""
+
+    def make(target: Target, limit: int | None = None, **options) -> str:
+        folder = tmp_path_factory.mktemp("store")
+        sizes = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+        write_store(folder, target, talks()[:limit], **sizes, **options)
+        return str(folder)
+
+    return make
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory, tiny_folder):
-    folder = tmp_path_factory.mktemp("store")
-    write_store(
-        folder, Target.load(tiny_folder, "float32"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20
-    )
-    return str(folder)
+def store(make_store, tiny_folder) -> str:
+    return make_store(Target.load(tiny_folder, "float32"))

@@ -1,4 +1,4 @@
-"""A training's folder on the command line: one training each, resumed there, and what cannot go on leaves it alone."""
+"""A training's folder on the command line: one training each, resumed there, unchanged by what cannot resume."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--tr
 ONE = (*SHORT, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
 AGAIN = ("--name", "run", "--trainer.default_root_dir", ".")
 LAST = "run/checkpoints/last.ckpt"
-GO_ON = ("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
+RESUME = ("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in left(folder) if (folder / name).is_file()}
 
 
-def test_a_folder_takes_one_training_and_what_cannot_go_on_leaves_it(poss, small, tmp_path):
-    with pytest.warns(UserWarning, match="no validation ran, so there is no draft-best"):
+def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, small, tmp_path):
+    with pytest.warns(UserWarning, match="no validation ran, so draft-best was not written"):
         assert poss("fit", *small, *ONE, *AGAIN).code is None
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
@@ -56,31 +56,31 @@ def test_a_folder_takes_one_training_and_what_cannot_go_on_leaves_it(poss, small
         says(poss(command, "--config", "run/config.yaml", "--ckpt_path", given), command, words)
     (tmp_path / "torn.ckpt").unlink()
     assert contents(tmp_path) == before
-    says(poss(*GO_ON, "--data.seed", "1"), "fit", "of other data")  # Lightning itself has begun to log
-    drafts = poss(*GO_ON, "--model.allocation", "[1, 1]")
+    says(poss(*RESUME, "--data.seed", "1"), "fit", "of other data")  # Lightning itself has begun to log
+    drafts = poss(*RESUME, "--model.allocation", "[1, 1]")
     says(drafts, "fit", "allocation is (1, 1), and the checkpoint's draft has (2,)")
     assert contents(tmp_path)["run/config.yaml"] == before["run/config.yaml"]
     assert contents(tmp_path)[LAST] == before[LAST]
 
 
-def test_it_resumes_in_its_folder_with_the_options_that_are_given(poss, small, tmp_path):
+def test_it_resumes_in_its_folder_with_the_given_options(poss, small, tmp_path):
     assert poss("fit", *small, *ONE, *AGAIN).code is None
     given = ("--model.learning_rate", "1e-5", "--model.warmup", "0.5", "--trainer.max_steps", "2")
     with pytest.warns(UserWarning, match="the learning rate is 1e-05 from here, it was 3e-05"):
-        assert poss(*GO_ON, *given).code is None
+        assert poss(*RESUME, *given).code is None
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None  # of another training no beginning
+    assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None
     assert (settings["model"]["learning_rate"], settings["model"]["warmup"]) == (1e-5, 0.5)
     with pytest.warns(UserWarning, match="nothing was left to train at step 2"):
-        poss(*GO_ON)
+        poss(*RESUME)
     elsewhere = ("--trainer.logger.save_dir", tmp_path, "--trainer.max_steps", "3")  # the same, by another path
-    assert poss(*GO_ON[:4], tmp_path / LAST, *elsewhere).code is None
+    assert poss(*RESUME[:4], tmp_path / LAST, *elsewhere).code is None
     assert left(tmp_path / "run/checkpoints") == ["last.ckpt"]
     assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3
 
 
 @pytest.mark.nightly
-def test_a_job_that_slurm_begins_once_more_goes_on_or_begins_anew(poss, small, tmp_path, monkeypatch):
+def test_a_requeued_slurm_job_resumes_or_restarts(poss, small, tmp_path, monkeypatch):
     assert poss("fit", *small, *ONE, *AGAIN).code is None
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: resume with --ckpt_path {LAST}")
@@ -91,9 +91,9 @@ def test_a_job_that_slurm_begins_once_more_goes_on_or_begins_anew(poss, small, t
         assert poss("fit", *small, *ONE, *AGAIN).code is None
     (tmp_path / "hpc_ckpt_1.ckpt").unlink()
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to go on with
+    shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to resume from
     says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another --name")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may begin anew
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may restart
     assert poss("fit", *small, *ONE, *AGAIN).code is None
 
 
@@ -103,17 +103,17 @@ def test_it_resumes_in_its_own_folder_where_folders_are_numbered(poss, small, tm
     command = ("fit", *small, *SHORT, "--trainer.logger", "TensorBoardLogger", *names)
     last = "runs/hass/version_0/checkpoints/last.ckpt"
     assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
-    goes_on = ("fit", "--config", "runs/hass/version_0/config.yaml", "--ckpt_path", last)
-    assert poss(*goes_on, "--trainer.max_steps", "2").code is None
+    resume = ("fit", "--config", "runs/hass/version_0/config.yaml", "--ckpt_path", last)
+    assert poss(*resume, "--trainer.max_steps", "2").code is None
     assert [folder.name for folder in (tmp_path / "runs/hass").iterdir()] == ["version_0"]
     assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
-    fork = poss(*goes_on, "--trainer.logger.name", "fork", "--trainer.max_steps", "3")
+    fork = poss(*resume, "--trainer.logger.name", "fork", "--trainer.max_steps", "3")
     assert fork.code is None and (tmp_path / "runs/fork/version_0/draft-best/model.safetensors").is_file()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 1)], ids=str)
-def test_a_training_that_is_stopped_did_not_succeed_and_says_how_to_go_on(small, tmp_path, number, code):
+def test_a_stopped_training_fails_and_says_how_to_resume(small, tmp_path, number, code):
     endless = ("--trainer.max_steps", "100000", "--trainer.max_epochs", "-1", "--trainer.log_every_n_steps", "1")
     command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN, *endless]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
@@ -136,14 +136,14 @@ def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(poss, sma
         assert left(tmp_path / "run") == ["unfinished", "unfinished/work.lock"]
 
 
-def test_a_logger_whose_package_is_not_installed_says_which(poss, small, monkeypatch):
+def test_a_logger_names_its_missing_package(poss, small, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=999"))
     result = poss("fit", *small, "--trainer.logger", "WandbLogger")
     says(result, "fit", "WandbLogger needs wandb>=999, which is not installed")
 
 
-def test_a_training_that_is_over_takes_no_memory(store, tmp_path):
-    """A sweep has many in one process. Other tests may have left some, in objects that refer to each other."""
+def test_a_finished_training_takes_no_memory(store, tmp_path):
+    """A sweep has many in one process. Other tests may have left some."""
 
     def alive() -> int:
         return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
@@ -155,14 +155,14 @@ def test_a_training_that_is_over_takes_no_memory(store, tmp_path):
     assert alive() == before
 
 
-def test_a_rehearsal_leaves_nothing(poss, small, tmp_path):
-    (tmp_path / "draft-last").mkdir()  # and minds nobody else's
+def test_a_dry_run_writes_nothing(poss, small, tmp_path):
+    (tmp_path / "draft-last").mkdir()  # of somebody else
     before = left(tmp_path)
     assert poss("fit", *small, *SHORT, *AGAIN, "--trainer.fast_dev_run", "true").code is None
     assert left(tmp_path) == before
 
 
-def test_a_start_is_measured_with_a_warning(poss, inputs):
+def test_a_validation_without_a_checkpoint_warns(poss, inputs):
     small = ("--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
     start = ("--model.start_from", inputs / "draft", "--trainer.logger", "false")
     with pytest.warns(UserWarning, match="no --ckpt_path: this is the draft before training, as .*/draft has it"):

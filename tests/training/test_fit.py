@@ -1,4 +1,4 @@
-"""A training and its validation as functions: their folder, what they say, and what is refused before anything runs."""
+"""A training and its validation as functions: their folders, messages, and what they refuse."""
 
 import csv
 import os
@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from poss_lightning.training.fit import compose, fit, fit_once, validate
+from poss_lightning.training.fit import fit, fit_once, validate
+from poss_lightning.training.folder import FINISHED
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import FINISHED
 from tests.support.command import unchanged
 
 CPU = "trainer/cpu.yaml"
@@ -26,7 +26,7 @@ def cut(store, **trainer):
 
 
 def test_a_training_and_its_validation_are_functions(store, tmp_path, monkeypatch, capsys):
-    """A later look writes nothing, and warns where it looks at conversations that may have been trained on."""
+    """A validation writes nothing, and warns about conversations that were trained on."""
     monkeypatch.chdir(tmp_path)
     options = cut(store)
     fit(CPU, options)  # in lightning_logs/version_0
@@ -49,8 +49,8 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, monkeypatc
     assert not warned(store="other")  # the same texts, in another place
 
 
-def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
-    """With all callbacks of a training; the folder has what it has with TensorBoard."""
+def test_csv_logger_gets_the_scalars(store, tmp_path):
+    """With all default callbacks; the rest of the folder is as with TensorBoard."""
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}}
     trainer = {"max_steps": 2, "log_every_n_steps": 1, "limit_val_batches": None, "logger": logger}
     fit(CPU, cut(store, **trainer), {"model": {"allocation": [1, 1]}})
@@ -64,7 +64,7 @@ def test_a_logger_that_is_not_tensorboards_gets_the_scalars(store, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["TensorBoardLogger", "CSVLogger", None])
-def test_a_training_below_the_home_folder_has_one_folder(store, tmp_path, monkeypatch, name):
+def test_a_tilde_is_the_home_folder_for_all_that_a_training_writes(store, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     logger = {"class_path": name, "init_args": {"save_dir": "~/runs", "name": "a", "version": ""}}
@@ -79,7 +79,7 @@ def test_a_training_below_the_home_folder_has_one_folder(store, tmp_path, monkey
 
 
 @pytest.mark.parametrize("epochs", [1, -1])
-def test_steps_that_epochs_do_not_have_are_named_when_the_training_begins(store, tmp_path, monkeypatch, epochs):
+def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, monkeypatch, epochs):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -100,14 +100,6 @@ def test_float16_with_scaled_gradients_is_refused(store):
         module.on_fit_start()
 
 
-def test_weights_and_biases_go_by_the_loggers_name():
-    """Its options parse where wandb is not installed, too."""
-    logger = {"class_path": "WandbLogger", "init_args": {"project": "poss", "save_dir": "runs/a", "offline": True}}
-    parsed = compose({"model": {"allocation": [1]}, "trainer": {"logger": logger}})["trainer"]["logger"]
-    assert parsed["class_path"] == "lightning.pytorch.loggers.WandbLogger"
-    assert parsed["init_args"].items() >= logger["init_args"].items()
-
-
 def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, tmp_path):
     caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)  # where config.yaml goes
@@ -119,11 +111,8 @@ def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, 
     assert all("loss " in line and "steps/s" in line for line in lines[1:])
 
 
-# --- once ---
-
-
-def test_what_is_fitted_once_begins_anew_resumes_or_is_refused(store, tmp_path):
-    """A kill before its first checkpoint leaves a draft and nothing to resume from."""
+def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
+    """A kill before the first checkpoint leaves a draft, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
     config.write_text("model: {learning_rate: 1.0e-3}")
     layers = (CPU, str(config), cut(store))
@@ -140,5 +129,5 @@ def test_what_is_fitted_once_begins_anew_resumes_or_is_refused(store, tmp_path):
     with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):
         fit_once(folder, *layers)
     (folder / "fit.yaml").unlink()
-    with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that was begun by another"):
+    with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that `poss fit` started"):
         fit_once(folder, *layers)

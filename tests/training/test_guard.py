@@ -1,4 +1,4 @@
-"""A gradient that is not finite stops the training, and says where; what was kept is from before."""
+"""A gradient that is not finite stops the training and is located; checkpoints are from before it."""
 
 import re
 from importlib.util import find_spec
@@ -12,9 +12,10 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import DeepSpeed
 from tests.support.processes import forked, printed
+from tests.support.ranks import QUIET
 
 
-class Sick(FeatureData):
+class NanFeature(FeatureData):
     """One conversation has a feature that is not a number."""
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
@@ -28,12 +29,10 @@ class Sick(FeatureData):
 
 def fit(data, module, tmp_path, **options):
     trainer = lightning.Trainer(
+        **QUIET,
         accelerator="cpu",
         max_epochs=1,
         limit_val_batches=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
         default_root_dir=tmp_path,
         gradient_clip_val=0.5,
         **{"enable_checkpointing": False} | options,
@@ -43,12 +42,12 @@ def fit(data, module, tmp_path, **options):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_step_and_conversations_are_named_and_what_is_kept_is_from_before(store, tmp_path, accumulate):
+def test_step_and_conversations_are_named_and_checkpoints_are_from_before(store, tmp_path, accumulate):
     module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
     kept = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, save_on_exception=True)
     options = {"accumulate_grad_batches": accumulate, "enable_checkpointing": True, "callbacks": [kept]}
     with pytest.raises(ValueError, match=r"step (\d+): the norm of the gradient is nan, in ") as error:
-        fit(Sick(store, batch_tokens=256, validation=0.2), module, tmp_path, **options)
+        fit(NanFeature(store, batch_tokens=256, validation=0.2), module, tmp_path, **options)
     step, ids = re.match(r"step (\d+): .* in ([\d, ]+)", str(error.value)).groups()
     assert "7" in ids.split(", ")
     if int(step):
@@ -58,11 +57,11 @@ def test_step_and_conversations_are_named_and_what_is_kept_is_from_before(store,
     assert not list(tmp_path.glob("*exception*"))
 
 
-def test_no_step_follows_the_one_that_is_named(store, tmp_path):
-    """Where nothing is kept in between: the weights are lost, so each later step would be named in its place."""
+def test_the_first_bad_step_is_named_without_checkpoints_too(store, tmp_path):
+    """The weights are lost by then, so each later step is bad, too."""
     module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
     with pytest.raises(ValueError, match=r"the norm of the gradient is nan, in .*\b7\b"):
-        fit(Sick(store, batch_tokens=256, validation=0.2), module, tmp_path)
+        fit(NanFeature(store, batch_tokens=256, validation=0.2), module, tmp_path)
 
 
 def test_a_limit_that_cuts_a_step_is_refused(store, tmp_path):
@@ -84,6 +83,6 @@ def overflow(store, folder, stages):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
-def test_deepspeed_s_own_skipping_is_not_silent(store, tmp_path):
+def test_a_step_that_deepspeed_skips_is_reported(store, tmp_path):
     log = tmp_path / "log"
     assert forked(log, 1, overflow, store, tmp_path, (2, 3)) == [0], printed(log)

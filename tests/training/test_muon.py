@@ -1,14 +1,13 @@
-"""Muon: its steps are orthogonal, as long as they should be, torch's own, and kept with a checkpoint."""
+"""Muon: steps are orthogonal, equal torch's, and resume from a checkpoint; processes share them."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from poss_lightning.training import muon
-from poss_lightning.training.muon import LENGTH, Muon, orthogonalize, orthogonalize_flops, waves
+from poss_lightning.training.muon import LENGTH, Muon, orthogonalize, waves
 from tests.support.processes import forked, printed
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]
@@ -26,7 +25,7 @@ def gradients(own: list[torch.nn.Parameter], seed: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_all_directions_of_a_step_are_as_long(shape):
+def test_a_step_has_the_same_length_in_all_directions(shape):
     """Twin: U Vᵀ of the singular value decomposition; also where one direction is a hundred times the others."""
     plain = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for matrix in (plain, plain + 100 * plain[:, :1] @ plain[:1]):
@@ -39,11 +38,11 @@ def test_all_directions_of_a_step_are_as_long(shape):
 @pytest.mark.parametrize("count", [3, 2])
 def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(count):
     ours, theirs = parameters(), parameters()
-    law = {"lr": 0.01, "weight_decay": 0.1}
-    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[count:3], **law)
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    mine = Muon(ours, betas=(0.9, 0.95), heads=ours[count:3], **options)
     others = [
-        torch.optim.Muon(theirs[:count], momentum=0.95, adjust_lr_fn="match_rms_adamw", **law),
-        torch.optim.AdamW(theirs[count:], betas=(0.9, 0.95), **law),
+        torch.optim.Muon(theirs[:count], momentum=0.95, adjust_lr_fn="match_rms_adamw", **options),
+        torch.optim.AdamW(theirs[count:], betas=(0.9, 0.95), **options),
     ]
     for step in range(4):
         gradients(ours, step)
@@ -58,7 +57,7 @@ def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw(count):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """What two processes come to by steps of which each makes every other matrix."""
+    """Parameters and state of two processes that share the work."""
     folder = tmp_path_factory.mktemp("shared")
     assert forked(folder / "log", 2, share_steps, folder) == [0, 0], printed(folder / "log")
     return folder
@@ -85,29 +84,21 @@ def take_steps(**share: int) -> list[torch.Tensor]:
 
 
 def test_two_processes_take_the_steps_of_one_bitwise(shared):
-    """Each makes its own matrices orthogonal, and sends them to the other."""
     alone = take_steps()
     for rank in range(2):
         assert all(map(torch.equal, torch.load(shared / f"{rank}.pt"), alone))
 
 
-def test_processes_begin_with_the_longest_and_have_like_ones_at_a_time():
+def test_processes_take_matrices_of_similar_size_the_largest_first():
     sizes = [(2, 2), (8, 2), (8, 8), (2, 9), (7, 8)]
     groups = waves([torch.empty(size) for size in sizes], 2)
     assert [[tuple(p.shape) for p in group] for group in groups] == [[(8, 8), (7, 8)], [(2, 9), (8, 2)], [(2, 2)]]
 
 
-def test_flops_are_those_that_torch_counts():
-    for shape in SHAPES:
-        with FlopCounterMode(display=False) as counter:
-            orthogonalize(torch.randn(shape))
-        assert counter.get_total_flops() == orthogonalize_flops(torch.Size(shape))
-
-
-def test_a_stored_state_goes_on_bitwise():
+def test_a_stored_state_resumes_bitwise():
     whole, first, second = parameters(), parameters(), parameters()
-    law = {"lr": 0.01, "betas": (0.9, 0.95)}
-    one, two, three = Muon(whole, **law), Muon(first, **law), Muon(second, **law)
+    options = {"lr": 0.01, "betas": (0.9, 0.95)}
+    one, two, three = Muon(whole, **options), Muon(first, **options), Muon(second, **options)
     for step in range(2):
         for own, optimizer in ((whole, one), (first, two)):
             gradients(own, step)

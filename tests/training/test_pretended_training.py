@@ -1,7 +1,6 @@
-"""Training on a pretended device: nothing is mixed, and its steps are the host's; waits are counted.
+"""Training on a pretended device: nothing is mixed with the host, steps equal the host's, and waits are counted.
 
-Extraction and online features are here too: they make what a step reads. Attention is FlexAttention's, as on CUDA, by
-its definition.
+So do extraction and online features, which make what a step reads. Attention is FlexAttention's, by its definition.
 """
 
 from collections import Counter
@@ -28,6 +27,7 @@ from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE, tensors_of
+from tests.support.ranks import QUIET
 from tests.support.stores import contents
 from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -39,7 +39,7 @@ PASSES = 3
 ADAMW, MUON = {"optimizer": "adamw"}, {"optimizer": "muon"}
 DPACE = {"slot_weights": "dpace", "loss": {"token": 1.0, "acceptance": 0.1}}
 
-# Laws by counts, at most. A log is written at some steps only, and may wait.
+# The most that are allowed. Logged steps may wait more.
 WAITS_A_BATCH = 1  # to find the slots that count
 WAITS_A_STEP = 1  # whether all is finite
 
@@ -54,7 +54,7 @@ def dense_attention(
     return_lse: bool = False,
     return_aux: AuxRequest | None = None,
 ) -> tuple:
-    """FlexAttention by its definition: the mask is asked about every query and key."""
+    """FlexAttention by its definition: the mask is called for every query and key."""
     keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
     batch, _, count, width = queries.shape
     b, t, s = (torch.arange(size, device=queries.device) for size in (batch, count, keys.shape[2]))
@@ -92,14 +92,14 @@ def training(store: str, kind: str, **changes) -> SpecialistTraining:
 
 
 class Accelerator(CPUAccelerator):
-    """Lets Lightning take a device that it does not know."""
+    """Makes Lightning accept a device that it does not know."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
 
 
 class Waits(lightning.Callback):
-    """Of every batch."""
+    """Counts the waits in every batch."""
 
     def __init__(self, device: PretendedDevice | None):
         self.device, self.batches = device, []
@@ -118,6 +118,7 @@ def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | N
     waits, module = Waits(where), training(store, kind, **changes)
     root = DEVICE if where else torch.device("cpu")
     trainer = lightning.Trainer(
+        **QUIET,
         max_steps=3,
         strategy=SingleDeviceStrategy(root, Accelerator()),
         accumulate_grad_batches=2,
@@ -126,10 +127,7 @@ def fit(store: str, kind: str, where: PretendedDevice | None, settings: dict | N
         val_check_interval=6,
         limit_val_batches=1,
         num_sanity_val_steps=0,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Throughput(), waits],
         **(settings or {}),
     )
@@ -159,7 +157,7 @@ def test_steps_are_the_hosts(device, stores, kind, options):
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle2", marks=pytest.mark.nightly)])
 def test_autocast_of_cuda_takes_all_dtypes(device, stores, kind):
-    """It rounds other operations than the CPU's: no product may meet two dtypes, and the loss stays what it is."""
+    """It rounds other operations than the CPU's: no product mixes dtypes, and the loss is nearly the same."""
     _, exact, _ = fit(stores[kind], kind, None)
     _, mixed, _ = fit(stores[kind], kind, device, {"plugins": [MixedPrecision("bf16-mixed", "pretend")]})
     assert mixed["val/loss"].item() == pytest.approx(exact["val/loss"].item(), rel=0.02)
@@ -167,7 +165,7 @@ def test_autocast_of_cuda_takes_all_dtypes(device, stores, kind):
 
 @pytest.mark.parametrize("kind, config", [("eagle2", {}), ("eagle2", {"kv": "shared"}), ("eagle3", {})])
 def test_unroll_losses_and_gradients_are_the_hosts(device, stores, kind, config):
-    """Predictions where their pass counts; beyond, nobody reads them."""
+    """Predictions are compared where their pass counts."""
     module = training(stores[kind], kind, **config)
     batch, found = batch_of(stores[kind], LAYERS[kind]), []
     for where in ("cpu", DEVICE):

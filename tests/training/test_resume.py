@@ -1,4 +1,4 @@
-"""A run that was killed and goes on ends with the weights of one that was not."""
+"""A training that was killed and resumed ends with the weights of one that was not."""
 
 import json
 import signal
@@ -12,10 +12,15 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.training.callbacks import LastCheckpoint
+from poss_lightning.training.folder import stay_in_folder
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import check_draft, stay_in_folder
+from poss_lightning.training.resume import check_draft
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
+
+
+def same_weights(one: SpecialistTraining, other: SpecialistTraining) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.draft.parameters(), other.draft.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -32,34 +37,33 @@ def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, ever
     batches = trainer.num_training_batches
     assert batches >= 5
     for after in [batches - 2, batches - 1, batches, batches + 1, 2 * batches]:
-        again, other, rest = fit(store, tmp_path, goes_on=f"{after}.ckpt", every=every, **options)
+        again, other, rest = fit(store, tmp_path, resume=f"{after}.ckpt", every=every, **options)
         assert other.global_step == trainer.global_step
         assert 0 < len(rest) < len(seen) and seen[-len(rest) :] == rest  # at the exact sample
-        for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True):
-            assert torch.equal(a, b), after
+        assert same_weights(whole, again), after
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 @pytest.mark.parametrize(("folder", "version"), [("version_0", 0), ("version_12", 12), ("a", "a"), ("7", "7")])
-def test_a_logger_takes_the_number_of_the_folder_again(tmp_path, kind, folder, version):
-    """The bar shows the end of a text, and a number as it is."""
+def test_a_logger_uses_the_folder_of_the_checkpoint(tmp_path, kind, folder, version):
+    """Lightning's version is an int for a numbered folder, and else the name."""
     trainer = lightning.Trainer(logger=kind(tmp_path, name="run"), enable_checkpointing=False)
     stay_in_folder(trainer, tmp_path / "run" / folder / "checkpoints" / "last.ckpt")
     assert trainer.loggers[0].version == version and trainer.log_dir == str(tmp_path / "run" / folder)
 
 
 class Validations(lightning.Callback):
-    """The steps that were validated; raises in the validation of one, or right behind it."""
+    """The steps that were validated; raises in the validation of one, or right after it."""
 
-    def __init__(self, killed_at: int | None = None, behind: bool = False):
-        self.killed_at, self.behind, self.steps = killed_at, behind, []
+    def __init__(self, killed_at: int | None = None, after: bool = False):
+        self.killed_at, self.after, self.steps = killed_at, after, []
 
     def on_validation_batch_end(self, trainer, *rest):
-        if trainer.global_step == self.killed_at and not self.behind:
+        if trainer.global_step == self.killed_at and not self.after:
             raise Killed
 
     def on_train_batch_start(self, trainer, *rest):
-        if trainer.global_step == self.killed_at and self.behind:
+        if trainer.global_step == self.killed_at and self.after:
             raise Killed
 
     def on_validation_end(self, trainer, pl_module):
@@ -71,22 +75,22 @@ class Validations(lightning.Callback):
     [{}, pytest.param({"val_check_interval": 2, "check_val_every_n_epoch": None}, marks=pytest.mark.nightly)],
     ids=str,
 )
-@pytest.mark.parametrize("behind", [False, True], ids=["in it", "behind it"])
-def test_killed_in_a_validation_it_goes_on_with_it_and_behind_it_without(store, tmp_path, options, behind):
-    def run(folder, callback, goes_on=None):
+@pytest.mark.parametrize("after", [False, True], ids=["in it", "after it"])
+def test_a_validation_is_repeated_only_if_it_was_killed(store, tmp_path, options, after):
+    def run(folder, callback, resume=None):
         callbacks = [callback, LastCheckpoint(every_n_train_steps=1)]
-        return fit(store, tmp_path / folder, goes_on=goes_on, callbacks=callbacks, **options)[0]
+        return fit(store, tmp_path / folder, resume=resume, callbacks=callbacks, **options)[0]
 
     seen = Validations()
     whole = run("whole", seen)
     assert len(seen.steps) >= 3
-    for number, step in enumerate(seen.steps[:-1] if behind else seen.steps):
+    for number, step in enumerate(seen.steps[:-1] if after else seen.steps):
         with pytest.raises(Killed):
-            run(str(step), Validations(step, behind))
+            run(str(step), Validations(step, after))
         rest = Validations()
         again = run(str(step), rest, "checkpoints/last.ckpt")
-        assert rest.steps == seen.steps[number + behind :]
-        assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+        assert rest.steps == seen.steps[number + after :]
+        assert same_weights(whole, again)
 
 
 @pytest.mark.nightly
@@ -94,8 +98,8 @@ def test_sigkill(store, tmp_path):
     whole, _, _ = fit(store, tmp_path / "whole")
     work = partial(fit, store, tmp_path, Kill(9, signal.SIGKILL), every=4)
     assert forked(tmp_path / "log", 1, work) == [-signal.SIGKILL], printed(tmp_path / "log")
-    again, _, _ = fit(store, tmp_path, goes_on="last.ckpt", every=4)
-    assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+    again, _, _ = fit(store, tmp_path, resume="last.ckpt", every=4)
+    assert same_weights(whole, again)
 
 
 class Signal(lightning.Callback):
@@ -140,7 +144,7 @@ def saved_step(folder) -> int:
     ],
     ids=str,
 )
-def test_stopped_by_a_signal_it_goes_on_behind_that_step(store, tmp_path, number, options):
+def test_stopped_by_a_signal_it_resumes_after_that_step(store, tmp_path, number, options):
     options = {"limit_val_batches": 0, **options}
     whole, trainer, _ = fit(store, tmp_path / "whole", callbacks=[LastCheckpoint()], **options)
     accumulated, batches = options.get("accumulate_grad_batches", 1), trainer.num_training_batches
@@ -150,30 +154,30 @@ def test_stopped_by_a_signal_it_goes_on_behind_that_step(store, tmp_path, number
         epochs, rest = divmod(batch, batches)
         assert saved_step(folder) == epochs * -(-batches // accumulated) + -(-rest // accumulated)
         callbacks = [LastCheckpoint()]
-        again, _, _ = fit(store, folder, goes_on="checkpoints/last.ckpt", callbacks=callbacks, **options)
-        assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+        again, _, _ = fit(store, folder, resume="checkpoints/last.ckpt", callbacks=callbacks, **options)
+        assert same_weights(whole, again)
 
 
 def test_a_second_signal_writes_nothing(store, tmp_path):
-    """Within a step there is no state to go on with."""
+    """Within a step there is no state to resume from."""
     stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2)
     assert saved_step(tmp_path) == 3
 
 
 @pytest.mark.parametrize("within", [False, True])
 def test_a_signal_waits_for_the_validation_of_its_step(store, tmp_path, within):
-    """Else the training would go on without it, or from an earlier step."""
+    """Else the training would resume without it, or from an earlier step."""
     options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
     whole, _, _ = fit(store, tmp_path / "whole", callbacks=[LastCheckpoint()], **options)
     stop(store, tmp_path / "stopped", signal.SIGTERM, 4, every=3, options=options, validation=within)
     assert saved_step(tmp_path / "stopped") == 4
     callbacks = [LastCheckpoint()]
-    again, _, _ = fit(store, tmp_path / "stopped", goes_on="checkpoints/last.ckpt", callbacks=callbacks, **options)
-    assert all(torch.equal(a, b) for a, b in zip(whole.draft.parameters(), again.draft.parameters(), strict=True))
+    again, _, _ = fit(store, tmp_path / "stopped", resume="checkpoints/last.ckpt", callbacks=callbacks, **options)
+    assert same_weights(whole, again)
 
 
-def test_a_signal_in_the_last_step_lets_it_end_and_is_not_forgotten(store, tmp_path):
-    """Else the sweep that it is part of would go on."""
+def test_a_signal_in_the_last_step_is_raised_after_it(store, tmp_path):
+    """Else the sweep that it is part of would continue."""
     for name, ends in {"steps": {"max_steps": 3}, "epochs": {"max_epochs": 1, "limit_train_batches": 3}}.items():
         stop(store, tmp_path / name, signal.SIGINT, 3, options=ends | {"limit_val_batches": 0})
         assert saved_step(tmp_path / name) == 3
@@ -188,12 +192,12 @@ def die_on_two(store, folder, afters):
 @pytest.mark.parametrize(
     "ends", [{}, {"max_steps": 1000}, {"limit_train_batches": 4}, {"max_steps": 9}], ids=lambda ends: "".join(ends)
 )
-def test_the_rate_falls_to_nothing_and_no_sooner_with_other_steps(store, tmp_path, ends):
+def test_the_rate_falls_to_0_at_the_end_with_other_steps(store, tmp_path, ends):
     """Half as many batches a step from then on: epochs have twice as many steps, and `max_steps` stays what it is."""
     with pytest.raises(Killed):
         fit(store, tmp_path, Kill(6), accumulate_grad_batches=2, **ends)
     with pytest.warns(UserWarning, match="the run continues with 1 batches a step"):
-        _, trainer, _ = fit(store, tmp_path, goes_on="last.ckpt", **ends)
+        _, trainer, _ = fit(store, tmp_path, resume="last.ckpt", **ends)
     steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
     assert abs(steps - trainer.estimated_stepping_batches) <= 1
 
@@ -206,11 +210,11 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
         taken = [name for rank in seen for _, ids in rank[:after] for name in ids]
         with pytest.warns(UserWarning, match="the run continues with 1 batches a step .* where it had 2"):
-            _, trainer, rest = fit(store, folder, goes_on="last.ckpt", max_epochs=2)
+            _, trainer, rest = fit(store, folder, resume="last.ckpt", max_epochs=2)
         first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
         assert sorted(taken + first) == sorted(second) and taken and first
         assert trainer.current_epoch == 2
-        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # the rate falls to nothing, and no sooner
+        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # where the rate is 0
         assert abs(steps - trainer.num_training_batches * 2) <= 1
 
 
@@ -224,13 +228,13 @@ class Rates(lightning.Callback):
         self.by_step[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
 
 
-def test_a_lower_rate_counts_from_there(store, tmp_path):
+def test_a_lower_rate_applies_after_resuming(store, tmp_path):
     whole, again = Rates(), Rates()
     fit(store, tmp_path / "whole", callbacks=[whole])
     with pytest.raises(Killed):
         fit(store, tmp_path, Kill(6))
     with pytest.warns(UserWarning, match="the learning rate is 0.0003 from here, it was 0.003"):
-        fit(store, tmp_path, goes_on="last.ckpt", callbacks=[again], model={"learning_rate": 3e-4})
+        fit(store, tmp_path, resume="last.ckpt", callbacks=[again], model={"learning_rate": 3e-4})
     assert again.by_step == {step: pytest.approx(whole.by_step[step] / 10) for step in again.by_step}
     assert min(again.by_step) == 5 and again.by_step.keys() < whole.by_step.keys()
 
@@ -244,24 +248,24 @@ def test_a_lower_rate_counts_from_there(store, tmp_path):
         ),
         ({"kv": "shared"}, "kv is 'shared', and the checkpoint's draft has 'separate'"),
         ({"window": 4}, "window is 4, and the checkpoint's draft has None"),
-        ({"optimizer": "muon"}, "optimizer is muon, and this training began with adamw: leave it, or begin another"),
+        ({"optimizer": "muon"}, "optimizer is muon, and this training began with adamw: leave it, or start a new"),
         ({"betas": (0.9, 0.999)}, r"betas is \[0.9, 0.999\], and this training began with \[0.9, 0.95\]"),
     ],
 )
-def test_another_draft_or_optimizer_does_not_go_on(store, tmp_path, model, words):
+def test_a_different_draft_or_optimizer_cannot_resume(store, tmp_path, model, words):
     with pytest.raises(Killed):
         fit(store, tmp_path, Kill(2))
     with pytest.raises(ValueError, match=words):
-        fit(store, tmp_path, goes_on="last.ckpt", model=model)
+        fit(store, tmp_path, resume="last.ckpt", model=model)
 
 
-def test_another_target_is_refused_though_its_conversations_are_the_same(store, tmp_path):
+def test_a_different_target_is_refused_even_with_the_same_conversations(store, tmp_path):
     with pytest.raises(Killed):
         fit(store, tmp_path, Kill(2))
     other = SpecialistTraining(store, [1, 2]).draft.config
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     check_draft(checkpoint, replace(other, depth=2))
     with pytest.raises(
-        ValueError, match="the checkpoint's draft is for another target than these features: fingerprint"
+        ValueError, match="the checkpoint's draft is for a different target than these features: fingerprint"
     ):
         check_draft(checkpoint, replace(other, target=replace(other.target, fingerprint="another")))

@@ -1,4 +1,4 @@
-"""One road into a training: what the terminal, a sweep's cell, the demo and Python train with is the same, always."""
+"""The terminal, a sweep's cell, the demo and Python train with the same options."""
 
 import random
 from argparse import ArgumentError
@@ -13,7 +13,7 @@ from poss_lightning.files import conf_names, find_config
 from poss_lightning.sweep import Sweep
 from poss_lightning.training import fit as roads
 from poss_lightning.training.command import Training
-from poss_lightning.training.fit import command_line, compose, fit, fit_once
+from poss_lightning.training.fit import compose, fit, fit_once
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.Throughput"}
 PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 3}}
@@ -86,7 +86,7 @@ def trained(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.nightly)])
-def test_every_road_trains_what_print_config_says(number, tmp_path, capsys, trained):
+def test_everything_trains_with_the_options_of_print_config(number, tmp_path, capsys, trained):
     """Random options over random configs, some of which set the same."""
     draw = random.Random(number)
     for place in (tmp_path / str(i) for i in range(number)):
@@ -113,7 +113,7 @@ def test_every_road_trains_what_print_config_says(number, tmp_path, capsys, trai
 
 
 def trained_once(folder: Path, layers: list, trained: list[dict]) -> dict:
-    """What `fit_once` trains; without a draft it fails behind that."""
+    """What `fit_once` trains; it fails after that, for lack of a draft."""
     trained.clear()
     with pytest.raises(ValueError, match="has no draft-last"):
         fit_once(folder, *layers)
@@ -122,7 +122,7 @@ def trained_once(folder: Path, layers: list, trained: list[dict]) -> dict:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_config_is_what_print_config_says(config, capsys):
+def test_every_config_is_composed_as_print_config_prints_it(config, capsys):
     given = {"model": {"allocation": [1]}}
     expected = printed(capsys, "--config", config, "--config", yaml.safe_dump(given, default_flow_style=True))
     assert compose(config, given) == expected
@@ -131,7 +131,7 @@ def test_every_config_is_what_print_config_says(config, capsys):
 
 
 @pytest.mark.parametrize("name", ["hass", "poss2"])
-def test_the_demo_trains_what_print_config_says(name, tmp_path, capsys, trained):
+def test_the_demo_trains_with_the_options_of_print_config(name, tmp_path, capsys, trained):
     with pytest.raises(ValueError, match="has no draft-last"):
         demo._fit(tmp_path, name, store="s", size=9, steps=4, start="embedded-hass", dtype="float32", device="cpu")
     (options,) = trained
@@ -144,8 +144,8 @@ def test_the_demo_trains_what_print_config_says(name, tmp_path, capsys, trained)
     assert options == expected
 
 
-def test_losses_of_a_file_above_are_all_that_count():
-    """A second way to put options together added the terms of the file below."""
+def test_a_later_loss_replaces_an_earlier_one():
+    """Terms were added up once."""
     above = {"model": {"allocation": [2], "loss": {"feature": 1, "acceptance": 1}}}
     assert compose("published.yaml", above)["model"]["loss"] == {"feature": 1, "acceptance": 1}
 
@@ -162,14 +162,14 @@ def test_losses_of_a_file_above_are_all_that_count():
         ({"trainer": {"val_check_interval": "${trainer.max_stepss}"}}, "max_stepss"),
     ],
 )
-def test_what_a_config_may_not_have_is_named(options, words, monkeypatch):
+def test_options_that_a_config_may_not_have_are_named(options, words, monkeypatch):
     monkeypatch.setenv("POSS_SECRET", "secret")
-    with pytest.raises((ArgumentError, ValueError), match=words) as told:
+    with pytest.raises((ArgumentError, ValueError), match=words) as error:
         compose({"model": {"allocation": [1]}}, options)
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(error.value)
 
 
-def test_a_file_that_a_config_names_takes_nothing_from_the_environment_either(tmp_path, monkeypatch):
+def test_a_nested_file_takes_nothing_from_the_environment_either(tmp_path, monkeypatch):
     monkeypatch.setenv("POSS_SECRET", "secret")
     (tmp_path / "inner.yaml").write_text("store: s3://host/${oc.env:POSS_SECRET}")
     (tmp_path / "outer.yaml").write_text(f"data: {tmp_path}/inner.yaml")
@@ -185,7 +185,7 @@ def test_a_name_with_dots_beside_its_group_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("logger", [None, CSV, [CSV, TENSORBOARD]], ids=str)
-def test_a_name_is_that_of_every_logger(logger):
+def test_a_name_is_given_to_every_logger(logger):
     named = compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": logger}})["trainer"]["logger"]
     for each in named if isinstance(named, list) else [named]:
         assert each["init_args"]["name"] == "a"
@@ -205,10 +205,3 @@ def test_nothing_is_ever_unpickled(store, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"ckpt_path file:///gone.ckpt cannot be read: "):
         fit("trainer/cpu.yaml", options, {"ckpt_path": "file:///gone.ckpt"})
     assert [path.name for path in tmp_path.iterdir()] == ["evil.ckpt"]
-
-
-def test_options_in_the_line_are_those_of_a_file(tmp_path):
-    (tmp_path / "a.yaml").write_text("model: {allocation: [1, 2]}\ntrainer.max_steps: 3")
-    in_line = {"model": {"allocation": [1, 2]}, "trainer.max_steps": 3}
-    assert compose(str(tmp_path / "a.yaml")) == compose(in_line)
-    assert command_line("draft/poss2.yaml", {}) == ["--config", find_config("draft/poss2.yaml"), "--config", "{}\n"]

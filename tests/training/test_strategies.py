@@ -1,6 +1,6 @@
-"""The same global batches give the same draft on every strategy, and any of them goes on where another stopped.
+"""The same global batches give the same draft on every strategy, and any of them resumes where another stopped.
 
-Covered, each against a loop without Lightning: four AdamW steps in float32, some clipped, with uneven slot counts.
+Covered, each compared with a plain loop: four AdamW steps in float32, some clipped, with uneven slot counts.
 
                                 one ×1   DDP ×2   ZeRO-1 ×2   ZeRO-2 ×2   ZeRO-3 ×2   ZeRO-3 ×2, offloaded
     2 batches a step              2        1         1           1           1            -
@@ -28,17 +28,15 @@ from safetensors.torch import load_file, save_file
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.stream import collate
-from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
 from poss_lightning.training.flops import count_parameters
-from poss_lightning.training.strategies import DeepSpeed, Streamed, prepare
+from poss_lightning.training.strategies import DeepSpeed, StreamedCheckpointIO, prepare
 from tests.support import ranks
 from tests.support.processes import forked, printed
 from tests.support.ranks import DATA, EAGLE3, MODEL
 from tests.support.steps import Weights, difference, plain_steps, step_by_step, weights, write_initial
-from tests.support.talks import talks
 from tests.support.tiny import tiny_target
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -57,33 +55,14 @@ TABLE += [pytest.param("zero3-offload", 4, marks=of_zero)]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory, tiny_folder) -> str:
-    folder = tmp_path_factory.mktemp("store")
-    write_store(
-        folder,
-        Target.load(tiny_folder, "float32"),
-        talks()[:32],
-        max_length=128,
-        batch_tokens=1024,
-        shard_bytes=2**20,
-    )
-    return str(folder)
+def store(make_store, tiny_folder) -> str:
+    return make_store(Target.load(tiny_folder, "float32"), limit=32)
 
 
 @pytest.fixture(scope="module")
-def inner(tmp_path_factory) -> str:
+def inner(make_store) -> str:
     """What a draft of the EAGLE-3 kind reads."""
-    folder = tmp_path_factory.mktemp("inner")
-    write_store(
-        folder,
-        tiny_target(num_hidden_layers=7),
-        talks()[:32],
-        max_length=128,
-        batch_tokens=1024,
-        shard_bytes=2**20,
-        layers=(2, 3, 4),
-    )
-    return str(folder)
+    return make_store(tiny_target(num_hidden_layers=7), limit=32, layers=(2, 3, 4))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +220,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strateg
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_a_strategy_goes_on_from_another_s_checkpoint(trained, reference, initial, rounding, strategy):
+def test_a_strategy_resumes_from_the_checkpoint_of_another(trained, reference, initial, rounding, strategy):
     assert difference(weights(trained / strategy / "from-other"), reference[4], initial) <= SPREAD * rounding
 
 
@@ -265,8 +244,8 @@ def test_a_checkpoint_is_as_large_as_planned(trained, strategy):
     assert 0 <= (run / "step=4.ckpt").stat().st_size - file < 40_000 < file / 4
 
 
-def test_a_checkpoint_is_whole_or_the_one_before(tmp_path, monkeypatch):
-    path, io = tmp_path / "folder" / "last.ckpt", Streamed()
+def test_a_checkpoint_is_written_atomically(tmp_path, monkeypatch):
+    path, io = tmp_path / "folder" / "last.ckpt", StreamedCheckpointIO()
     io.save_checkpoint({"step": torch.tensor(1)}, path)
     monkeypatch.setattr(torch, "save", lambda checkpoint, path: (path.write_bytes(b"half"), 1 / 0))
     with pytest.raises(ZeroDivisionError):
@@ -275,15 +254,15 @@ def test_a_checkpoint_is_whole_or_the_one_before(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [DDPStrategy, pytest.param(DeepSpeed, marks=needs_deepspeed)])
-def test_processes_wait_for_the_first_one_s_checkpoint(make):
+def test_processes_wait_for_the_checkpoint_of_the_first(make):
     """Lightning's own, 30 minutes, end a training whose first process is at a slow disk."""
     strategy = make()
     prepare(strategy)
-    assert strategy._timeout >= timedelta(hours=2) and type(strategy.checkpoint_io) is Streamed
+    assert strategy._timeout >= timedelta(hours=2) and type(strategy.checkpoint_io) is StreamedCheckpointIO
 
 
 def test_the_first_process_says_whether_a_draft_is_the_best(monkeypatch, tmp_path):
-    """By a bit of rounding this process would not save, and the others would wait for it."""
+    """By its own rounding this process would not save, and the others would wait for it."""
     saved: list[str] = []
     monkeypatch.setattr(DraftFolders, "_save", lambda self, trainer, module, name: saved.append(name))
     trainer = SimpleNamespace(sanity_checking=False, fast_dev_run=False, state=SimpleNamespace(fn="fit"))
@@ -299,7 +278,7 @@ class Bomb:
         return print, ("this must not run",)
 
 
-def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
+def test_a_file_that_is_not_a_checkpoint_is_refused(trained, tmp_path, capsys):
     whole = trained / "one" / "4" / "step=4.ckpt"
     (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:-1000])
     (tmp_path / "bomb.ckpt").write_bytes(pickle.dumps({"state_dict": Bomb()}))
@@ -311,7 +290,7 @@ def test_what_is_no_checkpoint_is_refused(trained, tmp_path, capsys):
     (tmp_path / "folder.ckpt").mkdir()
     for name, error, words in (
         ("missing", FileNotFoundError, "no such file"),
-        ("folder", ValueError, "is a folder, and no draft's; give a .ckpt file"),
+        ("folder", ValueError, "is a folder; give a .ckpt file"),
         ("cut", ValueError, "is not a complete checkpoint"),
         ("bomb", ValueError, "is not a complete checkpoint"),
         ("other", ValueError, "has no 'draft'"),
@@ -336,7 +315,7 @@ def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
 
 
 @needs_deepspeed
-def test_stages_that_are_none_are_refused():
+def test_unknown_stages_are_refused():
     with pytest.raises(ValueError, match="stage is 4; ZeRO's stages are 1, 2 and 3"):
         DeepSpeed(4)
     with pytest.raises(ValueError, match="offload_parameters is true at stage 2"):

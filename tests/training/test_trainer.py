@@ -1,4 +1,4 @@
-"""What users of Lightning do with the module and the data, without `poss fit`; docs/extending.md has the rest."""
+"""Module and data with a user's own Trainer; docs/extending.md has the rest."""
 
 import re
 from pathlib import Path
@@ -13,10 +13,11 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.schedule import split
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.processes import forked, printed
+from tests.support.ranks import QUIET
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-CPU = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, **QUIET}
+OFF = {"enable_checkpointing": False, **QUIET}
+CPU = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, **OFF}
 
 
 def test_the_page_runs(store, tmp_path, monkeypatch):
@@ -29,7 +30,7 @@ def test_the_page_runs(store, tmp_path, monkeypatch):
     assert (tmp_path / "runs/mine/draft/model.safetensors").is_file()
 
 
-def test_a_replay_of_the_trainer_stays(store):
+def test_a_replay_of_the_trainer_is_not_replaced(store):
     module = SpecialistTraining(store, [1])
     trainer = lightning.Trainer(max_steps=1, callbacks=[Replay(answers=3)], limit_val_batches=2, **CPU)
     trainer.fit(module, data := FeatureData(store, validation=0.2))
@@ -38,7 +39,7 @@ def test_a_replay_of_the_trainer_stays(store):
     assert trainer.callback_metrics["val/tau_tree"] >= 1
 
 
-def seen(store, batches: int, **options) -> list[list[str]]:
+def conversations(store, batches: int, **options) -> list[list[str]]:
     """The conversations of every batch."""
     ids = []
 
@@ -53,16 +54,16 @@ def seen(store, batches: int, **options) -> list[list[str]]:
 
 
 def test_overfitting_sees_the_same_batches_in_every_epoch(store):
-    first, second, third, fourth = seen(store, 4, overfit_batches=2, max_epochs=2)
+    first, second, third, fourth = conversations(store, 4, overfit_batches=2, max_epochs=2)
     assert [first, second] == [third, fourth] and first != second
-    every = seen(store, 4, limit_train_batches=2)
+    every = conversations(store, 4, limit_train_batches=2)
     assert every[:2] != every[2:]
 
 
 def two_processes(store, folder):
     module = SpecialistTraining(store, [1])
     trainer = lightning.Trainer(
-        max_steps=2, accelerator="cpu", devices=2, strategy=DDPStrategy(), limit_val_batches=1, **QUIET
+        max_steps=2, accelerator="cpu", devices=2, strategy=DDPStrategy(), limit_val_batches=1, **OFF
     )
     data = FeatureData(store, validation=0.2, batch_tokens=128)
     trainer.fit(module, data)
@@ -92,7 +93,7 @@ class Own(SpecialistTraining):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulate):
-    """The gradient of the whole step, whatever the batches are that it is made of."""
+    """The gradient of the whole step does not depend on its batches."""
     torch.manual_seed(0)
     modules = [Own(store, [1, 1], strength=0.5, gamma=0.7) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())

@@ -1,6 +1,5 @@
-"""Training through Lightning on the tiny target: it learns, it logs, and padding is worth nothing."""
+"""Training through Lightning on the tiny target: it learns, it logs, and padding changes nothing."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -12,6 +11,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from poss_lightning.decoding.autoregressive import Autoregressive
@@ -22,33 +22,26 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
-from poss_lightning.features.writing import write_store
 from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.dashboard import Dashboard
+from poss_lightning.training.fit import command_line
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 from tests.support import naive
 from tests.support.decoders import tokens_of
-from tests.support.talks import BLOCK, EAGLE3, talks
+from tests.support.ranks import QUIET
+from tests.support.talks import BLOCK, EAGLE3
 from tests.support.tiny import tiny_target
+
+CPU = {"accelerator": "cpu", "num_sanity_val_steps": 0, **QUIET}
 
 
 @pytest.fixture(scope="module")
-def inner(tmp_path_factory):
-    """A store with inner layers, and one more than a draft reads."""
-    folder = tmp_path_factory.mktemp("inner")
-    write_store(
-        folder,
-        tiny_target(num_hidden_layers=7),
-        talks(),
-        max_length=128,
-        batch_tokens=1024,
-        shard_bytes=2**20,
-        layers=(2, 6, 3, 4),
-    )
-    return str(folder)
+def inner(make_store):
+    """A store with inner layers, one more than a draft reads."""
+    return make_store(tiny_target(num_hidden_layers=7), layers=(2, 6, 3, 4))
 
 
 @pytest.fixture
@@ -88,49 +81,34 @@ def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true",
     lightning.seed_everything(0)
     module = SpecialistTraining(store, list(allocation), learning_rate=3e-3, warmup=0.05, **changes)
     trainer = lightning.Trainer(
+        **CPU | {"logger": TensorBoardLogger(folder, name="", version="")},
         max_steps=steps,
-        accelerator="cpu",
         precision=precision,
         val_check_interval=steps // 2,
         check_val_every_n_epoch=None,
         gradient_clip_val=0.5,
-        num_sanity_val_steps=0,
         log_every_n_steps=5,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=lightning.pytorch.loggers.TensorBoardLogger(folder, name="", version=""),
         callbacks=[*callbacks, DraftFolders("val/loss", "min")],
     )
     trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2), ckpt_path=resume)
     return module, trainer
 
 
-@pytest.fixture(scope="module")
-def half(tmp_path_factory, tiny_folder):
-    """The same texts, read and kept in bfloat16."""
-    folder = tmp_path_factory.mktemp("half")
-    write_store(
-        folder, Target.load(tiny_folder, "bfloat16"), talks(), max_length=128, batch_tokens=1024, shard_bytes=2**20
-    )
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("precision", "computed"),
     [("bf16-mixed", torch.bfloat16), pytest.param("32-true", torch.float32, marks=pytest.mark.nightly)],
 )
-def test_a_store_in_either_dtype_trains_in_the_one_asked_for(store, half, tmp_path, precision, computed):
-    """Not one of another machine's, which may multiply it slowly: the frozen ends too are turned to it."""
-    losses = []
-    for name, source in (("whole", store), ("half", half)):
+def test_precision_is_the_trainer_s_and_not_the_store_s(store, make_store, tiny_folder, tmp_path, precision, computed):
+    half, losses = make_store(Target.load(tiny_folder, "bfloat16")), []
+    for name, source in (("float32", store), ("half", half)):
         module, trainer = fit(source, tmp_path / name, steps=4, precision=precision)
         assert module.embed_head.head.dtype == module.embed_head.embedding.dtype == computed
         losses.append(float(trainer.callback_metrics["val/loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def test_some_anchors_train_as_all_do_on_average(inner):
-    """Of a loss of sums: drawn anew in each step, with the weights of those that were not drawn."""
+def test_the_loss_of_some_anchors_is_that_of_all_on_average(inner):
+    """Those that are drawn carry the weights of the others."""
     lightning.seed_everything(0)
     module = SpecialistTraining(inner, [4], **BLOCK)
     batch = collate([[FeatureStore(inner).select(module.draft.config.layers)[i]] for i in (0, 20, 39)])
@@ -147,20 +125,6 @@ def test_some_anchors_train_as_all_do_on_average(inner):
         SpecialistTraining(inner, [4], anchors=8)
 
 
-def test_a_block_learns_by_the_same_metrics_and_drafts(inner, tmp_path):
-    """No drift, as it predicts no feature. Its folder drafts in an engine, and changes no token."""
-    module, _ = fit(inner, tmp_path, steps=30, allocation=[4], **BLOCK, anchors=12, callbacks=[Dashboard()])
-    logged = EventAccumulator(str(tmp_path)).Reload()
-    losses = [event.value for event in logged.Scalars("train/loss")]
-    assert losses[-1] < 0.97 * losses[0]
-    assert {"val_pos_acc_unroll/depth_1", "val_loss/depth_4"} <= set(logged.Tags()["scalars"])
-    assert not [name for name in logged.Tags()["scalars"] if "drift" in name or "feature" in name]
-    draft = Specialists.from_pretrained(tmp_path / "draft-last")
-    assert torch.equal(draft.mask, module.embed_head.embedding[-1])
-    target = tiny_target(num_hidden_layers=7)
-    assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
-
-
 def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path):
     norms, plain = [], Muon._step_matrices
 
@@ -173,53 +137,59 @@ def test_muon_learns_and_all_its_gradients_are_clipped_together(store, tmp_path)
         patch.setattr(Muon, "_step_matrices", watch)
         fit(store, tmp_path, optimizer="muon")
     assert len(norms) == 60 and max(norms) <= 0.5 + 1e-3 and min(norms) > 0.4
-    losses = [event.value for event in EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")]
-    assert losses[-1] < 0.95 * losses[0]
+    learns(tmp_path, 0.95)
 
 
-def test_it_learns_logs_and_leaves_a_draft(store, tmp_path, recwarn):
+def learns(folder, ratio: float) -> set[str]:
+    """Check that the loss falls; return the names of the scalars that were logged."""
+    events = EventAccumulator(str(folder)).Reload()
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses[-1] < ratio * losses[0]  # the target's own entropy remains
+    names = set(events.Tags()["scalars"])
+    by_depth = {f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_token_loss")}
+    assert by_depth | {"val_pos_acc_unroll/depth_1"} <= names
+    return names
+
+
+def test_it_learns_logs_and_writes_a_draft(store, tmp_path, recwarn):
     fit(store, tmp_path)
     assert not any("draft-best" in str(warning.message) for warning in recwarn)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    names = {f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_drift_cosine")}
-    assert names <= set(events.Tags()["scalars"])
-    losses = [event.value for event in events.Scalars("train/loss")]
-    assert losses[-1] < 0.9 * losses[0]  # the target's own entropy stays
+    assert {f"val_drift_cosine/depth_{k}" for k in range(1, 5)} <= learns(tmp_path, 0.9)
     draft = Specialists.from_pretrained(tmp_path / "draft-best")
     assert draft.config.allocation == (2, 2) and draft.config.target == FeatureStore(store).manifest.target
     assert (tmp_path / "draft-last" / "model.safetensors").is_file()
 
 
-def test_an_eagle_3_draft_learns_and_says_nothing_of_features(inner, tmp_path):
-    """Its head too; and it stands beside no target, so nothing of drift is logged."""
+def test_an_eagle_3_draft_learns_with_its_head_and_logs_no_drift(inner, tmp_path):
     fit(inner, tmp_path, steps=30, **EAGLE3, vocabulary_size=200, callbacks=[Dashboard()])
-    events = EventAccumulator(str(tmp_path)).Reload()
-    names = set(events.Tags()["scalars"])
-    assert {
-        f"{group}/depth_{k}" for k in range(1, 5) for group in ("train_loss", "val_loss", "val_token_loss")
-    } <= names
-    assert "val_pos_acc_unroll/depth_1" in names
-    assert not any("drift" in name or "feature" in name for name in names)
-    losses = [event.value for event in events.Scalars("train/loss")]
-    assert losses[-1] < 0.97 * losses[0]
+    assert not any("drift" in name or "feature" in name for name in learns(tmp_path, 0.97))
     draft = Specialists.from_pretrained(tmp_path / "draft-best")
     assert draft.config.kind == "eagle3" and len(draft.vocabulary) == 200
-    begun = FeatureStore(inner).embed_head().head[draft.vocabulary]
-    assert draft.lm_head.weight.shape == begun.shape and not torch.equal(draft.lm_head.weight, begun)
+    start = FeatureStore(inner).embed_head().head[draft.vocabulary]
+    assert draft.lm_head.weight.shape == start.shape and not torch.equal(draft.lm_head.weight, start)
+
+
+def test_a_block_learns_logs_no_drift_and_drafts_without_loss(inner, tmp_path):
+    module, _ = fit(inner, tmp_path, steps=30, allocation=[4], **BLOCK, anchors=12, callbacks=[Dashboard()])
+    assert not any("drift" in name or "feature" in name for name in learns(tmp_path, 0.97))
+    draft = Specialists.from_pretrained(tmp_path / "draft-last")
+    assert torch.equal(draft.mask, module.embed_head.embedding[-1])
+    target = tiny_target(num_hidden_layers=7)
+    assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
 
 
 @pytest.mark.parametrize("size", [200, None])
-def test_an_own_head_is_taught_what_it_can_say(inner, size):
-    """Token loss against the target within the vocabulary, where the target's likeliest token is in it."""
+def test_an_own_head_learns_within_its_vocabulary(inner, size):
+    """Where the target's most likely token is in the vocabulary, and from the target's distribution over it."""
     lightning.seed_everything(0)
     module = SpecialistTraining(inner, [2, 2], **EAGLE3, vocabulary_size=size)
     batch = collate([[FeatureStore(inner).select((2, 3, 4))[i]] for i in (5, 30)])
     assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
     losses, predictions = module._losses(batch, 4)
-    said = range(320) if size is None else module.draft.vocabulary.tolist()
+    kept = range(320) if size is None else module.draft.vocabulary.tolist()
     counts = batch.counts[:, :-1].clone()
     for row, slot in counts.nonzero().tolist():
-        counts[row, slot] *= int(batch.greedy[row, slot + 1]) in said
+        counts[row, slot] *= int(batch.greedy[row, slot + 1]) in kept
     assert size is None or 0 < (counts > 0).sum() < (batch.counts[:, :-1] > 0).sum()
     read = [module.draft.norm(prediction) for prediction in predictions]
     given = read, batch.features[:, 1:], counts, module.embed_head.head, 0.0, 1.0, 0.0
@@ -231,8 +201,8 @@ def test_an_own_head_is_taught_what_it_can_say(inner, size):
     )
 
 
-def test_an_own_head_goes_on_with_the_tokens_of_its_start(inner, tmp_path):
-    """Those of SPEED's start are EAGLE-3's, whatever is common in the new store; another size is chosen anew."""
+def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
+    """As SPEED keeps EAGLE-3's, whatever is common in the new store; for a different size it is chosen again."""
     given = SpecialistTraining(inner, [4], **EAGLE3, vocabulary_size=200).draft
     odd = Specialists(given.config, torch.arange(120, 320))
     odd.save_pretrained(tmp_path / "odd")
@@ -248,12 +218,12 @@ def test_an_own_head_goes_on_with_the_tokens_of_its_start(inner, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["eagle2", "eagle3"])
-def test_as_many_tokens_as_the_target_has_are_all(inner, kind):
+def test_a_vocabulary_of_all_tokens_is_none(inner, kind):
     draft = SpecialistTraining(inner, [2], **kind, vocabulary_size=320).draft
     assert draft.vocabulary is None and draft.config.vocabulary_size is None
 
 
-def test_what_an_eagle_3_draft_needs_is_said(store, inner):
+def test_what_an_eagle_3_draft_lacks_is_named(store, inner):
     with pytest.raises(ValueError, match=r"tiny.* has 2$"):
         SpecialistTraining(store, [2, 2], **EAGLE3)
     with pytest.raises(ValueError, match=r"loss has feature: 1\.0, but a draft of this kind predicts no feature"):
@@ -263,7 +233,7 @@ def test_what_an_eagle_3_draft_needs_is_said(store, inner):
         FeatureStore(inner).select((2, 5, 3))
 
 
-def test_samples_carry_only_the_layers_that_are_read(inner):
+def test_samples_have_only_the_layers_that_are_read(inner):
     whole = FeatureStore(inner)
     outputs = dict(zip(whole.manifest.layers, whole[3].layers.unbind(1), strict=True))
     chosen = pickle.loads(pickle.dumps(whole.select((4, 2))))[3]  # as a loader's process gets it
@@ -284,7 +254,7 @@ def test_checkpoints_hold_nothing_frozen_and_resume(source, tmp_path):
 
 
 def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, tmp_path):
-    """The last step of an epoch, of batches that are too few: the loss is that of the last real one."""
+    """At the end of an epoch, the logged loss is that of the last real batch."""
     logged = []
 
     class Watch(lightning.Callback):
@@ -293,14 +263,11 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, tmp_path):
 
     data = FeatureData(store, batch_tokens=512, validation=0.2)
     trainer = lightning.Trainer(
+        **CPU,
         max_epochs=1,
-        accelerator="cpu",
         accumulate_grad_batches=7,
         limit_val_batches=0,
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Watch()],
         default_root_dir=tmp_path,
     )
@@ -314,20 +281,16 @@ def test_a_depth_of_validation_beyond_the_window_is_refused_at_once(store):
         SpecialistTraining(store, [2, 2, 2], depth=5, window=5)
 
 
-def test_throughput_is_seen(store, tmp_path):
-    """Slots and tokens of all batches between two logs, and FLOPs of the same, over the seconds between them."""
+def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
     module = SpecialistTraining(store, [2, 2])
     trainer = lightning.Trainer(
+        **CPU | {"enable_progress_bar": True},
         max_steps=4,
-        accelerator="cpu",
         accumulate_grad_batches=2,
         log_every_n_steps=4,
         limit_val_batches=1,
         val_check_interval=3,
-        num_sanity_val_steps=0,
-        logger=False,
         enable_checkpointing=False,
-        enable_model_summary=False,
         callbacks=[throughput := Throughput()],
         default_root_dir=tmp_path,
     )
@@ -338,9 +301,9 @@ def test_throughput_is_seen(store, tmp_path):
     ((slots, tokens, flops), _) = taken[0]
     shown = [i for epoch in range(2) for i in data.train]  # enough to hold what four steps took
     assert 0 < slots < tokens <= sum(data.source.lengths[i] for i in shown) and flops > 0
-    seen = trainer.callback_metrics
-    assert 0 < seen["throughput/waiting"] < 1 and seen["throughput/teraflops"] > 0
-    assert seen["slots/s"] / seen["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
+    logged = trainer.callback_metrics
+    assert 0 < logged["throughput/waiting"] < 1 and logged["throughput/teraflops"] > 0
+    assert logged["slots/s"] / logged["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
     assert {"slots/s", "throughput/waiting"} <= set(trainer.progress_bar_metrics)
 
 
@@ -358,14 +321,11 @@ def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
     module = SpecialistTraining(store, [2, 2])
     probe = Probe(tiny_folder, prompts=2, max_new_tokens=12, nodes=9, tree_width=3)
     trainer = lightning.Trainer(
+        **CPU,
         max_steps=2,
-        accelerator="cpu",
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
         val_check_interval=2,
         check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
         callbacks=[probe],
         default_root_dir=tmp_path,
     )
@@ -374,27 +334,14 @@ def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
     assert module.draft.fc.weight.dtype == torch.float32  # the probe decodes with a copy
 
 
-def test_a_vocabulary_of_the_commonest_tokens(store):
-    kept = SpecialistTraining(store, [2], vocabulary_size=40).draft.vocabulary
-    counts = torch.zeros(320, dtype=torch.long)
-    features = FeatureStore(store)
-    for i in range(len(features)):
-        for start, stop in features[i].spans:
-            counts += torch.bincount(features[i].tokens[start:stop], minlength=320)
-    assert len(kept) == 40 and (kept.diff() > 0).all()
-    left_out = torch.ones(320, dtype=torch.bool)
-    left_out[kept] = False
-    assert counts[left_out].max() <= counts[kept].min()
-
-
-def test_eagle_is_watched_as_deep_as_it_will_be_used(store):
+def test_validation_is_as_deep_as_decoding(store):
     module = SpecialistTraining(store, [6], depth=1)
     assert (module.draft.config.depth, module.eval_depth) == (1, 6)
 
 
 def test_a_single_pass_can_be_validated(store):
     module = SpecialistTraining(store, [1])
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = lightning.Trainer(**CPU)
     values = trainer.validate(module, FeatureData(store, batch_tokens=512, validation=0.2), verbose=False)[0]
     assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values
 
@@ -402,31 +349,23 @@ def test_a_single_pass_can_be_validated(store):
 @pytest.mark.nightly
 def test_two_processes_train_one_draft(store, tiny_folder, tmp_path):
     """DDP over gloo from the command line: it ends, both take as many steps, and the draft is written once."""
-    options = {
-        "data.store": store,
-        "data.batch_tokens": 256,
-        "data.validation": 0.2,
-        "model.allocation": "[2, 2]",
-        "trainer.accelerator": "cpu",
-        "trainer.devices": 2,
-        "trainer.strategy": "ddp",
-        "trainer.max_steps": 4,
-        "trainer.val_check_interval": 2,
-        "trainer.check_val_every_n_epoch": "null",
-        "trainer.num_sanity_val_steps": 0,
-        "trainer.logger": "TensorBoardLogger",
-        "trainer.logger.save_dir": tmp_path,
-        "trainer.logger.name": "run",
-        "trainer.logger.version": "",
-        "trainer.callbacks": json.dumps(
-            [
-                {"class_path": "poss_lightning.evaluation.probe.Replay"},
-                {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
-                {"class_path": "poss_lightning.training.dashboard.Dashboard"},
-            ]
-        ),
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp",
+        "max_steps": 4,
+        "val_check_interval": 2,
+        "check_val_every_n_epoch": None,
+        "callbacks": [
+            {"class_path": "poss_lightning.evaluation.probe.Replay"},
+            {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+            {"class_path": "poss_lightning.training.dashboard.Dashboard"},
+        ],
     }
-    command = [Path(sys.executable).parent / "poss", "fit", *(f"--{name}={value}" for name, value in options.items())]
+    data = {"store": store, "batch_tokens": 256, "validation": 0.2}
+    place = {"name": "run", "trainer.default_root_dir": str(tmp_path)}
+    arguments = command_line({"data": data, "model": {"allocation": [2, 2]}, "trainer": trainer}, place)
+    command = [Path(sys.executable).parent / "poss", "fit", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
