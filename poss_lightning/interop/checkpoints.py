@@ -49,7 +49,9 @@ def _load_file(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is not loaded, as it holds more than plain tensors: get a .safetensors file") from error
+        raise ValueError(
+            f"{path} is not loaded, as it holds more than plain tensors: get a .safetensors file"
+        ) from error
     except (SafetensorError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):

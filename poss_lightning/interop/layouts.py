@@ -163,7 +163,7 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
 def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any, Any]]:
     """What a layout cannot express: what it is in a draft, and in every file of that layout."""
     spec, runs = config.target, config.allocation
-    fields = {"kind": (config.kind, layout.kind)}
+    fields: dict[str, tuple[Any, Any]] = {"kind": (config.kind, layout.kind)}
     for name in (*SWITCHES, "rope_scaling", "window"):
         if name not in layout.knows:
             fields[name] = getattr(config, name), getattr(DraftConfig, name)

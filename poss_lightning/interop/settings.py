@@ -93,7 +93,7 @@ def parse(
 
 def find_positions(published: dict[str, Any]) -> int:
     """The number of tokens that a block draft proposes: its first place holds the newest token."""
-    size = mapping(published, DFLASH).get("block_size", published.get("block_size"))
+    size: Any = mapping(published, DFLASH).get("block_size", published.get("block_size"))
     check(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
     return size - 1
 
@@ -113,9 +113,10 @@ def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) 
     others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}
     for name, value in others.items():
         check(not value, name, value, "a draft of ours does not have it")
-    ids, mask = stated.get("target_layer_ids"), stated.get("mask_token_id")
-    known = isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids)
-    check(bool(known), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0")
+    ids: Any = stated.get("target_layer_ids") or []
+    mask = stated.get("mask_token_id")
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids)
+    check(known and bool(ids), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0")
     check(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
     return {"block_layers": block_layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
 

@@ -17,10 +17,8 @@ from poss_lightning.target.model import Target
 
 KIND, LAYER, ENGINE = "speculators_model_type", "transformer_layer_config", "speculators_config"
 VERSION = "0.9.0"  # whose classes were read, and load what is written
-# of the published keys, those that describe the layer; the last two where it has a window
-WITHIN = "model_type hidden_act hidden_size intermediate_size max_position_embeddings num_attention_heads "
-WITHIN += "num_key_value_heads head_dim num_hidden_layers rms_norm_eps tie_word_embeddings vocab_size layer_types "
-WITHIN += "sliding_window"
+# keys of EAGLE-3's config.json that do not describe its layer
+BESIDE = {"architectures", "rope_theta", "rope_scaling", "torch_dtype", "draft_vocab_size", "bias", *SWITCHES}
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         target: which engines load with the draft, by its name; the embedded one by its folder.
     """
     scaling = published["rope_scaling"] or {"rope_type": "default"}
-    layer = {key: published[key] for key in WITHIN.split() if key in published}
+    layer = {key: value for key, value in published.items() if key not in BESIDE}
     layer["rope_parameters"] = scaling | {"rope_theta": published["rope_theta"]}
     name = str(embedded.folder()) if target.spec.name == embedded.NAME else target.spec.name
     greedy = {"proposal_type": "greedy", "speculative_tokens": positions}

@@ -2,12 +2,10 @@
 
 import json
 
-import pytest
 import torch
 
-from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from tests.support.layouts import put, read, refused, same
+from tests.support.layouts import put, read, same
 from tests.support.tiny import tiny_draft
 
 NAMES = {  # theirs -> ours; of each layer the second part
@@ -68,42 +66,3 @@ def test_ours_comes_back_with_its_scale_in_fc(convert, deep, tmp_path):
     back = Specialists.from_pretrained(tmp_path / "back")
     torch.testing.assert_close(back.fc.weight, draft.fc.weight * draft.scale)
     assert back.config.layers == draft.config.layers == (2, 4, 5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_size": None}, "block_size is None; it must be the places of a block"),
-        ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids is None"),
-        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [7]}}, "numbers of inner layers of"),
-        ({"dflash_config": {"target_layer_ids": [1, 3, 4]}}, "mask_token_id is None"),
-        (
-            {"dflash_config": STATED["dflash_config"] | {"use_swa": True}},
-            "use_swa is True; a draft of ours does not have it",
-        ),
-        ({"is_causal": True}, "is_causal is True"),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}, "layer_types is 'sliding_attention'"),
-        ({"num_attention_heads": 8}, "num_attention_heads is 8"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_config_that_ours_cannot_have_is_refused(convert, deep, tmp_path, changes, message):
-    folder = put(tmp_path / "theirs", random_file(deep), **{**STATED, **changes})
-    refused(convert, tmp_path, message, folder, tmp_path / "ours", "--input_format", "dflash")
-
-
-def test_a_dflash_folder_is_recognised_and_lacks_nothing(convert, deep, tmp_path):
-    folder = put(tmp_path / "theirs", random_file(deep), **STATED)
-    with pytest.raises(ValueError, match=r"poss convert .* DRAFT --input_format dflash --target TARGET"):
-        check_draft(folder)
-    arguments = folder, tmp_path / "ours", "--input_format", "dflash"
-    words = "allocation is [3]; the file states block_size: leave it out"
-    refused(convert, tmp_path, words, *arguments, "--allocation", "[3]")
-    put(folder, {name: tensor for name, tensor in random_file(deep).items() if "q_norm" not in name}, **STATED)
-    refused(convert, tmp_path, "layers.0.self_attn.q_norm.weight is missing (and 1 more)", *arguments)
-
-
-def test_eagle_s_layouts_refuse_a_block(convert, deep, tmp_path):
-    tiny_draft(deep, [3], kind="block").save_pretrained(tmp_path / "ours")
-    words = "its kind is block, and in this layout it is eagle3; use --output_format dflash"
-    refused(convert, tmp_path, words, tmp_path / "ours", tmp_path / "eagle3", "--output_format", "eagle3")

@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
-from poss_lightning.interop.layouts import LAYOUTS, check_expressible, find_layout
+from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import check_frozen
 from poss_lightning.target.model import Target
 from tests.support import naive
-from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, Code, D, put, read, refused, same
+from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, D, put, read, same
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 
@@ -221,107 +221,3 @@ def test_a_smaller_vocabulary_is_sglangs_token_map_and_one_of_all_tokens_is_none
         convert(tmp_path / "all", tmp_path / engine, "--output_format", engine)
         assert read(tmp_path / engine).keys() <= names
         assert not (tmp_path / engine / "token_map.pt").exists()
-
-
-# --- what is refused, in one line ---
-
-UP = "layers.1.mlp.up_proj.weight"
-TO_POSS = ("--input_format", "poss", "--allocation", [2, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({UP: None}, f"does not fit --input_format poss: {UP} is missing"),
-        ({"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
-        ({UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
-        ({"embed_tokens.weight": torch.full((VOCABULARY, D), 9.0)}, "is not the target's: 320 of 320 rows differ"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; a draft of ours for"),
-        ({"intermediate_size": None}, "intermediate_size is None; it must be the width"),
-        ({"draft_vocab_size": 9}, "draft_vocab_size is 9; the draft proposes 320 tokens"),
-        ({"speculators_model_type": "eagle3"}, "is of the speculators format: say --input_format speculators"),
-    ],
-    ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
-)
-def test_a_file_that_is_wrong_is_refused(convert, target, tmp_path, changes, words):
-    tensors, config = published(target, 3), {}
-    for name, value in changes.items():
-        (tensors if "." in name else config)[name] = value
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    refused(convert, tmp_path, words, put(tmp_path / "theirs", kept, **config), tmp_path / "out", *TO_POSS)
-
-
-def cut_off(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def lead_outside(folder: Path) -> None:
-    index = {"weight_map": {"fc.weight": "../model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize(
-    ("kind", "damage", "words"),
-    [
-        ("safetensors", lambda folder: (folder / "config.json").unlink(), "No such file or directory: "),
-        ("safetensors", cut_off, "model.safetensors is damaged: "),
-        ("safetensors shards", lambda folder: next(folder.glob("*-00001-*")).unlink(), "No such file or directory: "),
-        ("safetensors shards", lead_outside, "names '../model.safetensors', which is not a file beside it"),
-        ("bin", {"fc.weight": Code()}, "pytorch_model.bin is not loaded, as it holds more than plain tensors"),
-        ("bin", [1, 2], "pytorch_model.bin is not a table of names and tensors"),
-    ],
-)
-def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypatch, kind, damage, words):
-    monkeypatch.chdir(tmp_path)  # code in a file would leave a file here
-    theirs = put(tmp_path / "theirs", published(target, 3) if callable(damage) else damage, kind)
-    if callable(damage):
-        damage(theirs)
-    refused(convert, tmp_path, words, theirs, "out", *TO_POSS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("theirs out --input_format=poss", "its layers number 3, and it does not state how many positions each"),
-        ("theirs out --input_format=poss --allocation=[3,3]", "layers number 3, and allocation [3, 3] is of 2 special"),
-        ("theirs out --input_format=eagle", "if they are specialists, say --input_format poss"),
-        ("theirs out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
-        ("theirs theirs --input_format=poss", "theirs is there already"),
-        ("ours out --output_format=poss --allocation=[2,2]", "states its own: leave it out"),
-        ("ours out --output_format=eagle", "its number of specialists is 2, and in this layout it is 1; use --output_"),
-        ("another out --output_format=eagle", "another was trained for a different target: fingerprint"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    put(tmp_path / "theirs", published(target, 3))
-    tiny_draft(target, [2, 3]).save_pretrained("ours")
-    tiny_draft(tiny_target(1), [6]).save_pretrained("another")
-    refused(convert, tmp_path, words, *arguments.split())
-
-
-WINDOW = {"window": 8}
-
-
-@pytest.mark.parametrize(
-    ("output_format", "allocation", "own", "of_target", "words"),
-    [
-        ("poss", [2, 2, 9], {}, {}, None),  # past the end the last one serves anyway
-        ("poss", [1, 3, 2], {}, {}, "allocation is [1, 3, 2], and in this layout it is [1, 1, 2]; use --output_format"),
-        ("poss", [2, 2], {"kv": "shared"}, {}, "kv is shared, and in this layout it is separate; use --output_format"),
-        ("poss", [6], {"kv": "shared"}, {}, None),
-        ("poss", [6], {}, {"logit_scale": 0.5}, "logit_scale is 0.5, and in this layout it is 1.0; no other"),
-        ("poss", [6], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None; no other"),
-        ("vllm", [2, 2], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None; no other"),
-        ("poss", [6], {}, {"head_dim": 16}, "head_dim is 16, and in this layout it is 8; use --output_format vllm or"),
-        ("eagle", [6], {"vocabulary_size": 9}, {}, "vocabulary_size is 9, and in this layout it is 320; use --output"),
-        *((name, [2, 2], WINDOW, {}, "window is 8, and in") for name in ("vllm", "sglang", "eagle", "poss")),
-    ],
-)
-def test_what_a_layout_cannot_express_is_refused(target, output_format, allocation, own, of_target, words):
-    spec = replace(target.spec, **of_target)
-    config = DraftConfig(target=spec, allocation=tuple(allocation), depth=sum(allocation[:2]), **own)
-    with nullcontext() if words is None else pytest.raises(ValueError) as caught:
-        check_expressible(config, find_layout(output_format, config))
-    assert words is None or words in str(caught.value)

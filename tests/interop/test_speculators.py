@@ -12,7 +12,7 @@ from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.interop.test_eagle3 import FUSED, KEY, SOME, agree, random_file
-from tests.support.layouts import INNER, VOCABULARY, D, put, read, refused, same
+from tests.support.layouts import INNER, VOCABULARY, D, put, read, same
 from tests.support.tiny import tiny_draft
 
 # What `Eagle3DraftModel.save_pretrained` of speculators 0.9.0 wrote for sizes like these, with transformers 5.19; LAYER
@@ -139,34 +139,3 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
         monkeypatch.setattr(deep, "spec", replace(deep.spec, name=name))
         made = speculators.nest(published, (2, 4, 5), 5, deep)
         assert made["speculators_config"]["verifier"]["name_or_path"] == found
-
-
-@pytest.mark.parametrize(
-    ("changes", "layer", "words"),
-    [
-        ({"norm_before_residual": None}, {}, "has no norm_before_residual, which vLLM takes for true and"),
-        ({"norm_before_fc": True}, {}, "input_norm.weight is missing"),
-        ({"speculators_model_type": "dflash"}, {}, "speculators_model_type is 'dflash'; a draft of ours has 'eagle3'"),
-        ({"speculators_model_type": None}, {}, "has no speculators_model_type"),
-        ({"transformer_layer_config": None}, {}, "transformer_layer_config is None; it must describe"),
-        ({"target_hidden_size": 64}, {}, "target_hidden_size is 64; a draft of ours has 32"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, {}, "ids is [1, 3, 4]; a draft of ours for"),
-        ({}, {"model_type": "qwen3"}, "transformer_layer_config.model_type is 'qwen3'; a draft of ours has 'llama'"),
-        ({}, {"num_hidden_layers": 2}, "transformer_layer_config.num_hidden_layers is 2; a draft of ours has 1"),
-        ({}, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5.0}}, "rope_scaling's factor is None"),
-        ({}, {"layer_types": ["sliding_attention"]}, "sliding_window is None; it must be the slots that a query sees"),
-        ({}, {"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']; all must be full"),
-        (engine({"speculative_tokens": 65}), {}, "allocation is [65]; it must be a list of positive"),
-        (engine({"speculative_tokens": "2"}), {}, "allocation is ['2']; it must be a list of positive"),
-    ],
-    ids=lambda given: " ".join(given) if isinstance(given, dict) else "",
-)
-def test_what_a_draft_of_ours_cannot_be_is_refused(convert, deep, tmp_path, changes, layer, words):
-    folder = theirs(tmp_path / "theirs", deep, changes, layer)
-    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", "speculators")
-
-
-def test_the_format_is_named_where_another_was_said(convert, deep, tmp_path):
-    folder = theirs(tmp_path / "theirs", deep)
-    words = "is of the speculators format: say --input_format speculators"
-    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", "eagle3")
