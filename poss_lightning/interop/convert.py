@@ -134,15 +134,15 @@ def _find_allocation(
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
     elif layers:  # else `check_names` names the first missing tensor
-        several = f"its layers number {layers}"
+        has = f"it has {layers} layers" if layers > 1 else "it has one layer"
         refuse(
             (numbered, "its layers are EAGLE-3's and numbered: say --input_format speed"),
-            (layers > 1 and not layout.several, f"{several}; if they are specialists, say --input_format poss"),
+            (layers > 1 and not layout.several, f"{has}; if they are specialists, say --input_format poss"),
             (
                 layout.several and given is None,
-                f"{several}, and it does not state how many positions each serves: give --allocation, e.g. [2,2,2]",
+                f"{has}, and does not state how many positions each serves: give --allocation, e.g. [2,2,2]",
             ),
-            (len(given or [1]) != layers, f"{several}, and allocation {given} is of {len(given or ())} specialists"),
+            (len(given or [1]) != layers, f"{has}, and allocation {given} is of {len(given or ())} specialists"),
         )
     return given or [layout.positions if positions is None else positions]
 

@@ -139,12 +139,12 @@ def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("poss out --input_format=poss", "its layers number 3, and it does not state how many positions each"),
-        ("poss out --input_format=poss --allocation=[3,3]", "layers number 3, and allocation [3, 3] is of 2 special"),
+        ("poss out --input_format=poss", "it has 3 layers, and does not state how many positions each"),
+        ("poss out --input_format=poss --allocation=[3,3]", "it has 3 layers, and allocation [3, 3] is of 2 special"),
         ("poss out --input_format=eagle", "if they are specialists, say --input_format poss"),
         ("poss out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
         ("poss poss --input_format=poss", "poss is there already"),
-        ("eagle3 out --input_format=eagle3 --allocation=[4,4]", "layers number 1, and allocation [4, 4] is of 2"),
+        ("eagle3 out --input_format=eagle3 --allocation=[4,4]", "it has one layer, and allocation [4, 4] is of 2"),
         ("eagle3 out --input_format=speculators", "has no speculators_model_type"),
         ("speed out --input_format=eagle3", "and numbered: say --input_format speed"),
         (
