@@ -1,8 +1,8 @@
 """The unroll's attention: one causal block and some diagonals in one softmax, conversation by conversation.
 
-A key that is hidden is hidden before the softmax. The block's scores are never kept: its output and the logarithm of
-its norm are, with which the diagonals join the softmax afterwards, and backward makes the scores again, some rows of
-queries at a time. So memory grows linearly in T. On CUDA the block is FlexAttention's.
+Keys are hidden before the softmax. The block's scores are never kept: its output and the logarithm of its norm are,
+with which the diagonals join the softmax afterwards. Backward computes the scores again, some rows of queries at a
+time, so memory grows linearly in T. On CUDA the block is FlexAttention's.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
-ROWS = 128  # queries whose scores exist at once: on a CPU they should stay in its cache
-BLOCK = 128  # slots of a side of FlexAttention's blocks
+ROWS = 128  # queries whose scores exist at once: they should stay in a CPU's cache
+BLOCK = 128  # slots on a side of FlexAttention's blocks
 
 
 class Packing(NamedTuple):
-    """Which conversation a slot belongs to: rows hold one or several, one after another; what is left is padding."""
+    """Which conversation a slot belongs to: a row holds one or several, one after another, and then padding."""
 
-    lengths: list[list[int]]  # of the conversations of each row, in slots; what goes beyond T is cut
+    lengths: list[list[int]]  # of the conversations of each row, in slots; cut at T
     positions: Tensor  # (B or 1, T) a slot's place in its conversation; 0 in the padding
 
     @classmethod
     def one_per_row(cls, batch: int, count: int, device: torch.device) -> "Packing":
-        """One conversation a row, without padding."""
+        """One conversation per row, without padding."""
         return cls([[count]] * batch, torch.arange(count, device=device)[None])
 
 
@@ -42,12 +42,12 @@ def attend(
     Args:
         queries: (B, H, T, d)
         context: of z^0; slot t sees the slots s <= t - len(diagonals) of its own conversation.
-        diagonals: the i-th holds, for every slot t, the key and value at slot t - i, stored at t - i.
-        window: slots that a query sees, itself and those on its left, more than there are diagonals; None for all.
+        diagonals: the i-th holds the key and value that slot t sees at slot t - i, stored at t - i.
+        window: slots that a query sees, itself and those on its left, more than the diagonals; None for all.
 
     Returns:
-        (B, H, T, d). The first len(diagonals) slots of a conversation have no such past and see its first slot instead:
-        no pass that counts reads them, and they stay finite.
+        (B, H, T, d). The first len(diagonals) slots of a conversation have no such past and see its first slot instead,
+        so they are finite; no pass that counts reads them.
     """
     keys, values = context
     block = block_on(queries.device)
@@ -74,7 +74,7 @@ def _shift_right(x: Tensor, steps: int) -> Tensor:
 
 
 def block_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What computes the causal block on this device."""
+    """The function that computes the causal block on this device."""
     return flex_block if device.type == "cuda" else causal_block
 
 
@@ -90,7 +90,7 @@ def causal_block(
 
 
 class _CausalBlock(torch.autograd.Function):
-    """Backward makes the weights again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
+    """Backward computes the weights again from queries, keys and norms (FlashAttention, 2205.14135, algorithm 4)."""
 
     @staticmethod
     def forward(ctx, queries, keys, values, skip, lengths, window):
@@ -127,7 +127,7 @@ class _CausalBlock(torch.autograd.Function):
 
 
 class _Tile(NamedTuple):
-    """Some queries of one conversation, and the keys they may see; heads that share keys stand one under another."""
+    """Some queries of one conversation, and the keys they may see; heads that share keys are stacked."""
 
     row: int
     start: int  # first slot of the conversation
@@ -160,10 +160,10 @@ class _Tile(NamedTuple):
         slots = torch.arange(self.oldest, self.oldest + seen.shape[1], device=keys.device)  # (n,)
         own = torch.arange(self.first, self.stop, device=keys.device)[:, None]  # (r, 1)
         by_row = scores.view(len(seen), -1, len(own), len(slots))
-        near = max(self.first - self.skip, self.start) - self.oldest  # every query sees what stands before
+        near = max(self.first - self.skip, self.start) - self.oldest  # every query sees the slots before
         by_row[..., near:].masked_fill_(slots[near:] > (own - self.skip).clamp(min=self.start), -torch.inf)
         if self.window is not None:
-            far = self.stop - self.oldest - self.window  # every query sees what stands behind
+            far = self.stop - self.oldest - self.window  # every query sees the slots after
             by_row[..., : max(far, 0)].masked_fill_(slots[: max(far, 0)] <= own - self.window, -torch.inf)
         return scores
 
@@ -183,10 +183,10 @@ def _tiles(lengths: list[list[int]], count: int, skip: int, window: int | None) 
 def flex_block(
     queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same through FlexAttention; its mask is made block by block, never (T, T).
+    """`causal_block` through FlexAttention; its mask is made block by block, never (T, T).
 
-    Rows are laid end to end and filled up to whole blocks, two at least, and `skip` is within a tensor. So all batches
-    and passes have one form. Else dynamo compiled anew for one row, for one block, and for slots fewer than a block.
+    Rows are laid end to end and padded to whole blocks, at least two, and `skip` is inside a tensor, so all batches and
+    passes have one form. Otherwise dynamo compiles again for one row, for one block, and for fewer slots than a block.
     """
     batch, _, count, _ = queries.shape
     total = max(-(-batch * count // BLOCK), 2) * BLOCK  # S
@@ -200,9 +200,9 @@ def flex_block(
         return (first[t] <= s) & (s <= last[t])
 
     laid = [_lay_end_to_end(x, total) for x in (queries, keys, values)]
-    for x in laid:  # else a number of blocks that equals one of heads, or S that equals d, is taken for the same
+    for x in laid:  # else equal sizes, of blocks and heads or of S and d, are taken for one
         torch._dynamo.mark_static(x, [1, 3])
-    with torch.no_grad():  # it has none, and training and validation share what is compiled
+    with torch.no_grad():  # so that training and validation share the compiled code
         mask = _compiled(create_block_mask)(visible, None, None, total, total, device=queries.device, BLOCK_SIZE=BLOCK)
     out, found = _compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
@@ -210,12 +210,12 @@ def flex_block(
 
 
 def _lay_end_to_end(x: Tensor, total: int) -> Tensor:
-    """(B, H, T, d) -> (1, H, total, d): row after row, then zeros. It is no view; dynamo would guard its base, too."""
+    """(B, H, T, d) -> (1, H, total, d): row after row, then zeros. A copy, as dynamo guards the base of a view, too."""
     row = x.transpose(0, 1).flatten(1, 2)[None]  # (1, H, B * T, d)
     return nn.functional.pad(row, (0, 0, 0, total - row.shape[2]))
 
 
 @cache
 def _compiled(function):
-    # A whole graph or an error: eagerly, FlexAttention would keep the scores of all slots with all.
+    # A whole graph or an error: eager FlexAttention would keep all T x T scores.
     return torch.compile(function, dynamic=True, fullgraph=True)

@@ -1,16 +1,16 @@
 """Block drafts: all K positions in one pass, from masks, so that nothing drifts (DFlash, arXiv 2602.06036).
 
-A block begins at a slot t. Its places 0 ... K stand at the positions t+1 ... t+1+K and hold the embedding of x_{t+1},
-the newest token, and K masks; place k predicts x_{t+1+k}. In every layer a place sees the context of the slots 0 ... t,
-which is made of the target's inner layers, and all places of its own block, in both directions. For K = 2:
+A block begins at a slot t. Its places 0 ... K are the positions t+1 ... t+1+K and hold the embedding of x_{t+1}, the
+newest token, and K masks; place k predicts x_{t+1+k}. In every layer a place sees the context of the slots 0 ... t,
+made from the target's inner layers, and all places of its own block, in both directions. For K = 2:
 
                        context      block at 1   block at 2
                        0 1 2 3      0 1 2        0 1 2
     block at 1, each   x x . .      x x x        . . .
     block at 2, each   x x x .      . . .        x x x
 
-In training blocks begin at all slots, or at some. Place k of the block at slot t stands where pass k of an unroll that
-began there would stand, at slot t+k-1, and has the same loss and the same metrics.
+In training blocks begin at all slots, or at some. Place k of the block at slot t is put where pass k of an unroll that
+began there would be, at slot t+k-1, and has the same loss and the same metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def draft_blocks(
     packing: Packing | None = None,
     begins: Tensor | None = None,
 ) -> list[Tensor]:
-    """Draft a block at slots of rows of conversations; arguments as of `unroll`.
+    """Draft a block at each slot of rows of conversations; the other arguments are those of `unroll`.
 
     Args:
         begins: (B, T) whether a block begins there; None for all.
@@ -57,12 +57,12 @@ def draft_blocks(
         queries, own = layer.queries(hidden, own_rope), layer.keys_values(hidden, own_rope)
         attended = attend_blocks(queries, keys_values, own, at, packing, draft.config.window)
         hidden = layer.after_attention(hidden, attended)
-    wide = hidden.new_zeros(batch, count + depth - 1, hidden.shape[-1])  # what goes beyond its row is cut
+    wide = hidden.new_zeros(batch, count + depth - 1, hidden.shape[-1])  # places beyond the row are cut
     return [wide.index_put((at // count, at % count + k - 1), hidden[:, k])[:, :count] for k in range(1, depth + 1)]
 
 
 def begin_blocks(draft: Specialists, embedded: Tensor) -> Tensor:
-    """What blocks hold before the first layer: newest tokens (N, D) -> (N, P, D)."""
+    """The input of the first layer: embeddings of the newest tokens (N, D) -> (N, P, D)."""
     masks = draft.mask.to(embedded.dtype).expand(len(embedded), draft.config.depth, -1)
     return torch.cat([embedded[:, None], masks], dim=1)
 
@@ -76,11 +76,11 @@ def attend_blocks(
         queries: (N, H, P, d)
         context: (B, kv heads, T, d) each.
         own: of the blocks, (N, kv heads, P, d) each.
-        at: (N,) slots of the rows end to end, where they begin.
+        at: (N,) slots where they begin, of the rows end to end.
         window: slots of the context that a block sees; None for all.
     """
     (batch, kv_heads, count, width), (heads, places) = context[0].shape, queries.shape[1:3]
-    # All places of a block see the same context: they stand beside each other as heads of its slot.
+    # All places of a block see the same context, so they are laid side by side as heads of its slot.
     split = queries.new_zeros(batch * count, heads * places, width).index_copy(0, at, queries.flatten(1, 2))
     split = split.unflatten(0, (batch, count)).transpose(1, 2)  # (B, H * P, T, d)
     attended, norm = block_on(queries.device)(split, *context, 0, packing, window)

@@ -1,4 +1,4 @@
-"""A draft on the Hugging Face hub: what its model card says, and whose id is written there."""
+"""The model card of a draft on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -46,36 +46,35 @@ def model_card(draft: Specialists, repo_id: str, license: str | None = None, mea
 
     Args:
         draft: as it is uploaded.
-        repo_id: where to, OWNER/NAME.
+        repo_id: OWNER/NAME of the repository.
         license: as the hub calls it, e.g. apache-2.0.
-        measured: Markdown under the heading "Measured", a table of `poss compare` for example.
+        measured: Markdown under the heading "Measured", for example a table of `poss compare`.
     """
-    config, target = draft.config, public_target(draft.config.target.name)
-    hub_id = target if is_hub_id(config.target.name) else None
+    config, total = draft.config, draft.config.target.vocab_size
+    hub_id = config.target.name if is_hub_id(config.target.name) else None
+    facts = {
+        "fingerprint of the target": config.target.fingerprint,
+        "kind": f"{config.kind}, reads {f'layers {list(config.layers)}' if config.layers else 'the last features'}",
+        "positions of each specialist": list(config.allocation),
+        "layers": config.layer_count,
+        "keys and values": config.kv,
+        "switches": ", ".join(name for name in SWITCHES if getattr(config, name)),
+        "trained to depth": config.depth,
+        "vocabulary": f"{config.vocabulary_size or total:,} of {total:,} tokens",
+        "parameters": f"{sum(parameter.numel() for parameter in draft.parameters()):,}",
+    }
     data = ModelCardData(
         library_name="poss_lightning",
         license=license,
         base_model=hub_id,
         tags=["speculative-decoding", "draft-model", config.kind],
     )
-    total = config.target.vocab_size
-    facts = {
-        "fingerprint of the target": config.target.fingerprint,
-        "kind": f"{config.kind}, reads {f'layers {list(config.layers)}' if config.layers else 'the last features'}",
-        "positions of each specialist": str(list(config.allocation)),
-        "layers": str(config.layer_count),
-        "keys and values": config.kv,
-        "switches": ", ".join(name for name in SWITCHES if getattr(config, name)),
-        "trained to depth": str(config.depth),
-        "vocabulary": f"{config.vocabulary_size or total:,} of {total:,} tokens",
-        "parameters": f"{sum(parameter.numel() for parameter in draft.parameters()):,}",
-    }
-    fields = {"target": target, "address": hub_id or "TARGET", "facts": facts, "measured": measured}
-    return ModelCard.from_template(data, template_str=TEMPLATE, repo_id=repo_id, **fields)
+    fields = {"target": public_target(config.target.name), "address": hub_id or "TARGET", "facts": facts}
+    return ModelCard.from_template(data, template_str=TEMPLATE, repo_id=repo_id, measured=measured, **fields)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a target's name may be an OWNER/NAME of the hub; a folder of that name goes before."""
+    """Whether a target's name may be an OWNER/NAME of the hub; a local folder takes precedence."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -84,5 +83,5 @@ def is_hub_id(name: str) -> bool:
 
 
 def public_target(name: str) -> str:
-    """A target's name as strangers may read it: a hub id, or of a path the last part."""
+    """A target's name as strangers may read it: a hub id, or the last part of a path."""
     return name if is_hub_id(name) else Path(public_name(name)).name

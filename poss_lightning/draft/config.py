@@ -12,37 +12,37 @@ from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refu
 from poss_lightning.target.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
-USUAL = {"block": [7]}  # allocation of a kind, where nobody says; else PosS-2's
+USUAL = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "inner_layers", "mask_token")}  # fields that one kind has
-GONE = {"layers_per_specialist": 1, "order": None}  # fields that files may still have, with all that they may say
+GONE = {"layers_per_specialist": 1, "order": None}  # fields of older files, with the only values that are accepted
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """What defines a draft; stored with it, and asked by training and decoding alike.
+    """What defines a draft; stored with it, and read by training and decoding alike.
 
     Args:
         target: the target it drafts for.
-        allocation: positions served by each specialist, e.g. [2, 2, 2]; past the end the last one goes on.
+        allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.
         depth: passes it was trained for.
         detach: whether features are detached between passes.
         intermediate_size: width of a specialist's MLP; None for the target's.
         vocabulary_size: tokens the draft may propose; None for all.
         kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
-            specialist that served a slot first (SPEED): one cache instead of one a specialist.
+            specialist that served a slot first (SPEED): one cache for all.
         kind: "eagle2", "eagle3" or "block"; see the traits below.
-        fc_norm: each inner layer that it reads is normed before they are fused (EAGLE-3.1).
-        norm_output: the next position reads the normed output, as the head does (EAGLE-3.1).
-        norm_before_residual: the residual continues from the normed h, as vLLM's speculators trains it (kind eagle3).
-        norm_before_fc: all inner layers are normed together before they are fused (kind eagle3); never with `fc_norm`.
-        window: slots that a query sees, itself and those on its left; None for all (a sliding window).
-        rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have another.
-        rope_scaling: of the rotary angles, Llama 3.1's; None for none. A mapping of its fields will do.
-        block_layers: decoder layers of a block draft, one upon another.
+        fc_norm: norm each inner layer before they are fused (EAGLE-3.1).
+        norm_output: let the next position read the normed output, as the head does (EAGLE-3.1).
+        norm_before_residual: continue the residual from the normed h, as vLLM's speculators trains it.
+        norm_before_fc: norm all inner layers together before they are fused; never with `fc_norm`.
+        window: slots that a query sees, itself and those on its left (a sliding window); None for all.
+        rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have their own.
+        rope_scaling: Llama 3.1's scaling of the rotary angles, or a mapping of its fields; None for none.
+        block_layers: decoder layers of a block draft, stacked.
         inner_layers: the target's layers that a block draft reads; None for those of EAGLE-3.
-        mask_token: whose embedding stands where a block draft is to predict; None for the last of the vocabulary.
+        mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
 
     Raises:
         ValueError: a field that cannot be; the message names it.
@@ -80,14 +80,14 @@ class DraftConfig:
                 f"{POSITIONS.most} positions at most"
             )
         refuse_types(self)
-        for kind, name in ((kind, name) for kind, names in ONLY.items() if kind != self.kind for name in names):
-            if (value := getattr(self, name)) != getattr(type(self), name):
-                raise ValueError(f"{name} is {value}, which only a draft of kind {kind} has; this one is {self.kind}")
+        for kind, names in ONLY.items():
+            for name in names if kind != self.kind else ():
+                if (value := getattr(self, name)) != getattr(type(self), name):
+                    raise ValueError(f"{name} is {value}, which only kind {kind} has; this draft's kind is {self.kind}")
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError(
-                "fc_norm and norm_before_fc are both true; the inner layers are normed one by one or together"
-            )
-        self._check_block()
+            raise ValueError("fc_norm and norm_before_fc are both true; one of them must be false")
+        if self.one_pass:
+            self._check_block()
         self.check_depth(self.depth)
         if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
             count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
@@ -97,8 +97,6 @@ class DraftConfig:
             )
 
     def _check_block(self) -> None:
-        if not self.one_pass:
-            return
         if len(self.allocation) > 1 or self.kv == "shared":
             raise ValueError(
                 f"allocation is {list(self.allocation)} and kv {self.kv}; a draft of kind block has the same layers "
@@ -111,9 +109,9 @@ class DraftConfig:
             raise ValueError(f"mask_token is {self.mask_token}; {self.target.name} has {self.target.vocab_size} tokens")
 
     def check_depth(self, depth: int) -> None:
-        """Raise ValueError where so many positions are more than a query sees: each must see all that led to it.
+        """Raise ValueError where a depth exceeds the window, or the positions of a block.
 
-        A block has no more places than it was trained with.
+        Each position must see all that led to it, and a block has no more places than it was trained with.
         """
         if self.one_pass and depth > self.depth:
             raise ValueError(f"depth is {depth}, and the block has {self.depth} positions; it must not be deeper")
@@ -124,12 +122,12 @@ class DraftConfig:
 
     @property
     def reads_inner_layers(self) -> bool:
-        """Whether its input is outputs of inner layers, fused; else the target's feature itself."""
+        """Whether it reads fused outputs of inner layers; else the target's feature itself."""
         return self.kind != "eagle2"
 
     @property
     def one_pass(self) -> bool:
-        """Whether it drafts all positions at once, from masks, so that none reads what another predicted."""
+        """Whether it drafts all positions at once, from masks, so that none reads a predicted feature."""
         return self.kind == "block"
 
     @property
@@ -139,25 +137,20 @@ class DraftConfig:
 
     @property
     def own_head(self) -> bool:
-        """Whether it has, and learns, an LM head; else it takes the target's."""
+        """Whether it learns an LM head of its own; else it takes the target's."""
         return self.kind == "eagle3"
 
     @property
-    def normed_head(self) -> bool:
-        """Whether its output is normed before the head; else it is like the target's feature."""
-        return self.kind != "eagle2"
-
-    @property
     def predicts_feature(self) -> bool:
-        """Whether its output is a prediction of the target's feature, so that a feature loss and drift make sense."""
+        """Whether it predicts the target's feature, which a loss can compare; else it norms what its head reads."""
         return self.kind == "eagle2"
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The target's layers that it reads, as `Target.text_layers` counts them; () for none.
 
-        Unless it names its own, they are those of EAGLE-3's published code: low, middle and high. Of a target with four
-        or five layers they are not in order, or not three.
+        By default those of EAGLE-3's published code: low, middle and high. Of a target with fewer than seven layers
+        they are not in order, or not three.
         """
         if self.inner_layers is not None:
             return self.inner_layers
@@ -166,12 +159,12 @@ class DraftConfig:
 
     @property
     def input_norms(self) -> int:
-        """How many norms the draft's input passes, each over its part."""
+        """The number of norms of the draft's input, each over its part."""
         return len(self.layers) if self.fc_norm else int(self.norm_before_fc)
 
     @property
     def layer_count(self) -> int:
-        """How many decoder layers it has: one a specialist, or those of a block draft."""
+        """The number of decoder layers: one per specialist, or those of a block draft."""
         return self.block_layers if self.one_pass else len(self.allocation)
 
     # --- who serves what ---
@@ -182,11 +175,11 @@ class DraftConfig:
         return tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
 
     def specialist_at(self, position: int) -> int:
-        """Which specialist (from 0) serves draft position `position` (from 1); past the end the last one goes on."""
+        """The specialist (from 0) that serves a draft position (from 1); past the end it is the last one."""
         return self.specialists[min(position, len(self.specialists)) - 1]
 
     def kv_specialist(self, position: int, first: int) -> int:
-        """Who makes the keys and values that `position` reads of a slot that position `first` was the first to read."""
+        """The maker of the keys and values that `position` reads of a slot that position `first` was first to read."""
         return self.specialist_at(first if self.kv == "shared" else position)
 
     def kv_pairs(self, depth: int) -> set[tuple[int, int]]:
@@ -205,68 +198,51 @@ class DraftConfig:
 
     @classmethod
     def from_json(cls, text: str, where: str | Path) -> "DraftConfig":
-        """Parse what `to_json` wrote; `where` it was is for the message.
+        """Parse what `to_json` wrote.
 
         Raises:
-            ValueError: it is not JSON, or a field is missing or unknown, or is gone and asked for something; the
-                message names file and field.
+            ValueError: it is not JSON, or a field is missing, unknown or wrong; the message names file and field.
         """
         stored: Any = None
         try:
             stored = json.loads(text)
             for name, neutral in GONE.items():
-                if stored.get(name, neutral) != neutral:
-                    raise ValueError(f"{name} is {stored[name]!r}, which drafts no longer have")
-            kept = {name: value for name, value in stored.items() if name not in GONE}
-            return cls(**{**kept, "target": TargetSpec(**stored["target"])})
-        except (KeyError, TypeError, ValueError) as error:  # JSON's among them
-            if isinstance(stored, dict) and (other := _other_config(stored, Path(where).parent)):
+                if (value := stored.pop(name, neutral)) != neutral:
+                    raise ValueError(f"{name} is {value!r}, which drafts no longer have")
+            return cls(**stored | {"target": TargetSpec(**stored["target"])})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
+            if isinstance(stored, dict) and (other := _describe_config(stored, Path(where).parent)):
                 raise ValueError(f"{where} is of {other}") from error
             known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
 
 
 def check_draft(source: str | Path) -> None:
-    """Refuse what is here but is not a draft's folder, where it tells what it is; a hub id is not looked at.
-
-    Raises:
-        ValueError: the message says what it is, and what gives a draft.
-    """
-    path = Path(source)
-    if path.is_file():
-        raise ValueError(f"{path} is {_other_file(path)}")
-    if not path.is_dir():
-        return
-    if (path / "config.json").is_file():
-        what = _other_config(read_json(path / "config.json"), path)
-    else:
-        what = _other_folder(path)
-    if what:
-        raise ValueError(f"{path} is {what}")
+    """Raise ValueError for a local path that is not a draft's folder, where it is known what it is and what to give."""
+    if what := _describe_other(Path(source)):
+        raise ValueError(f"{source} is {what}")
 
 
-def _other_file(path: Path) -> str:
-    if path.suffix == ".ckpt":
+def _describe_other(path: Path) -> str:
+    """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
+    if path.suffix == ".ckpt" and path.is_file():
         return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
-    return "a file; a draft is a folder with config.json and model.safetensors"
-
-
-def _other_folder(folder: Path) -> str:
-    """What a folder without a config.json is, as far as it tells."""
-    for pattern in ("draft-best", "draft-last", "*/draft-best"):
-        for draft in sorted(folder.glob(pattern)):
-            return f"a training's folder; its draft is {draft}"
-    for pattern in ("last.ckpt", "checkpoints/last.ckpt", "*.ckpt"):
-        for checkpoint in sorted(folder.glob(pattern)):
-            return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoint))} DRAFT"
-    if (folder / "manifest.json").is_file():
-        train = f"poss fit --config draft/poss2.yaml --data.store {shlex.quote(str(folder))}"
+    if path.is_file():
+        return "a file; a draft is a folder with config.json and model.safetensors"
+    if (path / "config.json").is_file():
+        return _describe_config(read_json(path / "config.json"), path)
+    if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
+        return f"a training's folder; its draft is {drafts[0]}"
+    if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
+        return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoints[0]))} DRAFT"
+    if (path / "manifest.json").is_file():
+        train = f"poss fit --config draft/poss2.yaml --data.store {shlex.quote(str(path))}"
         return f"a feature store; a draft is trained on it by: {train}"
     return ""
 
 
-def _other_config(stored: dict[str, Any], folder: Path) -> str:
-    """What a folder is whose config.json is none of ours: a model, or a draft in a published format."""
+def _describe_config(stored: dict[str, Any], folder: Path) -> str:
+    """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
     if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
         return ""
     if "poss_lightning" in stored:

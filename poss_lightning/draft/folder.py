@@ -1,4 +1,4 @@
-"""A draft's folder: where it is, what its files are called, and weights that no draft may have."""
+"""A draft's folder: where it is, the names of its files, and which weights are refused."""
 
 import base64
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of 
 
 
 def encode_digests(digests: frozenset[int]) -> str:
-    """Four bytes a number, in base 64."""
+    """Four bytes per number, in base 64."""
     return base64.b64encode(np.array(sorted(digests), "<u4").tobytes()).decode()
 
 
@@ -32,16 +32,12 @@ def shipped() -> list[str]:
 
 
 def local_folder(source: str | Path) -> Path:
-    """Where a draft would be on this machine: the folder of that name, or else the shipped draft."""
+    """The local folder of that name, or else the folder of the shipped draft."""
     return SHIPPED / source if source in shipped() and not Path(source).is_dir() else Path(source)
 
 
 def find_draft(source: str | Path) -> Path:
-    """The folder of a draft: a local one, a shipped one, or a hub id's after its download.
-
-    Raises:
-        FileNotFoundError: none of them.
-    """
+    """The folder of a draft: local, shipped, or downloaded from the hub. Raises FileNotFoundError."""
     if (folder := local_folder(source)).is_dir():
         return folder
     known = ", ".join(shipped()) or "none"
@@ -49,7 +45,7 @@ def find_draft(source: str | Path) -> Path:
 
 
 def check_state(state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for weights with which a draft could not draft: no real numbers, or not finite in float32."""
+    """Raise ValueError for weights that are not real numbers, or not finite in float32, which no draft can use."""
     for name, value in state.items():
         whole = name == "vocabulary"
         if not (value.dtype in (torch.int32, torch.int64) if whole else value.is_floating_point()):

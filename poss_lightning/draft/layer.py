@@ -27,16 +27,16 @@ class Rope(NamedTuple):
     sin: Tensor
 
     def at(self, place: int) -> "Rope":
-        """Of one of the T positions, for any number of slots there."""
+        """The angles of one of the T positions, for any number of slots there."""
         return Rope(self.cos[:, :, place : place + 1], self.sin[:, :, place : place + 1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's rotary angles (`rope_type: llama3`), under its names: slow waves turn `factor` times more slowly.
+    """Llama 3.1's rotary angles (`rope_type: llama3`), under its names: slow waves rotate `factor` times more slowly.
 
-    Waves that turn `high_freq_factor` times or more in the original context stay as they are, those that turn
-    `low_freq_factor` times or less are slowed, and between them the two are mixed.
+    Waves that rotate `high_freq_factor` times or more in the original context stay as they are, those that rotate
+    `low_freq_factor` times or less are slowed, and the two are mixed for those between.
 
     Raises:
         ValueError: a number that cannot be; the message names it.
@@ -79,7 +79,7 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in its input's dtype: mixed dtypes take torch's slow path, and CUDA's autocast returns float32."""
+    """RMSNorm in its input's dtype: torch is slow with mixed dtypes, and CUDA's autocast returns float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
@@ -120,7 +120,7 @@ class Specialist(nn.Module):
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
     def start_from(self, other: "Specialist") -> None:
-        """Compute what `other` does. The part by which an MLP is wider is random, and adds nothing until it learns.
+        """Copy `other`. The part by which an MLP is wider is random, and adds nothing until it learns.
 
         Raises:
             RuntimeError: other sizes, or a narrower MLP.
@@ -134,7 +134,7 @@ class Specialist(nn.Module):
         self.load_state_dict(theirs)
         self.norm_before_residual = other.norm_before_residual
 
-    # --- what the layouts differ in ---
+    # --- where the layouts differ ---
 
     def attention_input(self, z: Tensor) -> Tensor:
         """What queries, keys and values are projected from: (B, T, Z) -> (B, T, Z)."""
@@ -185,8 +185,8 @@ class NormedSpecialist(Specialist):
 class BlockLayer(Specialist):
     """A layer of a block draft, in the layout of DFlash: z is the block's hidden state, and Z is D.
 
-    Its keys and values are of the block and, beside it, of the context, which is no hidden state of the layer before.
-    Queries and keys are normed head by head, as Qwen3's.
+    Its keys and values are of the block and of the context, which is the same for all layers. Queries and keys are
+    normed head by head, as in Qwen3.
     """
 
     def __init__(self, *, width: int, norm_eps: float, **sizes: int):
@@ -201,7 +201,7 @@ class BlockLayer(Specialist):
         return self.context_keys_values(self.input_norm(z), rope)
 
     def context_keys_values(self, context: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Of the context (B, T, D): keys and values, (B, kv heads, T, d) each."""
+        """Keys and values of the context (B, T, D): (B, kv heads, T, d) each."""
         keys, values = _heads(self.k_proj(context), self.head_dim), _heads(self.v_proj(context), self.head_dim)
         return apply_rope(self.k_norm(keys), rope), values
 

@@ -1,6 +1,6 @@
-"""The draft: one `fc`, and a decoder layer for every run of positions. Its config says which serves which.
+"""The draft: one `fc`, and a decoder layer for every run of positions; its config says which serves which.
 
-Two kinds feed on what they predicted. They differ in what a slot's z is, and in whose head turns a prediction into
+Two kinds read what they predicted. They differ in what a slot's z is, and in whose head turns a prediction into
 logits (docs/METHOD.md, 2 and 9); the third, `block`, drafts all positions at once (`draft/block.py`):
 
                     eagle2                                eagle3
@@ -43,12 +43,12 @@ from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic
 from poss_lightning.target.spec import EmbedHead, Product
 
-# what a draft that starts from another one takes over with its weights
+# options that a draft takes over with the weights that it starts from
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
 
 
 class Layers(nn.ModuleList):
-    """A layer of each specialist, or of a block draft, in order; it tells a type checker what they are."""
+    """The layers of specialists, or of a block draft, in order; it tells a type checker what they are."""
 
     if TYPE_CHECKING:
 
@@ -58,15 +58,14 @@ class Layers(nn.ModuleList):
 
 
 class Specialists(nn.Module):
-    """S specialists behind one `fc`. It borrows the target's embedding, and in EAGLE-2 its head (`EmbedHead`).
+    """Specialists that share one `fc`, and borrow the target's embedding, and in EAGLE-2 its head (`EmbedHead`).
 
     Args:
         config: the sizes and the allocation.
         vocabulary: (V,) token ids the draft may propose, ascending; None for all.
 
     Attributes:
-        trained_on: digests of the texts that it was trained on, see `features/texts.py`; empty where they
-            are not known.
+        trained_on: digests of the texts that it was trained on, see `features/texts.py`; empty where they are unknown.
 
     Raises:
         ValueError: a vocabulary that contradicts the config, or is not ascending token ids.
@@ -76,8 +75,8 @@ class Specialists(nn.Module):
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
     fc_norm: nn.ModuleList  # a norm for each layer that is read, or one for all, where the config says so
-    norm: Norm  # before the head, where the config says `normed_head`
-    lm_head: nn.Linear  # where it says `own_head`
+    norm: Norm  # before the head, unless it predicts the target's feature
+    lm_head: nn.Linear  # where the config says `own_head`
     context_norm: Norm  # this and the next where it says `one_pass`
     mask: Tensor  # (D,) the embedding of the mask token
 
@@ -110,7 +109,7 @@ class Specialists(nn.Module):
         if norms := config.input_norms:
             part = self.fc.in_features // norms
             self.fc_norm = nn.ModuleList(Norm(part, eps=spec.norm_eps) for _ in range(norms))
-        if config.normed_head:
+        if not config.predicts_feature:
             self.norm = Norm(width, eps=spec.norm_eps)
         if config.own_head:
             self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
@@ -128,11 +127,10 @@ class Specialists(nn.Module):
         packing: Packing | None = None,
         begins: Tensor | None = None,
     ) -> list[Tensor]:
-        """The unroll, so that a strategy that shards or wraps the draft sees one call a step; see `unroll`.
+        """The unroll, or a block at each slot: one call per step, for strategies that shard or wrap the draft.
 
         Args:
-            begins: (B, T) slots where a chain of positions begins that is asked for, for a draft that makes each by
-                itself; None for all.
+            begins: (B, T) slots where a block is to begin; None for all. Other kinds begin everywhere.
         """
         if self.config.one_pass:
             return draft_blocks(self, embedded, draft_input, depth, packing, begins)
@@ -140,7 +138,7 @@ class Specialists(nn.Module):
 
     @property
     def stack(self) -> list[BlockLayer]:
-        """The layers of a block draft, of which each reads what the one before made."""
+        """The layers of a block draft, each of which reads the one before."""
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     # --- one step ---
@@ -171,29 +169,27 @@ class Specialists(nn.Module):
 
     def head_input(self, predicted: Tensor) -> Tensor:
         """What the head reads of predicted features: (..., D) -> (..., D)."""
-        return self.norm(predicted) if self.config.normed_head else predicted
+        return predicted if self.config.predicts_feature else self.norm(predicted)
 
     def token_ids(self, rows: Tensor) -> Tensor:
         """Rows of the head -> the target's token ids."""
         return rows if self.vocabulary is None else self.vocabulary[rows]
 
     def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = nn.functional.linear) -> Tensor:
-        """Of predicted features (..., D), over the draft's vocabulary, as `embed_head` is: (..., V)."""
+        """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V)."""
         features = self.head_input(predicted)
         return product(features, self.lm_head.weight) if self.config.own_head else embed_head.logits(features, product)
 
     # --- how it begins ---
 
     def normalise(self, embedded: Tensor, draft_input: Tensor) -> None:
-        """Let `fc` read all inputs with a mean square of 1.
-
-        A few dimensions of a target's features are many times larger than the rest, and would dominate its gradient.
+        """Scale the inputs of `fc` to a mean square of 1, else its gradient is that of a few much larger dimensions.
 
         Args:
             embedded: (D,) root mean squares of embeddings.
             draft_input: (R,) root mean squares of the draft's input.
         """
-        if self.config.input_norms:  # what it leaves behind, were all vectors of a layer equally long
+        if self.config.input_norms:  # its output, if all vectors of a layer were equally long
             parts = draft_input.unflatten(-1, (len(self.fc_norm), -1))
             draft_input = (parts / parts.square().mean(-1, keepdim=True).sqrt()).flatten()
         least = 1e-3 * draft_input.median()  # a dimension that is dead in these samples is not blown up
@@ -201,7 +197,7 @@ class Specialists(nn.Module):
         self.scale.copy_(1 / (draft_input if self.config.reads_inner_layers else torch.cat([embedded, draft_input])))
 
     def init_fc_norm(self, draft_input: Tensor) -> None:
-        """Let `fc_norm` leave a vector of usual length as it is, for an `fc` that was trained without.
+        """Let `fc_norm` keep vectors of usual length as they are, for an `fc` that was trained without it.
 
         Args:
             draft_input: (R,) root mean squares of the draft's input.
@@ -210,69 +206,67 @@ class Specialists(nn.Module):
             norm.get_parameter("weight").data.fill_(part.square().mean().sqrt())
 
     def init_head(self, embed_head: EmbedHead) -> None:
-        """Let an own head begin as the target's, cut to the draft's vocabulary; and take the mask's embedding."""
+        """Copy the target's head, cut to the draft's vocabulary, into a head of its own, and the mask's embedding."""
         if self.config.own_head:
             self.lm_head.weight.data.copy_(embed_head.head * embed_head.scale)
         if self.config.one_pass:
             self.mask.copy_(embed_head.embedding[self.config.mask_row])
 
     def start_from(self, other: "Specialists") -> None:
-        """Take over another draft: `fc`, its scale and rotary base, and of an own head the rows that both have.
+        """Take over the weights and rotary angles of another draft; of an own head, the rows that both have.
 
-        Every specialist becomes the one that serves its first position. The published start of PosS is a single
-        layer, copied into every specialist. A wider MLP may start from a narrower one.
+        Every specialist becomes the one that serves its first position in `other`. The published start of PosS is a
+        single layer, copied into every specialist. A wider MLP may start from a narrower one.
 
         Raises:
-            ValueError: the sizes or the targets differ otherwise.
+            ValueError: the targets, kinds, layers, norms or other sizes differ.
         """
-        if difference := self.config.target.difference(other.config.target):
-            raise ValueError(f"the draft to start from has another target: {difference}")
-        if self.config.kind != other.config.kind:
-            raise ValueError(f"the draft to start from is {other.config.kind}, and this one {self.config.kind}")
-        if self.config.layers != other.config.layers:
-            raise ValueError(
-                f"the draft to start from reads layers {list(other.config.layers)}, this one {list(self.config.layers)}"
-            )
-        if other.config.fc_norm and not self.config.fc_norm:
-            raise ValueError("the draft to start from has fc_norm, and this one has not: make fc_norm true")
-        if other.config.norm_output and not self.config.norm_output:
-            raise ValueError("the draft to start from has norm_output, and this one has not: make norm_output true")
+        ours, theirs = self.config, other.config
+        if difference := ours.target.difference(theirs.target):
+            raise ValueError(f"the draft to start from has a different target: {difference}")
+        for name, own, its in (("kind", ours.kind, theirs.kind), ("layers", [*ours.layers], [*theirs.layers])):
+            if own != its:
+                raise ValueError(f"the draft to start from has {name} {its}, and this one {own}")
+        for name in ("fc_norm", "norm_output"):
+            if getattr(theirs, name) and not getattr(ours, name):
+                raise ValueError(f"the draft to start from has {name}, and this one has not: make {name} true")
         try:
-            self.fc.load_state_dict(other.fc.state_dict())
-            if other.config.norm_before_fc:  # and no option of a training makes one
-                self.fc_norm = copy.deepcopy(other.fc_norm)
-            elif other.config.fc_norm:
-                self.fc_norm.load_state_dict(other.fc_norm.state_dict())
-            self.scale.copy_(other.scale)
-            self.trained_on = other.trained_on
-            self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
-            if self.config.one_pass:
-                self.mask.copy_(other.mask)
-                self.context_norm.load_state_dict(other.context_norm.state_dict())
-                sources = list(other.layers)
-            else:  # the one that serves its first position
-                firsts = [self.config.specialists.index(index) + 1 for index in range(len(self.layers))]
-                sources = [other.layers[other.config.specialist_at(first)] for first in firsts]
-            for layer, source in zip(self.layers, sources, strict=True):
-                layer.start_from(source)
-            if self.config.normed_head:
-                self.norm.load_state_dict(other.norm.state_dict())
-            if self.config.own_head:
-                self._start_head(other)
+            self._copy(other)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
 
-    def _start_head(self, other: "Specialists") -> None:
-        total = self.config.target.vocab_size
-        ids, other_ids = (
-            torch.arange(total) if draft.vocabulary is None else draft.vocabulary.cpu() for draft in (self, other)
-        )
-        self.lm_head.weight.data[torch.isin(ids, other_ids)] = other.lm_head.weight.data[torch.isin(other_ids, ids)]
+    def _copy(self, other: "Specialists") -> None:
+        self.config = config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
+        self.trained_on = other.trained_on
+        self.scale.copy_(other.scale)
+        self.fc.load_state_dict(other.fc.state_dict())
+        if other.config.norm_before_fc:  # and no option of a training makes one
+            self.fc_norm = copy.deepcopy(other.fc_norm)
+        elif other.config.fc_norm:
+            self.fc_norm.load_state_dict(other.fc_norm.state_dict())
+        if not config.predicts_feature:
+            self.norm.load_state_dict(other.norm.state_dict())
+        if config.one_pass:
+            self.mask.copy_(other.mask)
+            self.context_norm.load_state_dict(other.context_norm.state_dict())
+            sources = list(other.layers)
+        else:
+            firsts = [config.specialists.index(index) + 1 for index in range(len(self.layers))]
+            sources = [other.layers[other.config.specialist_at(first)] for first in firsts]
+        for layer, source in zip(self.layers, sources, strict=True):
+            layer.start_from(source)
+        if config.own_head:
+            total = config.target.vocab_size
+            ids, other_ids = (
+                torch.arange(total) if draft.vocabulary is None else draft.vocabulary.cpu() for draft in (self, other)
+            )
+            kept = other.lm_head.weight.data[torch.isin(other_ids, ids)]
+            self.lm_head.weight.data[torch.isin(ids, other_ids)] = kept
 
     # --- its folder ---
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors; a file is replaced only when the new one is whole."""
+        """Write config.json and model.safetensors, each atomically."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
         header = {TRAINED_ON: encode_digests(self.trained_on)} if self.trained_on else None
         with atomic(Path(folder) / WEIGHTS) as path:
@@ -285,12 +279,12 @@ class Specialists(nn.Module):
     ) -> str:
         """Upload the draft to the Hugging Face hub with its model card; every command then takes its id as a draft.
 
-        Log in first, with `hf auth login`. A repository that is there already gets a new commit.
+        Log in first, with `hf auth login`. An existing repository gets a new commit.
 
         Args:
-            repo_id: where to, OWNER/NAME.
+            repo_id: OWNER/NAME of the repository.
             private: make a new repository private.
-            license, measured: of the card, see `draft.card.model_card`.
+            license, measured: see `draft.card.model_card`.
 
         Returns:
             The address of the repository.
@@ -310,12 +304,11 @@ class Specialists(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> "Specialists":
-        """Load a draft, in float32 however it was stored, from a local folder, a hub id, or one of the shipped drafts.
+        """Load a draft from a local folder, a hub id, or a shipped draft's name, in float32 however it is stored.
 
         Raises:
-            FileNotFoundError: none of them, or a file is missing.
-            ValueError: what is there is something else, as the message says; or the config or the weights contradict
-                it, and the message names file and tensor.
+            FileNotFoundError: there is no such draft, or a file is missing.
+            ValueError: something else is there, or config and weights contradict each other; the message names both.
         """
         check_draft(source)
         folder = find_draft(source)
@@ -328,12 +321,12 @@ class Specialists(nn.Module):
             with safe_open(folder / WEIGHTS, "pt") as file:
                 header = file.metadata() or {}
         except SafetensorError as error:
-            raise ValueError(f"{folder / WEIGHTS} is torn, or no safetensors file: {error}") from error
+            raise ValueError(f"{folder / WEIGHTS} is damaged, or not a safetensors file: {error}") from error
         try:
             check_state(state)
             draft = cls(config, state.get("vocabulary"))
             draft.trained_on = decode_digests(header.get(TRAINED_ON, ""))
-            state.setdefault("scale", draft.scale)  # drafts of before there was one
+            state.setdefault("scale", draft.scale)  # which older drafts lack
             draft.load_state_dict(state)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
@@ -342,7 +335,7 @@ class Specialists(nn.Module):
 
 def _check_vocabulary(vocabulary: Tensor | None, config: DraftConfig) -> None:
     if (None if vocabulary is None else len(vocabulary)) != config.vocabulary_size:
-        raise ValueError(f"vocabulary_size is {config.vocabulary_size}, which the vocabulary given does not have")
+        raise ValueError(f"vocabulary_size is {config.vocabulary_size}, unlike the length of the vocabulary")
     total = config.target.vocab_size
     if vocabulary is not None and not ((vocabulary.diff() > 0).all() and vocabulary[0] >= 0 and vocabulary[-1] < total):
         raise ValueError(f"vocabulary must be ascending token ids below {total}")

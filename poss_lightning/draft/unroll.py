@@ -37,18 +37,18 @@ def unroll(
         embedded: (B, T, D), embeddings of the token to the right of each slot, x_{t+1}.
         draft_input: (B, T, R), what the draft reads of the target: f_t, or inner layers (with noise, in training).
         depth: number of passes K.
-        packing: which conversation a slot belongs to; None for one a row, without padding.
+        packing: which conversation a slot belongs to; None for one per row, without padding.
 
     Returns:
         K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is valid from the k-th slot of a conversation on;
-        before that it is finite, and no valid slot has read it.
+        earlier values are finite, and no valid slot reads them.
     """
     draft.config.check_depth(depth)
     batch, count, _ = draft_input.shape
     packing = packing or Packing.one_per_row(batch, count, draft_input.device)
     rope = draft.rope_at(packing.positions)
     z = [draft.join(embedded, draft.fuse(draft_input))]  # z^0, z^1, ..., (B, T, Z) each
-    keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set: each is made once
+    keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set, so that each is computed once
     outputs: list[Tensor] = []
     for k in range(1, depth + 1):
         makers = [draft.config.kv_specialist(k, m + 1) for m in range(k)]

@@ -18,16 +18,16 @@ FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published
 
 @announced("reading the tensors of a draft")
 def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, from one file or from shards with an index; .safetensors is preferred to .bin.
+    """All tensors of a folder, from one file or from shards with an index; .safetensors is preferred over .bin.
 
     Raises:
         FileNotFoundError: no such file, or a shard is missing.
         ValueError: a file is damaged or holds more than tensors.
     """
-    for name in (WEIGHTS, PICKLED):
-        if (folder / name).is_file():
-            return _load_file(folder / name)
-        if (index := folder / f"{name}.index.json").is_file():
+    for file in (folder / WEIGHTS, folder / PICKLED):
+        if file.is_file():
+            return _load_file(file)
+        if (index := Path(f"{file}.index.json")).is_file():
             return {name: tensor for shard in _shards(index) for name, tensor in _load_file(shard).items()}
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {PICKLED}, nor the index of their shards")
 
@@ -49,7 +49,9 @@ def _load_file(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is not read, as it holds more than plain tensors: get a .safetensors file") from error
+        raise ValueError(
+            f"{path} is not loaded, as it holds more than plain tensors: get a .safetensors file"
+        ) from error
     except (SafetensorError, RuntimeError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
     if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
@@ -59,16 +61,12 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 
 @announced("writing a draft")
 def write_folder(folder: Path, tensors: dict[str, Tensor], config: str, token_map: list[int] | None = None) -> None:
-    """Write a draft's folder, completely or not at all: one file of tensors, as the published code reads no shards.
+    """Write a draft's folder: one file of tensors, as the published code reads no shards.
 
     Args:
-        folder: must not exist.
-        tensors: by name.
+        folder: must not exist, else FileExistsError.
         config: text of config.json.
         token_map: ids of a smaller vocabulary, for token_map.pt.
-
-    Raises:
-        FileExistsError: there is something at `folder`.
     """
     with atomic_folder(folder) as temporary:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

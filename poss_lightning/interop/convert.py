@@ -14,7 +14,7 @@ from poss_lightning.draft.folder import CONFIG, WEIGHTS, check_state, find_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
-from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout
+from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout, refuse
 from poss_lightning.interop.tensors import Draft, check_frozen, check_names, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
@@ -50,33 +50,20 @@ def convert(
         ValueError: the files contradict each other, the target or the allocation; or the output format cannot express
             what the draft computes.
     """
-    if input_format == output_format:
-        raise ValueError(f"input_format and output_format are both {output_format}: one of them must be another")
-    if input_format == "ours" and allocation is not None:
-        raise ValueError(f"allocation is {allocation}; a draft of ours states its own: leave it out")
+    ours = input_format == "ours"
+    refuse(
+        (input_format == output_format, f"input_format and output_format are both {output_format}; they must differ"),
+        (ours and allocation is not None, f"allocation is {allocation}; a draft of ours states its own: leave it out"),
+    )
     check_new(out)
-    if input_format == "ours":
+    if ours:
         draft = _load_ours(source)
         _check_output(draft.config, output_format, source)
         loaded = Target.load(target, dtype=None, device="cpu")
-        if difference := draft.config.target.difference(loaded.spec):
-            raise ValueError(f"{source} was trained for another target: {difference}")
+        difference = draft.config.target.difference(loaded.spec)
+        refuse((difference is not None, f"{source} was trained for a different target: {difference}"))
     else:
-        folder, layout = fetch(source, "draft", checkpoints.FILES), LAYOUTS[input_format]
-        stored, tensors = read_json(folder / CONFIG), checkpoints.load_tensors(folder)
-        mismatch = f"{source} does not fit --input_format {input_format}"
-        with _prefix_errors(mismatch):
-            config = _flatten(stored, layout)
-            if allocation is None and layout.nested:
-                allocation = speculators.find_allocation(stored)
-            if layout.kind == "block":
-                if allocation is not None:
-                    raise ValueError(f"allocation is {allocation}; the file says block_size: leave it out")
-                allocation = [settings.find_positions(config)]
-            allocation = _find_allocation(input_format, allocation, tensors)
-        loaded = Target.load(target, dtype=None, device="cpu")
-        with _prefix_errors(mismatch):
-            draft = parse_published(config, tensors, layout, allocation, loaded)
+        draft, loaded = _load_published(source, input_format, allocation, target)
         _check_output(draft.config, output_format, source)
     _write(draft, Path(out), output_format, loaded)
 
@@ -91,6 +78,19 @@ def _load_ours(source: str) -> Draft:
     return Draft(config, state)
 
 
+def _load_published(source: str, input_format: str, given: list[int] | None, target: str) -> tuple[Draft, Target]:
+    """A draft in a published format, and its target, which is loaded once the files are known to agree."""
+    folder, layout = fetch(source, "draft", checkpoints.FILES), LAYOUTS[input_format]
+    stored, tensors = read_json(folder / CONFIG), checkpoints.load_tensors(folder)
+    mismatch = f"{source} does not fit --input_format {input_format}"
+    with _prefix_errors(mismatch):
+        published, positions = _read_config(stored, layout)
+        allocation = _find_allocation(input_format, given, positions, tensors)
+    loaded = Target.load(target, dtype=None, device="cpu")
+    with _prefix_errors(mismatch):
+        return parse_published(published, tensors, layout, allocation, loaded), loaded
+
+
 def parse_published(
     published: dict[str, Any], tensors: dict[str, Tensor], layout: Layout, allocation: list[int], target: Target
 ) -> Draft:
@@ -103,49 +103,48 @@ def parse_published(
     Raises:
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
-    switches = settings.find_switches(published)
-    layers = layout.count_layers(tensors) if layout.kind == "block" else len(allocation)
-    check_names(tensors, layout, layers, 3 if switches["fc_norm"] else int(switches["norm_before_fc"]))
-    ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
-    config = settings.parse(published, layout, allocation, target.spec, vocabulary_size=len(ids), layers=layers)
+    layers = max(layout.count_layers(tensors), 1)
+    config = settings.parse(published, layout, allocation, target.spec, block_layers=layers)
+    check_names(tensors, layout, config)
     check_frozen(tensors, target.embed_head, layout)
-    draft = to_ours(tensors, config, layout, ids)
+    draft = to_ours(tensors, config, layout, find_vocabulary(tensors, layout, config))
     if config.one_pass:
         draft.state["mask"] = target.embed_head.embedding[config.mask_row].to(draft.state["fc.weight"].dtype)
     check_state(draft.state)
     return draft
 
 
-def _flatten(stored: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """The content of a config.json on one level."""
+def _read_config(stored: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], int | None]:
+    """The content of a config.json on one level, and the number of positions where its format states it."""
     if layout.nested:
-        return speculators.flatten(stored)
-    if "target" in stored:
-        raise ValueError("its config.json is of our format: leave out --input_format")
-    if speculators.KIND in stored:
-        raise ValueError("its config.json is of the speculators format: say --input_format speculators")
-    return stored
+        return speculators.flatten(stored), speculators.find_positions(stored)
+    refuse(
+        ("target" in stored, "its config.json is of our format: leave out --input_format"),
+        (speculators.KIND in stored, "its config.json is of the speculators format: say --input_format speculators"),
+    )
+    return stored, settings.find_positions(stored) if layout.kind == "block" else None
 
 
-def _find_allocation(input_format: str, allocation: list[int] | None, tensors: Collection[str]) -> list[int]:
-    """The allocation of a file with these tensors; a single layer serves all positions, whatever their number."""
+def _find_allocation(
+    input_format: str, given: list[int] | None, positions: int | None, tensors: Collection[str]
+) -> list[int]:
+    """The allocation that was given; else one layer for the positions that the file states, or for the usual ones."""
     layout, layers = LAYOUTS[input_format], LAYOUTS[input_format].count_layers(tensors)
-    if layout.kind == "block" and allocation is not None:
-        return allocation
-    if NUMBERED in tensors and input_format not in ("speed", "speculators"):
-        raise ValueError("its layers are EAGLE-3's and numbered: say --input_format speed")
-    if layers > 1 and not layout.several:
-        raise ValueError(f"it has {layers} layers; if they are specialists, say --input_format poss")
-    if allocation is None and layout.several and layers:
-        raise ValueError(
-            f"it has {layers} layers, and does not say how many positions each serves: give --allocation, "
-            "as [2,2,2] for three of two each"
+    numbered = NUMBERED in tensors and input_format not in ("speed", "speculators")
+    if layout.kind == "block":
+        refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
+    elif layers:  # else `check_names` names the first missing tensor
+        has = f"it has {layers} layers" if layers > 1 else "it has one layer"
+        refuse(
+            (numbered, "its layers are EAGLE-3's and numbered: say --input_format speed"),
+            (layers > 1 and not layout.several, f"{has}; if they are specialists, say --input_format poss"),
+            (
+                layout.several and given is None,
+                f"{has}, and does not state how many positions each serves: give --allocation, e.g. [2,2,2]",
+            ),
+            (len(given or [1]) != layers, f"{has}, and allocation {given} is of {len(given or ())} specialists"),
         )
-    allocation = allocation or [layout.positions]
-    if layers and len(allocation) != layers:  # with no layer at all, `check_names` names the first missing tensor
-        has = f"{layers} layers" if layers > 1 else "one layer"
-        raise ValueError(f"allocation {allocation} is of {len(allocation)} specialists, and it has {has}")
-    return allocation
+    return given or [layout.positions if positions is None else positions]
 
 
 def _check_output(config: DraftConfig, output_format: str, source: str) -> None:
@@ -165,13 +164,13 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
 
 def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
     """Write the folder, and print how to load it."""
-    config, ids, embed_head = draft.config, None, target.embed_head
+    config, ids = draft.config, None
     if output_format == "ours":
         checkpoints.write_folder(out, draft.state, config.to_json())
     else:
         layout = find_layout(output_format, config)
-        tensors = to_theirs(draft, layout, embed_head)
-        published = settings.publish(config, layout, tensors, embed_head.tied)
+        tensors = to_theirs(draft, layout, target.embed_head)
+        published = settings.publish(config, layout, tensors, target.embed_head.tied)
         if layout.nested:
             published = speculators.nest(published, config.layers, config.allocation[0], target)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
@@ -184,20 +183,20 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
 
 def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
     """How the software of an output format loads a draft."""
-    run, layers, third = config.allocation[0], len(config.allocation), "3" if config.kind == "eagle3" else ""
-    method = "dflash" if config.one_pass else f"eagle{third}"
+    run, positions = config.allocation[0], sum(config.allocation)
+    method = {"eagle2": "eagle", "eagle3": "eagle3", "block": "dflash"}[config.kind]
+    options = json.dumps({"method": method, "model": str(out), "num_speculative_tokens": positions})
     plugin = output_format == "vllm" and find_layout("vllm", config).states_draft
-    options = {"method": method, "model": str(out), "num_speculative_tokens": sum(config.allocation)}
-    token_map = f" --speculative-token-map {out / 'token_map.pt'}" if config.vocabulary_size and not third else ""
+    mapped = config.vocabulary_size and method == "eagle"
     return {
         "ours": f"allocation {list(config.allocation)}, for {config.target.name}",
         "eagle": f"EAGLE reads it as ea_model_path={out}",
         "eagle3": f"EAGLE, vLLM and SGLang read it, EAGLE as ea_model_path={out} with use_eagle3=True",
-        "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * layers}",
+        "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * len(config.allocation)}",
         "speculators": f"vLLM reads it, and its target with it, with vllm serve {out}",
-        "dflash": f"vLLM and SGLang read it, vLLM with --speculative-config '{json.dumps(options)}'",
+        "dflash": f"vLLM and SGLang read it, vLLM with --speculative-config '{options}'",
         "vllm": f"vLLM reads it{', where poss_lightning is installed too,' if plugin else ''} with "
-        f"--speculative-config '{json.dumps(options)}'",
+        f"--speculative-config '{options}'",
         "sglang": f"SGLang reads it with --speculative-algorithm {method.upper()} --speculative-draft-model-path {out}"
-        + token_map,
+        + (f" --speculative-token-map {out / 'token_map.pt'}" if mapped else ""),
     }[output_format]

@@ -12,7 +12,7 @@ rotate queries and keys by halves.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from poss_lightning.draft.config import SWITCHES, DraftConfig, Kind
 
@@ -26,75 +26,57 @@ LAYER = {  # ours -> theirs, within a layer
     "up_proj": "mlp.up_proj",
     "down_proj": "mlp.down_proj",
 }
-HEAD_NORMS = {"input_norm": "input_layernorm", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 NORMS = {"input_norm": "input_layernorm", "hidden_norm": "hidden_norm"}
-
-NAMES = {  # by kind of draft: tensors with the same name as ours, and the names within a layer
-    "eagle2": (("fc.weight", "fc.bias"), LAYER),
-    "eagle3": (("fc.weight", "norm.weight", "lm_head.weight"), LAYER | NORMS),
-    "block": (("fc.weight", "norm.weight"), LAYER | HEAD_NORMS),
+HEAD_NORMS = {"input_norm": "input_layernorm", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+NAMES = {  # by kind of draft, ours -> theirs: outside the layers, and within one
+    "eagle2": ({"fc": "fc"}, LAYER),
+    "eagle3": ({"fc": "fc", "norm": "norm", "lm_head": "lm_head"}, LAYER | NORMS),
+    "block": ({"fc": "fc", "norm": "norm", "context_norm": "hidden_norm"}, LAYER | HEAD_NORMS),
 }
-CONTEXT_NORM = ("context_norm.weight", "hidden_norm.weight")  # ours, theirs: of a block draft
-FC_NORM, INPUT_NORM = "fc_norm.{}.weight", "input_norm.weight"  # ours, theirs: the same one a layer, or one for all
-OPTIONAL = ("fc.bias",)  # zeros where it is missing
+BIAS = "fc.bias"  # of EAGLE-2's drafts; zeros where a file lacks it
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
-NUMBERED = "layers.0.hidden_norm.weight"  # files of SPEED and of speculators have this tensor, and no others have
+NUMBERED = "layers.0.hidden_norm.weight"  # only files of SPEED and of speculators have this tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one kind of file holds a draft.
-
-    Args:
-        kind: of the drafts.
-        layer: prefix of the names of a layer's tensors.
-        several: whether it has several layers, each of which serves some positions; else one layer.
-        kv: as in `DraftConfig`, where it has several layers.
-        depth: passes that its drafts are trained for; None for the sum of the allocation.
-        architecture: the name in its config.json.
-        embedding: whether the loading code needs the target's embedding in the file.
-        bias: where fc's bias is: in "fc" if it is not all zeros, in "fc" "always", or in the biases of "attention".
-        even: whether the loading code assumes that a head is hidden_size / heads wide.
-        vocabulary: where a smaller vocabulary is: in tensors "d2t" and "t2d", or in a "token_map" beside the file.
-        knows: fields of `DraftConfig` that are usually off, which its code reads in its config.json.
-        states_draft: whether its config.json holds ours, and so any allocation and kv.
-        nested: whether its config.json is of the library speculators.
-    """
+    """How one kind of file holds a draft."""
 
     kind: Kind = "eagle2"
-    layer: str = "layers.{}"
-    several: bool = False
-    kv: Literal["separate", "shared"] = "separate"
-    depth: int | None = 1
-    architecture: str = "LlamaForCausalLM"
-    embedding: bool = True
-    bias: str = "fc"
-    even: bool = True
-    vocabulary: str | None = None
-    knows: frozenset[str] = frozenset()
-    states_draft: bool = False
-    nested: bool = False
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Ours -> theirs, with {} for a layer's number."""
-        same, within = NAMES[self.kind]
-        layer = {f"layers.{{}}.{ours}.weight": f"{self.layer}.{theirs}.weight" for ours, theirs in within.items()}
-        return {name: name for name in same} | layer | dict([CONTEXT_NORM] if self.kind == "block" else [])
+    layer: str = "layers.{}"  # prefix of the names of a layer's tensors
+    several: bool = False  # whether it has several layers, each of which serves some positions
+    kv: Literal["separate", "shared"] = "separate"  # as in `DraftConfig`, where it has several layers
+    depth: int | None = 1  # passes that its drafts are trained for; None for the sum of the allocation
+    architecture: str = "LlamaForCausalLM"  # the name in its config.json
+    embedding: bool = True  # whether the loading code needs the target's embedding in the file
+    bias: Literal["fc", "always", "attention"] = "fc"  # where fc's bias is: there unless all zeros, always, moved
+    even: bool = True  # whether the loading code assumes that a head is hidden_size / heads wide
+    vocabulary: Literal["d2t", "token_map"] | None = None  # a smaller one's place: tensors, or a file of its own
+    knows: frozenset[str] = frozenset()  # fields of `DraftConfig` that are off by default and that its code reads
+    states_draft: bool = False  # whether its config.json holds ours, and so any allocation and kv
+    nested: bool = False  # whether its config.json is that of the library speculators
 
     @property
     def positions(self) -> int:
-        """That a single layer serves in our config, where a file does not state it."""
+        """The number of positions that a single layer serves in our config, where a file does not state it."""
         return 7 if self.kind == "eagle3" else 6
 
     def number_names(self, layers: int, input_norms: int = 0) -> dict[str, str]:
-        """Ours -> theirs, for a draft with that many layers, and with so many norms of what it reads."""
-        norms = {FC_NORM.format(i): FC_NORM.format(i) if input_norms > 1 else INPUT_NORM for i in range(input_norms)}
-        return {ours.format(i): theirs.format(i) for i in range(layers) for ours, theirs in self.names.items()} | norms
+        """Our names of tensors -> theirs, for a draft with that many layers and norms of its input."""
+        outside, within = NAMES[self.kind]
+        names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in outside.items()}
+        if self.kind == "eagle2":
+            names[BIAS] = BIAS
+        for i in range(layers):
+            prefix = self.layer.format(i)
+            names |= {f"layers.{i}.{ours}.weight": f"{prefix}.{theirs}.weight" for ours, theirs in within.items()}
+        if input_norms == 1:
+            return names | {"fc_norm.0.weight": "input_norm.weight"}
+        return names | {name: name for name in (f"fc_norm.{i}.weight" for i in range(input_norms))}
 
     def count_layers(self, tensors: Iterable[str]) -> int:
-        """How many layers a file has, from its tensors' names: up to the last layer with a tensor."""
+        """The number of layers in a file with tensors of these names: up to the last layer that has one."""
         if "{}" not in self.layer:
             return 1
         matches = [re.match(self.layer.replace("{}", r"(\d+)") + r"\.", name) for name in tensors]
@@ -112,12 +94,15 @@ EAGLE3 = Layout(
     even=False,
     vocabulary="d2t",
 )
-LAYOUTS = {  # by what a file is called; the engines' are of EAGLE-2's single layers
+SPEED = replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared")
+DFLASH = Layout(kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, even=False, knows=ANGLES)
+ENGINE = Layout(embedding=False, even=False, knows=ANGLES)  # EAGLE-2's single layers in vLLM and SGLang
+LAYOUTS = {  # by what a file is called
     "eagle": Layout(),
     "hass": Layout(depth=3),
     "poss": Layout(several=True, depth=None),
     "eagle3": EAGLE3,
-    "speed": replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared"),
+    "speed": SPEED,
     # Its class takes the target's embedding only where it finds NaN, and transformers may leave any numbers there.
     "speculators": replace(
         EAGLE3,
@@ -127,104 +112,82 @@ LAYOUTS = {  # by what a file is called; the engines' are of EAGLE-2's single la
         knows=VLLM | {"window"},
         nested=True,
     ),
-    "dflash": Layout(
-        kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, even=False, knows=ANGLES
-    ),
-    "vllm": Layout(embedding=False, bias="attention", even=False, knows=ANGLES),
-    "sglang": Layout(
-        architecture="LlamaForCausalLMEagle",
-        embedding=False,
-        bias="always",
-        even=False,
-        vocabulary="token_map",
-        knows=ANGLES,
-    ),
+    "dflash": DFLASH,
+    "vllm": replace(ENGINE, bias="attention"),
+    "sglang": replace(ENGINE, architecture="LlamaForCausalLMEagle", bias="always", vocabulary="token_map"),
 }
-ENGINES = {"vllm": VLLM, "sglang": ANGLES | {"fc_norm", "norm_output"}}  # what they read beside EAGLE-3's own code
+OUTPUTS = [name for name in LAYOUTS if name not in ("hass", "speed")]  # formats that are written, too
+ENGINES = {"vllm": VLLM, "sglang": ANGLES | {"fc_norm", "norm_output"}}  # what they read beyond EAGLE-3's own code
 # What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
 POSS = "PossForCausalLM"
 SERVED = {
     "eagle2": replace(
-        LAYOUTS["vllm"],
-        several=True,
-        depth=None,
-        architecture=POSS,
-        bias="always",
-        vocabulary="d2t",
-        states_draft=True,
+        ENGINE, several=True, depth=None, architecture=POSS, bias="always", vocabulary="d2t", states_draft=True
     ),
-    "eagle3": replace(
-        EAGLE3, layer="layers.{}", several=True, depth=None, architecture=POSS, knows=VLLM, states_draft=True
-    ),
+    "eagle3": replace(SPEED, architecture=POSS, knows=VLLM, states_draft=True),
 }
 
 
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
     """The layout that an output format names for a draft.
 
-    Both engines load EAGLE-3 drafts as they are published. vLLM loads several specialists, and a smaller vocabulary of
-    an EAGLE-2 draft, through our plugin.
+    Both engines load EAGLE-3's and block drafts as they are published. vLLM loads several specialists, and a smaller
+    vocabulary of an EAGLE-2 draft, through our plugin.
     """
+    if output_format not in ENGINES:
+        return LAYOUTS[output_format]
     smaller = config.kind == "eagle2" and config.vocabulary_size is not None
     if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
         return SERVED[config.kind]
-    if config.kind == "block" and output_format in ENGINES:  # both load it as it is published
-        return LAYOUTS["dflash"]
-    if config.kind == "eagle3" and output_format in ENGINES:
-        return replace(EAGLE3, knows=ENGINES[output_format])
-    return LAYOUTS[output_format]
+    if config.kind == "eagle2":
+        return LAYOUTS[output_format]
+    return DFLASH if config.one_pass else replace(EAGLE3, knows=ENGINES[output_format])
+
+
+def refuse(*reasons: tuple[bool, str]) -> None:
+    """Raise ValueError with the words of the first reason that holds."""
+    if words := next((words for holds, words in reasons if holds), None):
+        raise ValueError(words)
 
 
 def check_expressible(config: DraftConfig, layout: Layout) -> None:
     """Raise ValueError where a layout cannot express what a draft of ours computes."""
-    spec, layers = config.target, len(config.allocation)
-    if config.kind != layout.kind:
-        takes = {"eagle2": "eagle, poss", "eagle3": "eagle3, speculators", "block": "dflash"}[config.kind]
-        raise ValueError(
-            f"its kind is {config.kind} and this layout's {layout.kind}; --output_format {takes} or vllm can express it"
-        )
-    for name in (*SWITCHES, "rope_scaling", "window"):
-        if getattr(config, name) and name not in layout.knows:
-            raise ValueError(f"it has {name}, which this layout's code does not know{_who_knows(name, config)}")
-    if layers > 1 and not layout.several:
-        others = "vllm" if config.kind == "eagle3" else "poss or vllm"
-        raise ValueError(
-            f"it has {layers} specialists and this layout one layer; --output_format {others} takes several"
-        )
-    if layers > 1 and not layout.states_draft:
-        if len(set(config.allocation[:-1])) > 1:
-            raise ValueError(
-                f"its allocation is {list(config.allocation)}; in this layout each specialist serves as many positions "
-                "as the first, one after another, and the last goes on"
-            )
-        if config.kv != layout.kv:
-            raise ValueError(f"its kv is {config.kv}, and in this layout it is {layout.kv}")
-    if config.vocabulary_size is not None and layout.vocabulary is None:
-        raise ValueError(
-            "it proposes a smaller vocabulary, and this layout uses the whole head; `poss export DRAFT OUT "
-            f"--vocabulary_size {spec.vocab_size}` gives it back"
-        )
-    if not config.own_head and (spec.logit_scale, spec.logit_cap) != (1.0, None):
-        raise ValueError("its target scales or caps logits, and this layout's head does not")
-    if layout.even and spec.heads * spec.head_dim != spec.hidden_size:
-        raise ValueError(
-            f"its target's heads are {spec.head_dim} wide; this layout's code takes hidden_size / heads, "
-            f"{spec.hidden_size // spec.heads}"
-        )
+    if conflicts := _find_conflicts(config, layout):
+        name, (ours, theirs) = next(iter(conflicts.items()))
+        able = [output for output in OUTPUTS if not _find_conflicts(config, find_layout(output, config))]
+        advice = f"use --output_format {' or '.join(able)}" if able else "no other published layout can express it"
+        raise ValueError(f"its {name} is {ours}, and in this layout it is {theirs}; {advice}")
     check_layers(config)
 
 
-def _who_knows(name: str, config: DraftConfig) -> str:
-    """The output formats for drafts of this kind that know a field, in words."""
-    layouts = {output: find_layout(output, config) for output in LAYOUTS}
-    known = [output for output, each in layouts.items() if each.kind == config.kind and name in each.knows]
-    return f"; --output_format {' or '.join(known)} can express it" if known else ", nor any other"
+def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any, Any]]:
+    """What a layout cannot express: what it is in a draft, and in every file of that layout."""
+    spec, runs = config.target, config.allocation
+    fields: dict[str, tuple[Any, Any]] = {"kind": (config.kind, layout.kind)}
+    for name in (*SWITCHES, "rope_scaling", "window"):
+        if name not in layout.knows:
+            fields[name] = getattr(config, name), getattr(DraftConfig, name)
+    if not layout.several:
+        fields["number of specialists"] = len(runs), 1
+    elif len(runs) > 1 and not layout.states_draft:
+        fields["allocation"] = [*runs], [runs[0]] * (len(runs) - 1) + [runs[-1]]
+        fields["kv"] = config.kv, layout.kv
+    if layout.vocabulary is None:
+        fields["vocabulary_size"] = config.vocabulary_size or spec.vocab_size, spec.vocab_size
+    if not config.own_head:
+        fields |= {"target's logit_scale": (spec.logit_scale, 1.0), "target's logit_cap": (spec.logit_cap, None)}
+    if layout.even:
+        fields["target's head_dim"] = spec.head_dim, spec.hidden_size // spec.heads
+    return {name: (ours, theirs) for name, (ours, theirs) in fields.items() if ours != theirs}
 
 
 def check_layers(config: DraftConfig) -> None:
-    """Raise ValueError where code that loads EAGLE-3 files would take the outputs of other layers."""
-    if list(config.layers) != sorted(set(config.layers)):
-        raise ValueError(
-            f"it fuses layers {list(config.layers)} of {config.target.layers}; published code takes ascending layers, "
-            "and EAGLE-3's three need a target of 7 layers or more"
+    """Raise ValueError where published code would read other layers of the target: it takes them in ascending order."""
+    layers = list(config.layers)
+    refuse(
+        (
+            layers != sorted({*layers}),
+            f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
+            "three need a target of 7 layers or more",
         )
+    )

@@ -12,19 +12,33 @@ from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
 DFLASH = "dflash_config"
+OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")  # its keys that ours has, too
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 OURS = "poss_lightning"  # our config, where a layout has a place for it
 
 
+def check(holds: bool, name: str, value: Any, words: str) -> None:
+    """Raise ValueError, with the key of config.json and its value, unless `holds`."""
+    if not holds:
+        raise ValueError(f"config.json: {name} is {value!r}; {words}")
+
+
+def check_equal(draft: str, pairs: dict[str, tuple[Any, Any]]) -> None:
+    """Raise ValueError for the first key whose value is not the one that a draft, in words, has: (stated, its own)."""
+    for name, (stated, own) in pairs.items():
+        check(_is_same(stated, own), name, stated, f"{draft} has {own!r}")
+
+
+def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object at a key, without its nulls; {} where there is none."""
+    value = published.get(name) or {}
+    check(isinstance(value, dict), name, value, "it must be an object, {A: B}")
+    return {key: each for key, each in value.items() if each is not None}
+
+
 def parse(
-    published: dict[str, Any],
-    layout: Layout,
-    allocation: list[int],
-    spec: TargetSpec,
-    *,
-    vocabulary_size: int,
-    layers: int = 1,
+    published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, block_layers: int = 1
 ) -> DraftConfig:
     """The config of a published draft.
 
@@ -32,107 +46,88 @@ def parse(
 
     Args:
         published: content of config.json.
-        vocabulary_size: tokens that the draft proposes, from its tensors.
-        layers: that a block draft has, from its tensors.
+        block_layers: of a block draft, from its tensors.
 
     Raises:
-        ValueError: a value contradicts the target, the tensors, or what a draft of ours computes; the message names it.
+        ValueError: a value contradicts the target, or what a draft of ours computes; the message names it.
     """
     rope = mapping(published, "rope_parameters") | mapping(published, "rope_scaling")  # as transformers merges them
-    theta = rope.get("rope_theta") or published.get("rope_theta") or 10000.0
     heads, total = published.get("num_attention_heads"), published.get("vocab_size")
-    for name, value, expected in (
-        ("hidden_size", published.get("hidden_size"), spec.hidden_size),
-        ("vocab_size", total, spec.vocab_size),
-        ("draft_vocab_size", published.get("draft_vocab_size") or total, vocabulary_size),
-        ("num_attention_heads", heads, spec.heads),
-        ("num_key_value_heads", published.get("num_key_value_heads") or heads, spec.kv_heads),
-        ("head_dim", published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
-        ("rms_norm_eps", published.get("rms_norm_eps", 1e-6), spec.norm_eps),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor") or published.get("partial_rotary_factor") or 1, 1),
-        ("hidden_act", published.get("hidden_act", "silu"), "silu"),
-    ):
-        if not _is_same(value, expected):
-            raise ValueError(f"config.json: {name} is {value!r}; a draft of ours for {spec.name} has {expected!r}")
-    if not isinstance(width := published.get("intermediate_size"), int):
-        raise ValueError(f"config.json: intermediate_size is {width!r}; it must be the width of a layer's MLP")
-    if not isinstance(theta, int | float):
-        raise ValueError(f"config.json: rope_theta is {theta!r}; it must be a number, the base of the rotation")
+    check_equal(
+        f"a draft of ours for {spec.name}",
+        {
+            "hidden_size": (published.get("hidden_size"), spec.hidden_size),
+            "vocab_size": (total, spec.vocab_size),
+            "num_attention_heads": (heads, spec.heads),
+            "num_key_value_heads": (published.get("num_key_value_heads") or heads, spec.kv_heads),
+            "head_dim": (published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
+            "rms_norm_eps": (published.get("rms_norm_eps", 1e-6), spec.norm_eps),
+            "partial_rotary_factor": ((published | rope).get("partial_rotary_factor") or 1, 1),
+            "hidden_act": (published.get("hidden_act", "silu"), "silu"),
+        },
+    )
+    theta = (published | rope).get("rope_theta") or 10000.0
+    check(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
+    width = published.get("intermediate_size")
+    check(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
+    size = published.get("draft_vocab_size") or total
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
         depth=layout.depth or sum(allocation),
         detach=layout.kind == "eagle2",
         intermediate_size=None if width == spec.intermediate_size else width,
-        vocabulary_size=None if vocabulary_size == spec.vocab_size else vocabulary_size,
+        vocabulary_size=None if size == total else size,
         kv=layout.kv,
         kind=layout.kind,
         window=_find_window(published),
         rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
         rope_scaling=_find_scaling(rope),
-        **find_switches(published),
-        **(_find_block(published, spec, layers) if layout.kind == "block" else {}),
+        **_find_switches(published),
+        **(_find_block(published, spec, block_layers) if layout.kind == "block" else {}),
     )
     check_layers(config)
     _check_layer_ids(published, config)
     return config
 
 
-def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
-    """What stands under a name, without what is null; {} for nothing."""
-    if not isinstance(value := published.get(name) or {}, dict):
-        raise ValueError(f"config.json: {name} is {value!r}; it must have names with values, {{A: B}}")
-    return {key: each for key, each in value.items() if each is not None}
-
-
-def find_switches(published: dict[str, Any]) -> dict[str, Any]:
-    """The switches of EAGLE-3 drafts; engines look for them in eagle_config, too."""
-    nested, found = mapping(published, "eagle_config"), {}
-    for name in SWITCHES:
-        value = nested.get(name, published.get(name))
-        if not isinstance(value, bool | None):
-            raise ValueError(f"config.json: {name} is {value!r}; it must be true or false")
-        found[name] = bool(value)
-    return found
-
-
 def find_positions(published: dict[str, Any]) -> int:
-    """How many tokens a block draft proposes: its first place holds the newest token."""
-    size = mapping(published, DFLASH).get("block_size", published.get("block_size"))
-    if type(size) is not int or size < 2:
-        raise ValueError(f"config.json: block_size is {size!r}; it must be the places of a block, 2 or more")
+    """The number of tokens that a block draft proposes: its first place holds the newest token."""
+    size: Any = mapping(published, DFLASH).get("block_size", published.get("block_size"))
+    check(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
     return size - 1
 
 
-def _find_block(published: dict[str, Any], spec: TargetSpec, layers: int) -> dict[str, Any]:
+def _find_switches(published: dict[str, Any]) -> dict[str, Any]:
+    """The switches of EAGLE-3 drafts; engines look for them in eagle_config, too."""
+    found = {name: published.get(name) for name in SWITCHES} | mapping(published, "eagle_config")
+    for name in SWITCHES:
+        check(isinstance(found[name], bool | None), name, found[name], "it must be true or false")
+    return {name: bool(found[name]) for name in SWITCHES}
+
+
+def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
     """The fields that only a block draft has. DFlash counts the target's layers from 0, by their outputs."""
     stated = mapping(published, DFLASH)
-    others = {name: value for name, value in stated.items() if value and name not in _OF_BLOCKS}
-    others |= {name: True for name in ("is_causal",) if published.get(name)}
-    if _find_window(published) or others:
-        name = next(iter(others), "layer_types")
-        raise ValueError(f"config.json: {name} is {others.get(name, SLIDING)!r}, which a draft of ours does not have")
-    ids, mask = stated.get("target_layer_ids"), stated.get("mask_token_id")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids):
-        raise ValueError(
-            f"config.json: target_layer_ids is {ids!r}; it must be numbers of inner layers of {spec.name}, from 0"
-        )
-    if type(mask) is not int:
-        raise ValueError(f"config.json: mask_token_id is {mask!r}; it must be a token of {spec.name}")
-    return {"block_layers": layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
-
-
-_OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")
+    others = {name: value for name, value in stated.items() if name not in OF_BLOCKS}
+    others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}
+    for name, value in others.items():
+        check(not value, name, value, "a draft of ours does not have it")
+    ids: Any = stated.get("target_layer_ids") or []
+    mask = stated.get("mask_token_id")
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids)
+    check(known and bool(ids), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0")
+    check(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
+    return {"block_layers": block_layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    for name, value in rope.items():
+        check(not isinstance(value, dict), "rope_parameters", name, "it must be for one kind of layer")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if several := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise ValueError(f"config.json: rope_parameters has values for {several[0]}; it must be of one kind of layer")
+    check(kind in ("default", "llama3"), "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
     if kind == "default":
         return None
-    if kind != "llama3":
-        raise ValueError(f"config.json: rope_scaling is {kind!r}; a draft of ours has 'default' or 'llama3'")
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
     try:
         return RopeScaling(**numbers)
@@ -143,12 +138,11 @@ def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
 def _find_window(published: dict[str, Any]) -> int | None:
     """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
     kinds, window = published.get("layer_types") or [FULL], published.get("sliding_window")
-    if not isinstance(kinds, list) or kinds not in ([FULL] * len(kinds), [SLIDING] * len(kinds)):
-        raise ValueError(f"config.json: layer_types is {kinds!r}; all must be {FULL}, or all {SLIDING}")
+    one_kind = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
+    check(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
     if kinds[0] == FULL:
         return None
-    if type(window) is not int or window < 1:
-        raise ValueError(f"config.json: sliding_window is {window!r}; it must be the slots that a query sees")
+    check(type(window) is int and window > 0, "sliding_window", window, "it must be the slots that a query sees")
     return window
 
 
@@ -159,8 +153,7 @@ def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
     if not ids:
         ids = mapping(published, "eagle_config").get(LAYER_IDS)
         known.append([layer - 1 for layer in ours])
-    if ids and ids not in known:
-        raise ValueError(f"config.json: {LAYER_IDS} is {ids}; a draft of ours for {config.target.name} fuses {ours}")
+    check(not ids or ids in known, LAYER_IDS, ids, f"a draft of ours for {config.target.name} fuses {ours}")
 
 
 def rope_parameters(config: DraftConfig) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     """The published config.json of a draft of ours.
 
     Args:
-        tensors: the file's.
+        tensors: of the file.
         tied: whether the target's head is its embedding.
     """
     spec = config.target
@@ -213,12 +206,11 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
 
 
 def _publish_block(config: DraftConfig) -> dict[str, Any]:
-    ids = [layer - 1 for layer in config.layers]
     return {
         "model_type": "qwen3",
         "block_size": config.depth + 1,
         "num_target_layers": config.target.layers,
-        DFLASH: {"target_layer_ids": ids, "mask_token_id": config.mask_row},
+        DFLASH: {"target_layer_ids": [layer - 1 for layer in config.layers], "mask_token_id": config.mask_row},
     }
 
 

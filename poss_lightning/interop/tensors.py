@@ -1,13 +1,12 @@
 """Rename the tensors of a published draft to ours, and ours to theirs; dtypes stay."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.interop.layouts import EMBEDDING, HEAD, OPTIONAL, TO_DRAFT, TO_TARGET, Layout
+from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout, refuse
 from poss_lightning.target.spec import EmbedHead
 
 
@@ -18,19 +17,16 @@ class Draft(NamedTuple):
     state: dict[str, Tensor]
 
 
-def check_names(tensors: dict[str, Tensor], layout: Layout, layers: int, input_norms: int = 0) -> None:
-    """Raise ValueError where a file lacks a tensor, or has one that the layout does not have.
-
-    Args:
-        layers: that it has.
-        input_norms: of what it reads of the target.
-    """
-    names = layout.number_names(layers, input_norms)
+def check_names(tensors: dict[str, Tensor], layout: Layout, config: DraftConfig) -> None:
+    """Raise ValueError where a file lacks a tensor, or has one that the layout does not have."""
+    names = set(layout.number_names(config.layer_count, config.input_norms).values())
     elsewhere = {EMBEDDING, HEAD, *((TO_TARGET, TO_DRAFT) if layout.vocabulary == "d2t" else ())}
-    if missing := [theirs for ours, theirs in names.items() if theirs not in tensors and ours not in OPTIONAL]:
-        raise ValueError(f"{missing[0]} is missing" + _count_others(missing))
-    if unknown := sorted(tensors.keys() - names.values() - elsewhere):
-        raise ValueError(f"{unknown[0]} has no place in this layout" + _count_others(unknown))
+    missing = sorted(names - tensors.keys() - {BIAS})
+    unknown = sorted(tensors.keys() - names - elsewhere)
+    for found, words in ((missing, "is missing"), (unknown, "has no place in this layout")):
+        if found:
+            others = f" (and {len(found) - 1} more)" if found[1:] else ""
+            raise ValueError(f"{found[0]} {words}{others}")
 
 
 def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
@@ -55,40 +51,47 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
         if differing:
             raise ValueError(
                 f"{name} is not the target's: {differing} of {len(ours)} rows differ by more than the rounding of "
-                f"{theirs.dtype} and {ours.dtype}; is it another target?"
+                f"{theirs.dtype} and {ours.dtype}; is it a different target?"
             )
 
 
-def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
+def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, config: DraftConfig) -> Tensor:
     """The target's token ids that a published draft proposes, ascending: (V,).
 
     Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
     ids. Engines ignore t2d, so it may be missing.
 
-    Args:
-        total: number of the target's tokens.
-
     Raises:
-        ValueError: d2t is missing, or has a wrong shape or dtype, or contradicts t2d or the head.
+        ValueError: d2t is missing, or has a wrong shape or dtype, or contradicts t2d or the config.
     """
-    if layout.vocabulary != "d2t":
-        return torch.arange(total)
-    head = list(tensors[HEAD].shape)
-    if head[:1] == [total] and not tensors.keys() & {TO_TARGET, TO_DRAFT}:
-        return torch.arange(total)
-    if TO_TARGET not in tensors:
-        raise ValueError(f"{TO_TARGET} is missing, and {HEAD} is {head} for the target's {total} tokens")
-    offsets = tensors[TO_TARGET]
-    if offsets.ndim != 1 or offsets.dtype != torch.int64 or not len(offsets):
-        raise ValueError(
-            f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64, one a draft id"
+    total = config.target.vocab_size
+    ids, size = torch.arange(total), config.vocabulary_size or total
+    if layout.vocabulary == "d2t":
+        head = list(tensors[HEAD].shape)
+        if tensors.keys() & {TO_TARGET, TO_DRAFT} or head[:1] != [total]:
+            refuse((TO_TARGET not in tensors, f"{TO_TARGET} is missing, and {HEAD} is {head} for {total} tokens"))
+            ids = _add_offsets(tensors[TO_TARGET], total)
+    marks = _make_maps(ids, total)[TO_DRAFT]
+    refuse(
+        (
+            tensors.get(TO_DRAFT, marks).tolist() != marks.tolist(),
+            f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives",
+        ),
+        (len(ids) != size, f"config.json: draft_vocab_size is {size}; the draft proposes {len(ids)} tokens"),
+    )
+    return ids
+
+
+def _add_offsets(offsets: Tensor, total: int) -> Tensor:
+    refuse(
+        (
+            offsets.ndim != 1 or offsets.dtype != torch.int64 or not len(offsets),
+            f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64, one per draft id",
         )
+    )
     ids = offsets + torch.arange(len(offsets))
-    if not ((ids >= 0) & (ids < total)).all() or not (ids.diff() > 0).all():
-        raise ValueError(f"{TO_TARGET} does not lead to ascending ids of the target's {total}")
-    expected = _make_maps(ids, total)[TO_DRAFT]
-    if tensors.get(TO_DRAFT, expected).tolist() != expected.tolist():
-        raise ValueError(f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives")
+    ascending = bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < total)
+    refuse((not ascending, f"{TO_TARGET} does not lead to ascending ids of the target's {total}"))
     return ids
 
 
@@ -113,28 +116,25 @@ def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids
                 f"{names[ours]} is {tensor.dtype} {list(tensor.shape)}; it must be floats {list(expected[ours].shape)}"
             )
     defaults = {"scale": torch.ones(empty.scale.shape)} | ({} if kept is None else {"vocabulary": kept})
-    if empty.fc.bias is not None:
-        defaults["fc.bias"] = torch.zeros(empty.fc.bias.shape, dtype=state["fc.weight"].dtype)
+    if BIAS in expected:
+        defaults[BIAS] = torch.zeros(expected[BIAS].shape, dtype=state["fc.weight"].dtype)
     return Draft(config, defaults | state)
 
 
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
     """The tensors of a published file.
 
-    The scale of fc's input is multiplied into its weights. Where their dtype does not hold the products, as it holds
-    those with powers of two, they are in float32, which is exact for weights and a scale of 16 bits.
+    The scale of fc's input is multiplied into its weights. Where their dtype cannot hold the products, which it can
+    for powers of two, they are in float32, which is exact for weights and a scale of 16 bits.
     """
     config, state = draft
     weight = state["fc.weight"]
     state = state | {"fc.weight": _hold(weight.double() * state["scale"].double(), weight.dtype)}
-    biased = "fc.bias" in state and (layout.bias == "always" or bool(state["fc.bias"].any()))
-    in_attention = biased and layout.bias == "attention"
     names = layout.number_names(config.layer_count, config.input_norms)
-    tensors = {
-        theirs: state[ours] for ours, theirs in names.items() if ours != "fc.bias" or (biased and not in_attention)
-    }
-    if in_attention:
-        tensors |= _to_attention_biases(state)
+    names.pop(BIAS, None)
+    tensors = {theirs: state[ours] for ours, theirs in names.items()}
+    if BIAS in state and (layout.bias == "always" or state[BIAS].any()):
+        tensors |= _to_attention_biases(state) if layout.bias == "attention" else {BIAS: state[BIAS]}
     if layout.embedding:
         tensors[EMBEDDING] = embed_head.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
@@ -155,7 +155,7 @@ def _to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     There is no norm between them: for queries, keys and values W (z + b) = W z + W b, and for the residual
     (z + b) + o = z + (o + b).
     """
-    bias = state["fc.bias"]
+    bias = state[BIAS]
     exact = {name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")}
     exact["o_proj"] = bias.double()
     return {f"layers.0.self_attn.{name}.bias": _hold(value, bias.dtype) for name, value in exact.items()}
@@ -165,7 +165,3 @@ def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in its dtype if that holds it, else in float32."""
     rounded = exact.to(dtype)
     return rounded if torch.equal(rounded.double(), exact) else exact.float()
-
-
-def _count_others(names: Iterable[str]) -> str:
-    return f" (and {more} more)" if (more := len([*names]) - 1) else ""

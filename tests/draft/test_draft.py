@@ -30,14 +30,43 @@ def test_who_serves_which_position(target, allocation, expected):
     assert [config.specialist_at(k) for k in range(1, 9)] == expected
 
 
-def test_a_kv_that_cannot_be_is_refused(target):
-    with pytest.raises(ValueError, match="kv is 'half'; Input should be 'separate' or 'shared'"):
-        tiny_draft(target, [2, 2, 2], kv="half")
+@pytest.fixture(scope="module")
+def deep():
+    """A target with inner layers to read."""
+    return tiny_target(num_hidden_layers=7)
+
+
+BLOCK = {"kind": "block"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        *(({"allocation": it}, r"allocation is .* positive integers") for it in ((), (0,), (2, -1), (1.5,), ("2",))),
+        ({"depth": 0}, "depth is 0"),
+        ({"kv": "half"}, "kv is 'half'; Input should be 'separate' or 'shared'"),
+        ({"window": 5}, "depth is 6, and the draft's window 5; it must not be deeper"),
+        ({"kind": "eagle4"}, "kind is 'eagle4'; Input should be 'eagle2', 'eagle3' or 'block'"),
+        ({"kind": "eagle3", "layers": 2}, "of a target with 4 or more; tiny has 2"),
+        ({"kind": "eagle3", "layers": None}, "tiny has layers that were not counted: extract anew"),
+        ({"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
+        ({"kind": "eagle3", "block_layers": 2}, "block_layers is 2, which only kind block has"),
+        (BLOCK | {"fc_norm": True}, "fc_norm is True, which only kind eagle3 has"),
+        (BLOCK | {"allocation": (3, 3)}, "give one number"),
+        (BLOCK | {"kv": "shared"}, "give one number"),
+        (BLOCK | {"mask_token": 320}, "has 320 tokens"),
+        (BLOCK | {"inner_layers": (3, 9)}, r"inner_layers is \[3, 9\]; tiny has 1 to 6"),
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_is_refused(deep, config, words):
+    spec = replace(deep.spec, layers=config.get("layers", 7))
+    given = {"target": spec, "allocation": (6,), "depth": 6} | config
+    with pytest.raises(ValueError, match=words):
+        DraftConfig(**{name: value for name, value in given.items() if name != "layers"})
 
 
 def test_a_depth_beyond_the_window_is_refused_by_all_who_go_so_deep(target):
-    with pytest.raises(ValueError, match="depth is 6, and the draft's window 5; it must not be deeper"):
-        tiny_draft(target, [6], window=5)
     draft = tiny_draft(target, [6], window=6)
     with pytest.raises(ValueError, match="depth is 7, and the draft's window 6"):
         Drafter(draft, target.embed_head, 7)
@@ -45,26 +74,21 @@ def test_a_depth_beyond_the_window_is_refused_by_all_who_go_so_deep(target):
         draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, 32), 7)
 
 
-def test_a_kind_that_cannot_be_is_refused(target, deep):
-    with pytest.raises(ValueError, match="kind is 'eagle4'; Input should be 'eagle2', 'eagle3' or 'block'"):
-        tiny_draft(deep, [2], kind="eagle4")
-    with pytest.raises(ValueError, match="of a target with 4 or more; tiny has 2"):
-        tiny_draft(target, [2], kind="eagle3")
-    uncounted = replace(deep.spec, layers=None)
-    with pytest.raises(ValueError, match="tiny has layers that were not counted: extract anew"):
-        DraftConfig(target=uncounted, allocation=(2,), depth=2, kind="eagle3")
-    assert uncounted.difference(deep.spec) is None and deep.spec.difference(uncounted) is None
-    assert deep.spec.difference(target.spec) is not None
-
-
-def test_a_config_from_before_there_were_kinds_is_read(target, deep):
-    config = tiny_draft(target, [2, 2]).config
-    older = {name: value for name, value in asdict(config).items() if name != "kind"}
-    older |= {"layers_per_specialist": 1, "order": None}  # what is gone, where it asks for nothing
-    del older["target"]["layers"]
-    read = DraftConfig.from_json(json.dumps(older), "config.json")
-    assert (read.kind, read.layers, read.target.layers) == ("eagle2", (), None)
-    assert tiny_draft(deep, [2], kind="eagle3").config.layers == (2, 3, 4)
+def test_a_draft_of_an_older_version_is_read(target, tmp_path):
+    """Its config has fields that are gone, with what they may say, and lacks new ones; its weights have no scale."""
+    draft = tiny_draft(target, [2, 2])
+    draft.save_pretrained(tmp_path)
+    stored = asdict(draft.config) | {"layers_per_specialist": 1, "order": None, "rope_theta": 500000}
+    del stored["kind"], stored["target"]["layers"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    state = load_file(tmp_path / "model.safetensors")
+    del state["scale"]
+    save_file(state, tmp_path / "model.safetensors")
+    read = Specialists.from_pretrained(tmp_path)
+    assert (read.config.kind, read.config.layers, read.config.rope_theta) == ("eagle2", (), 5e5)
+    assert read.config.target.layers is None
+    assert read.config.target.difference(target.spec) is target.spec.difference(read.config.target) is None
+    assert torch.equal(read.scale, torch.ones(64))
 
 
 @pytest.mark.parametrize(
@@ -81,16 +105,11 @@ def test_a_config_from_before_there_were_kinds_is_read(target, deep):
     ],
     ids=str,
 )
-def test_a_file_with_a_field_of_another_type_is_refused(target, changes, words):
+def test_a_file_with_a_field_of_a_wrong_type_is_refused(target, changes, words):
     stored = asdict(tiny_draft(target, [2, 2]).config)
     stored |= {**changes, "target": stored["target"] | changes.get("target", {})}
     with pytest.raises(ValueError, match=rf"DRAFT/config.json is not a draft's config \({words}"):
         DraftConfig.from_json(json.dumps(stored), "DRAFT/config.json")
-
-
-def test_a_whole_number_is_a_base_too(target):
-    stored = asdict(tiny_draft(target, [2, 2]).config) | {"rope_theta": 500000}
-    assert DraftConfig.from_json(json.dumps(stored), "config.json").rope_theta == 5e5
 
 
 def test_a_draft_with_its_own_head_keeps_none_of_the_targets(deep):
@@ -115,52 +134,35 @@ def raise_memory():
     raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.mark.parametrize("allocation", [[], [0], [2, -1], [1.5], ["2"]])
-def test_an_allocation_that_cannot_be_is_refused(target, allocation):
-    with pytest.raises(ValueError, match=r"allocation is .* positive integers"):
-        DraftConfig(target=target.spec, allocation=tuple(allocation), depth=6)
-
-
-def test_a_depth_that_cannot_be_is_refused(target):
-    with pytest.raises(ValueError, match="depth is 0"):
-        DraftConfig(target=target.spec, allocation=(2,), depth=0)
-
-
-@pytest.fixture(scope="module")
-def deep():
-    """A target with inner layers to read."""
-    return tiny_target(num_hidden_layers=7)
-
-
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 7)])
-def test_save_then_load_is_identity(deep, tmp_path, vocabulary, kind):
-    size = None if vocabulary is None else len(vocabulary)
-    config = DraftConfig(
-        target=deep.spec,
-        allocation=(1, 3, 2),
-        depth=7,
-        detach=False,
-        intermediate_size=40,
-        vocabulary_size=size,
-        kind=kind,
-    )
-    draft = Specialists(config, vocabulary)
+@pytest.mark.parametrize(
+    ("allocation", "config"),
+    [
+        ([1, 3, 2], {"kind": "eagle2", "intermediate_size": 40, "depth": 7, "detach": False}),
+        ([1, 3, 2], {"kind": "eagle3", "intermediate_size": 40, "depth": 7}),
+        ([6], {"kind": "block", "block_layers": 2, "inner_layers": (1, 3), "mask_token": 5}),
+    ],
+)
+def test_save_then_load_is_identity_and_nothing_frozen_is_stored(deep, tmp_path, allocation, config, vocabulary):
+    draft = tiny_draft(deep, allocation, vocabulary=vocabulary, **config)
+    draft.init_head(deep.embed_head.restrict(vocabulary))
     draft.save_pretrained(tmp_path)
     loaded = Specialists.from_pretrained(tmp_path)
     assert loaded.config == draft.config
     assert loaded.state_dict().keys() == draft.state_dict().keys()
     assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    own = {"lm_head.weight"} if draft.config.own_head and vocabulary is None else set()
+    assert {name for name, value in load_file(tmp_path / "model.safetensors").items() if 320 in value.shape} == own
 
 
-def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_path, monkeypatch):
+def test_a_shipped_draft_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_path, monkeypatch):
     draft = tiny_draft(target, [2, 2])
     draft.save_pretrained(tmp_path / "full")
-    export(str(tmp_path / "full"), str(tmp_path / "heads" / "embedded-pair"), "bfloat16")
-    halved = tmp_path / "heads" / "embedded-pair" / "model.safetensors"
+    export(str(tmp_path / "full"), str(tmp_path / "shipped" / "embedded-pair"), "bfloat16")
+    halved = tmp_path / "shipped" / "embedded-pair" / "model.safetensors"
     assert all(value.dtype == torch.bfloat16 for value in load_file(halved).values())
-    monkeypatch.setattr(folders, "SHIPPED", tmp_path / "heads")
+    monkeypatch.setattr(folders, "SHIPPED", tmp_path / "shipped")
     read = Specialists.from_pretrained("embedded-pair")
     for name, value in read.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, draft.state_dict()[name].bfloat16().float())
@@ -169,7 +171,7 @@ def test_a_shipped_head_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp_
         Specialists.from_pretrained("embedded-other")
 
 
-def test_the_shipped_heads_are_whole_and_small():
+def test_the_shipped_drafts_are_complete_and_small():
     names = folders.shipped()
     drafts = [Specialists.from_pretrained(name) for name in names]
     assert names == ["embedded-hass", "embedded-poss2"]
@@ -210,68 +212,44 @@ def test_fc_norm_begins_with_inputs_of_a_mean_square_of_one_or_as_the_fc_without
     assert not torch.allclose(normed.fuse(2 * inputs), plain.fuse(2 * inputs), rtol=0.1)
 
 
-def test_a_draft_from_before_inputs_were_scaled_is_read(target, tmp_path):
-    draft = tiny_draft(target, [2, 2])
-    draft.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    del state["scale"]
-    save_file(state, tmp_path / "model.safetensors")
-    assert torch.equal(Specialists.from_pretrained(tmp_path).scale, torch.ones(64))
-
-
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_nothing_frozen_is_stored(deep, tmp_path, kind):
-    tiny_draft(deep, [2, 2], kind=kind).save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert {name for name, tensor in stored.items() if deep.spec.vocab_size in tensor.shape} == (
-        {"lm_head.weight"} if kind == "eagle3" else set()
-    )
-
-
-def test_a_wrong_allocation_does_not_load(target, tmp_path):
-    tiny_draft(target, [2, 2]).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"allocation": [2, 2, 2]}))
-    with pytest.raises(ValueError, match=r"model\.safetensors does not fit its config\.json"):
-        Specialists.from_pretrained(tmp_path)
-
-
 def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        Specialists.from_pretrained(tmp_path)
+    def refused(words, kind=ValueError):
+        with pytest.raises(kind, match=words):
+            Specialists.from_pretrained(tmp_path)
+
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    refused(r"has no config\.json", FileNotFoundError)
     tiny_draft(target, [2]).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"span": 2}))
-    with pytest.raises(ValueError, match=r"config\.json is not a draft's config .*span"):
-        Specialists.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    state = load_file(tmp_path / "model.safetensors")
-    save_file({name: value for name, value in state.items() if name != "fc.weight"}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"fc\.weight"):
-        Specialists.from_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle is not even opened
-    with pytest.raises(ValueError, match=r"model\.safetensors is torn, or no safetensors file"):
-        Specialists.from_pretrained(tmp_path)
+    stored, state = json.loads(config.read_text()), load_file(weights)
+    config.write_text(json.dumps(stored | {"span": 2}))
+    refused(r"config\.json is not a draft's config .*span")
+    config.write_text(json.dumps(stored | {"allocation": [2, 2]}))
+    refused(r"model\.safetensors does not fit its config\.json")
+    config.write_text(json.dumps(stored))
+    save_file({name: value for name, value in state.items() if name != "fc.weight"}, weights)
+    refused(r"fc\.weight")
+    weights.write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle is not even opened
+    refused(r"model\.safetensors is damaged, or not a safetensors file")
     with pytest.raises(FileNotFoundError, match="neither a local folder nor a hub id"):
         Specialists.from_pretrained("nobody/no-draft")
+
+
+NOT_FINITE = r"\d+ of \d+ numbers that are infinite or not a number"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda value: value.index_fill(0, torch.tensor([1]), torch.nan),
-            r"\d+ of \d+ numbers that are infinite or not a n",
-        ),
-        (lambda value: value.index_fill(0, torch.tensor([1]), -torch.inf), "numbers that are infinite or not a number"),
-        (lambda value: value.double() * 1e300, "numbers that are infinite or not a number"),  # in float32
+        (lambda value: value.index_fill(0, torch.tensor([1]), torch.nan), NOT_FINITE),
+        (lambda value: value.index_fill(0, torch.tensor([1]), -torch.inf), NOT_FINITE),
+        (lambda value: value.double() * 1e300, NOT_FINITE),  # in float32
         (lambda value: value.to(torch.complex64), r"is (torch\.)?complex64.*; it must be"),
         (lambda value: value > 0, r"is (torch\.)?bool.*; it must be"),
         (lambda value: value.to(torch.int8), r"is (torch\.)?int8.*; it must be"),
     ],
 )
 def test_weights_that_cannot_draft_are_refused_by_name(target, tmp_path, convert, change, words):
-    """Of a folder of ours, and of a published draft; else every proposal is wrong, and nothing says why."""
+    """Both of ours and of a published draft; else every proposal is wrong, and nothing says why."""
     tiny_draft(target, [2]).save_pretrained(tmp_path / "draft")
     convert(tmp_path / "draft", tmp_path / "theirs", "--output_format", "eagle")
     for folder, load in (
@@ -295,10 +273,9 @@ def test_a_vocabulary_of_no_whole_numbers_is_refused(target, tmp_path, dtype):
         Specialists.from_pretrained(tmp_path)
 
 
-def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep):
+def test_a_head_of_its_own_begins_as_the_target_s_and_continues_as_another_draft_s(deep):
     vocabularies = torch.arange(0, 320, 2), torch.arange(0, 320, 3)
-    config = DraftConfig(target=deep.spec, allocation=(2, 2), depth=4, kind="eagle3")
-    draft, other = (Specialists(replace(config, vocabulary_size=len(own)), own) for own in vocabularies)
+    draft, other = (tiny_draft(deep, [2, 2], vocabulary=own, kind="eagle3") for own in vocabularies)
     embed_head = EmbedHead(deep.embed_head.embedding, deep.embed_head.head, scale=0.5)
     draft.init_head(embed_head.restrict(draft.vocabulary))
     features = torch.randn(3, 32)
@@ -308,7 +285,7 @@ def test_an_own_head_begins_as_the_target_s_and_goes_on_as_another_draft_s(deep)
     assert torch.equal(draft.lm_head.weight[::3], other.lm_head.weight[::2])  # tokens 0, 6, 12, …
     assert torch.equal(draft.lm_head.weight[1], deep.embed_head.head[2] * 0.5)  # the other does not have it
     assert torch.equal(draft.fc.weight, other.fc.weight)
-    with pytest.raises(ValueError, match="the draft to start from is eagle2, and this one eagle3"):
+    with pytest.raises(ValueError, match="the draft to start from has kind eagle2, and this one eagle3"):
         draft.start_from(tiny_draft(deep, [4]))
 
 
@@ -324,10 +301,10 @@ def test_starting_from_fewer_specialists_copies_who_served_the_first_position(ta
     assert single.layers[0].q_proj.weight.any() and triple.layers[1].q_proj.weight.any()
 
 
-def test_a_start_of_other_sizes_or_another_target_is_refused(target):
+def test_a_start_of_other_sizes_or_a_different_target_is_refused(target):
     with pytest.raises(ValueError, match="other sizes"):
         tiny_draft(target, [2, 2], intermediate_size=40).start_from(tiny_draft(target, [4]))
-    with pytest.raises(ValueError, match="another target: fingerprint"):
+    with pytest.raises(ValueError, match="a different target: fingerprint"):
         tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
 
 

@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
-from poss_lightning.interop.layouts import LAYOUTS, check_expressible
+from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import check_frozen
 from poss_lightning.target.model import Target
 from tests.support import naive
-from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, Code, D, put, read, refused, same
+from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, D, put, read, same
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 
@@ -27,10 +27,8 @@ def published(target: Target, layers: int, bias: bool = True, dtype: torch.dtype
     shapes = {"fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
     shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    return {
-        name: tensor.to(dtype)
-        for name, tensor in (tensors | {"embed_tokens.weight": target.embed_head.embedding}).items()
-    }
+    tensors["embed_tokens.weight"] = target.embed_head.embedding
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def agree(folder: Path, draft: Specialists, target: Target, depth: int = 6) -> None:
@@ -38,49 +36,54 @@ def agree(folder: Path, draft: Specialists, target: Target, depth: int = 6) -> N
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
     features = torch.randn(5, D, generator=generator)
-    tensors, config = read(folder), json.loads((folder / "config.json").read_text())
-    twin = naive.PublishedDraft(tensors, config, draft.config.allocation[0])
+    twin = naive.PublishedDraft(read(folder), stated(folder), draft.config.allocation[0])
     expected = twin.chain(target.embed_head.embedding, tokens, features, depth)
-    unknown = torch.full((depth - 1, D), torch.nan)  # features of drafted slots are nobody's business
+    unknown = torch.full((depth - 1, D), torch.nan)  # features of drafted slots are not read
     ours = naive.chain(draft, target.embed_head.embed(tokens), torch.cat([features, unknown]), 4, depth)
     torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def stated(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
 
 
 # --- theirs -> ours -> theirs, and ours -> theirs -> ours ---
 
 
 @pytest.mark.parametrize(
-    ("name", "allocation", "bias", "dtype", "kind"),
+    ("name", "allocation", "changes", "dtype", "kind"),
     [
-        ("eagle", None, True, torch.float16, "safetensors"),
-        ("eagle", [4], False, torch.bfloat16, "bin"),
-        ("hass", None, True, torch.float32, "safetensors shards"),
-        ("poss", [2, 2, 2], True, torch.float32, "bin shards"),
-        ("poss", [1] * 4, False, torch.float16, "safetensors"),
+        ("eagle", None, {"rope_theta": 50.0}, torch.float16, "safetensors"),
+        ("eagle", [4], {"bias": False}, torch.bfloat16, "bin"),
+        ("hass", None, {}, torch.float32, "safetensors shards"),
+        ("poss", [2, 2, 2], {}, torch.float32, "bin shards"),
+        ("poss", [1] * 4, {"bias": False}, torch.float16, "safetensors"),
     ],
 )
-def test_theirs_drafts_as_computed_by_its_names_and_comes_back(
-    convert, target, tmp_path, name, allocation, bias, dtype, kind
+def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
+    convert, target, tmp_path, name, allocation, changes, dtype, kind
 ):
+    bias = changes.get("bias", True)
     tensors = published(target, len(allocation or [6]), bias, dtype)
-    theirs = put(tmp_path / "theirs", tensors, kind, **({} if bias else {"bias": False}))
+    theirs = put(tmp_path / "theirs", tensors, kind, **changes)
     convert(theirs, tmp_path / "ours", "--input_format", name, *(["--allocation", allocation] if allocation else []))
     convert(tmp_path / "ours", tmp_path / "back", f"--output_format={'poss' if name == 'poss' else 'eagle'}")
     assert same(read(tmp_path / "back"), tensors)
-    back = json.loads((tmp_path / "back" / "config.json").read_text())
-    untold = {"max_position_embeddings", "torch_dtype"}  # the target's, and the tensors'
-    assert all(back[key] == CONFIG[key] for key in (back.keys() & CONFIG.keys()) - untold)
+    back, expected = stated(tmp_path / "back"), CONFIG | changes
+    free = {"max_position_embeddings", "torch_dtype"}  # the target's, and the tensors'
+    assert all(back[key] == expected[key] for key in (back.keys() & expected.keys()) - free)
     assert back.get("bias", True) is bias  # EAGLE's reader builds fc by it
 
     draft, stored = Specialists.from_pretrained(tmp_path / "ours"), read(tmp_path / "ours")
     assert draft.config.allocation == tuple(allocation or [6])
     assert draft.config.depth == {"eagle": 1, "hass": 3, "poss": sum(allocation or [])}[name]
+    assert draft.config.rope_theta == changes.get("rope_theta")
     assert {tensor.dtype for key, tensor in stored.items() if key != "scale"} == {dtype}
     assert not any(VOCABULARY in tensor.shape for tensor in stored.values())
     agree(tmp_path / "back", draft, target)
 
 
-def test_ours_comes_back_but_for_what_only_training_knows(convert, target, tmp_path):
+def test_a_draft_comes_back_but_for_what_only_training_knows(convert, target, tmp_path):
     draft = tiny_draft(target, [2, 2, 2], intermediate_size=40, depth=8, detach=False)
     torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
@@ -108,7 +111,7 @@ def test_the_scale_goes_into_the_weights(convert, target, tmp_path, exact):
 
 
 def test_a_draft_of_16_bits_loses_nothing_by_its_scale(convert, target, tmp_path):
-    """Products of two numbers of 16 bits are whole in float32; rounded again, they had drafted other tokens in vLLM."""
+    """Products of two numbers of 16 bits are exact in float32; rounded again, vLLM would draft other tokens."""
     draft = tiny_draft(target, [6])
     draft.scale.uniform_(0.5, 2)
     draft.fc.bias.data.zero_()
@@ -121,7 +124,7 @@ def test_a_draft_of_16_bits_loses_nothing_by_its_scale(convert, target, tmp_path
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, tmp_path, tied):
-    """The target is stored in bfloat16, the draft in float32; what is the target's is seen to be and not kept."""
+    """The target is stored in bfloat16, the draft in float32; the target's tensors are recognised and not kept."""
     model = tiny_model(tie_word_embeddings=tied).bfloat16()
     for part in (model, tiny_tokenizer()):
         part.save_pretrained(tmp_path / "target")
@@ -132,13 +135,13 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle", target=tmp_path / "target")
     convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle", target=tmp_path / "target")
     assert same(read(tmp_path / "back"), tensors)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"] is tied
+    assert stated(tmp_path / "back")["tie_word_embeddings"] is tied
 
 
 @pytest.mark.parametrize(
-    ("stored", "between", "taken"),
+    ("stored", "between", "accepted"),
     [
-        (torch.float32, torch.bfloat16, False),  # nobody rounds as coarsely
+        (torch.float32, torch.bfloat16, False),  # neither dtype rounds so coarsely
         (torch.bfloat16, torch.bfloat16, True),
         (torch.bfloat16, torch.float16, True),
         (torch.float16, torch.float16, True),
@@ -146,30 +149,22 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     ],
     ids=str,
 )
-def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, taken):
-    """The target's, in float32, went through another dtype before it was stored; one bit more is another one."""
+def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, accepted):
+    """The target's, in float32, went through a different dtype before it was stored; one bit more is too much."""
     own = target.embed_head.embedding
     theirs = own.to(between).to(stored)
-    for tensor, fits in ((theirs, taken), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
+    for tensor, fits in ((theirs, accepted), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
         with nullcontext() if fits else pytest.raises(ValueError, match="rows differ by more than the rounding"):
             check_frozen({"embed_tokens.weight": tensor}, target.embed_head, LAYOUTS["eagle"])
 
 
-def test_what_a_config_leaves_out_is_what_the_published_code_takes(target):
+def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
     """And a number that a GGUF file rounded to float32 is still the same."""
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
-    turned = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | turned):
-        config = settings.parse(given, LAYOUTS["eagle"], [6], target.spec, vocabulary_size=VOCABULARY)
+    rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope):
+        config = settings.parse(given, LAYOUTS["eagle"], [6], target.spec)
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
-
-
-def test_a_rotary_base_of_its_own_is_kept(convert, target, tmp_path):
-    theirs = put(tmp_path / "theirs", published(target, 1, bias=False), bias=False, rope_theta=50.0)
-    convert(theirs, tmp_path / "ours", "--input_format", "eagle")
-    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "vllm")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["rope_theta"] == 50.0
-    agree(tmp_path / "back", Specialists.from_pretrained(tmp_path / "ours"), target)
 
 
 # --- engines ---
@@ -200,148 +195,29 @@ def test_engines_find_each_key_and_compute_the_same(convert, target, tmp_path, e
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
     names, keys = ENGINES[engine]
     assert read(tmp_path / "theirs").keys() == names
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    config = stated(tmp_path / "theirs")
     assert {key: config.get(key) for key in BOTH | keys} == BOTH | keys
     parsed = AutoConfig.from_pretrained(tmp_path / "theirs")  # as both read it
     assert parsed.model_type == "llama" and parsed.rope_parameters["rope_theta"] == target.spec.rope_theta
     agree(tmp_path / "theirs", draft, target)
 
 
-@pytest.mark.parametrize(("engine", "rest"), [("vllm", set()), ("sglang", {"fc.bias"})])
-def test_a_published_draft_without_a_bias_goes_to_engines(convert, target, tmp_path, engine, rest):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_published_draft_without_a_bias_goes_to_engines(convert, target, tmp_path, engine):
     put(tmp_path / "theirs", published(target, 1, bias=False), bias=False)
     convert(tmp_path / "theirs", tmp_path / "served", "--input_format", "eagle", "--output_format", engine)
-    assert read(tmp_path / "served").keys() == {"fc.weight"} | LAYER | rest
-    assert not json.loads((tmp_path / "served" / "config.json").read_text()).get("attention_bias")
+    assert read(tmp_path / "served").keys() == ENGINES[engine][0] - ATTENTION
+    assert not stated(tmp_path / "served").get("attention_bias")
 
 
-def test_a_smaller_vocabulary_is_sglangs_token_map(convert, target, tmp_path, capsys):
-    kept = torch.arange(0, VOCABULARY, 3)
-    draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=len(kept)), kept)
-    draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "sglang")
-    assert torch.load(tmp_path / "theirs" / "token_map.pt", weights_only=True) == kept.tolist()
-    assert f"--speculative-token-map {tmp_path}/theirs/token_map.pt" in capsys.readouterr().out
-
-
-def test_a_vocabulary_of_all_tokens_is_none(convert, target, tmp_path):
-    """So layouts without a place for a smaller one take it."""
-    every = torch.arange(VOCABULARY)
-    draft = Specialists(replace(tiny_draft(target, [6]).config, vocabulary_size=VOCABULARY), every)
-    draft.save_pretrained(tmp_path / "ours")
-    for engine in ENGINES:
-        convert(tmp_path / "ours", tmp_path / engine, "--output_format", engine)
-        assert read(tmp_path / engine).keys() <= ENGINES[engine][0]
+def test_a_smaller_vocabulary_is_sglangs_token_map_and_one_of_all_tokens_is_none(convert, target, tmp_path, capsys):
+    for name, kept in (("some", torch.arange(0, VOCABULARY, 3)), ("all", torch.arange(VOCABULARY))):
+        tiny_draft(target, [6], vocabulary=kept).save_pretrained(tmp_path / name)
+    convert(tmp_path / "some", tmp_path / "mapped", "--output_format", "sglang")
+    stored = torch.load(tmp_path / "mapped" / "token_map.pt", weights_only=True)
+    assert stored == list(range(0, VOCABULARY, 3))
+    assert f"--speculative-token-map {tmp_path}/mapped/token_map.pt" in capsys.readouterr().out
+    for engine, (names, _) in ENGINES.items():
+        convert(tmp_path / "all", tmp_path / engine, "--output_format", engine)
+        assert read(tmp_path / engine).keys() <= names
         assert not (tmp_path / engine / "token_map.pt").exists()
-
-
-# --- what is refused, in one line ---
-
-
-def broken(folder: Path, tensors: dict[str, Tensor], how: str) -> None:
-    """Put a published PosS folder of three layers that is wrong in one way."""
-    layer = "layers.1.mlp.up_proj.weight"
-    match how:
-        case "missing":
-            del tensors[layer]
-        case "extra":
-            tensors["layers.0.self_attn.q_proj.bias"] = torch.zeros(D)
-        case "shape":
-            tensors[layer] = tensors[layer][:-1]
-        case "embedding":
-            tensors["embed_tokens.weight"][7] += 1
-        case "code":
-            tensors["layers.0.self_attn.q_proj.weight"] = Code()
-    wrong = {"eps": {"rms_norm_eps": 1e-5}, "width": {"intermediate_size": None}}
-    wrong |= {"speculators": {"speculators_model_type": "eagle3"}}
-    kind = {"code": "bin", "list": "bin", "shard": "safetensors shards", "path": "safetensors shards"}
-    put(folder, [1, 2] if how == "list" else tensors, kind.get(how, "safetensors"), **wrong.get(how, {}))
-    match how:
-        case "no config":
-            (folder / "config.json").unlink()
-        case "damaged":
-            path = folder / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-9])
-        case "shard":
-            next(folder.glob("*-00001-*")).unlink()
-        case "path":
-            index = folder / "model.safetensors.index.json"
-            index.write_text(json.dumps({"weight_map": {"fc.weight": "../model.safetensors"}}))
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("missing", "does not fit --input_format poss: layers.1.mlp.up_proj.weight is missing"),
-        ("extra", "layers.0.self_attn.q_proj.bias has no place in this layout"),
-        ("shape", "layers.1.mlp.up_proj.weight is torch.float16 [47, 32]; it must be floats [48, 32]"),
-        ("embedding", "embed_tokens.weight is not the target's: 1 of 320 rows differ"),
-        ("eps", "rms_norm_eps is 1e-05; a draft of ours for"),
-        ("width", "intermediate_size is None; it must be the width"),
-        ("no config", "No such file or directory: 'theirs/config.json'"),
-        ("speculators", "config.json is of the speculators format: say --input_format speculators"),
-        ("damaged", "model.safetensors is damaged: "),
-        ("shard", "No such file or directory: "),
-        ("path", "names '../model.safetensors', which is not a file beside it"),
-        ("code", "pytorch_model.bin is not read, as it holds more than plain tensors"),
-        ("list", "pytorch_model.bin is not a table of names and tensors"),
-    ],
-)
-def test_a_folder_that_is_wrong_is_refused(convert, target, tmp_path, monkeypatch, how, words):
-    monkeypatch.chdir(tmp_path)
-    broken(tmp_path / "theirs", published(target, 3), how)
-    refused(convert, tmp_path, words, "theirs", "out", "--input_format", "poss", "--allocation", [2, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["theirs", "out", "--input_format", "poss"], "it has 3 layers, and does not say how many positions each"),
-        (
-            ["theirs", "out", "--input_format", "poss", "--allocation", [3, 3]],
-            "is of 2 specialists, and it has 3 layers",
-        ),
-        (["theirs", "out", "--input_format", "eagle"], "if they are specialists, say --input_format poss"),
-        (
-            ["theirs", "out", "--input_format=poss", "--output_format=poss"],
-            "input_format and output_format are both poss",
-        ),
-        (["theirs", "theirs", "--input_format", "poss"], "theirs is there already"),
-        (["ours", "out", "--output_format", "poss", "--allocation", [2, 2]], "states its own: leave it out"),
-        (["ours", "out", "--output_format", "eagle"], "it has 2 specialists and this layout one layer"),
-        (["another", "out", "--output_format", "eagle"], "another was trained for another target: fingerprint"),
-        (["cut", "out", "--output_format", "eagle"], "--vocabulary_size 320` gives it back"),
-    ],
-    ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else "",
-)
-def test_arguments_that_cannot_be_are_refused(convert, target, tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    put(tmp_path / "theirs", published(target, 3))
-    tiny_draft(target, [2, 3]).save_pretrained("ours")
-    tiny_draft(tiny_target(1), [6]).save_pretrained("another")
-    config = replace(tiny_draft(target, [6]).config, vocabulary_size=9)
-    Specialists(config, torch.arange(9)).save_pretrained("cut")
-    refused(convert, tmp_path, words, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("allocation", "changes", "words"),
-    [
-        ([2, 2, 9], {}, None),  # past the end the last one goes on anyway
-        ([1, 3, 2], {}, "as many positions as the first"),
-        ([2, 2], {"kv": "shared"}, "its kv is shared, and in this layout it is separate"),
-        ([6], {"kv": "shared"}, None),
-        ([6], {"logit_scale": 0.5}, "scales or caps logits"),
-        ([6], {"logit_cap": 30.0}, "scales or caps logits"),
-        ([6], {"head_dim": 16}, "heads are 16 wide; this layout's code takes hidden_size / heads, 8"),
-    ],
-)
-def test_what_poss_files_cannot_say_is_refused(target, allocation, changes, words):
-    own = {key: changes[key] for key in changes.keys() & {"kv"}}
-    spec = replace(target.spec, **{key: changes[key] for key in changes.keys() - own.keys()})
-    config = replace(tiny_draft(target, allocation, **own).config, target=spec)
-    if words is None:
-        return check_expressible(config, LAYOUTS["poss"])
-    with pytest.raises(ValueError) as caught:
-        check_expressible(config, LAYOUTS["poss"])
-    assert words in str(caught.value)

@@ -72,6 +72,6 @@ def tiny_draft(
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-        elif draft.config.normed_head:  # a norm's
+        elif not draft.config.predicts_feature:  # a norm's
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return draft

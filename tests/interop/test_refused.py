@@ -1,0 +1,223 @@
+"""What is refused, in one line that names it, and nothing is left: wrong files, damaged folders, wrong arguments."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from poss_lightning.draft.config import DraftConfig, check_draft
+from poss_lightning.interop.layouts import check_expressible, find_layout
+from poss_lightning.target.model import Target
+from tests.interop import test_dflash as dflash
+from tests.interop import test_eagle3 as eagle3
+from tests.interop import test_speculators as speculators
+from tests.interop.test_eagle3 import FUSED_BY, KEY, ROPE, SOME, THREE
+from tests.interop.test_layouts import published
+from tests.support.layouts import CONFIG, VOCABULARY, Code, D, put, refused
+from tests.support.tiny import tiny_draft, tiny_target
+
+
+def build(name: str, target: Target) -> tuple[dict[str, Tensor], dict]:
+    """Tensors and config.json of a published file that is right."""
+    return {
+        "poss": lambda: (published(target, 3), CONFIG),
+        "eagle3": lambda: (eagle3.random_file(), CONFIG | {KEY: len(SOME)}),
+        "speculators": lambda: (eagle3.random_file(layers=("layers.0",)), speculators.CONFIG),
+        "dflash": lambda: (dflash.random_file(target), CONFIG | dflash.STATED),
+    }[name]()
+
+
+def layer(**changes: object) -> dict:
+    return {"transformer_layer_config": speculators.LAYER | changes}
+
+
+def blocks(**changes: object) -> dict:
+    return {"dflash_config": dflash.STATED["dflash_config"] | changes}
+
+
+UP = "layers.1.mlp.up_proj.weight"
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 9}
+WRONG = [
+    ("poss", {UP: None}, f"does not fit --input_format poss: {UP} is missing"),
+    ("poss", {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
+    ("poss", {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
+    ("poss", {"embed_tokens.weight": torch.full((VOCABULARY, D), 9.0)}, "is not the target's: 320 of 320 rows differ"),
+    ("poss", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; a draft of ours for"),
+    ("poss", {"intermediate_size": None}, "intermediate_size is None; it must be the width"),
+    ("poss", {KEY: 9}, "draft_vocab_size is 9; the draft proposes 320 tokens"),
+    ("poss", {"speculators_model_type": "eagle3"}, "is of the speculators format: say --input_format speculators"),
+    ("eagle3", {"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
+    ("eagle3", {UP: torch.zeros(2, 2)}, f"{UP} has no place in this layout"),
+    ("eagle3", {"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is torch.float32 [32, 64]; it must be floats [32, 96]"),
+    ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for 320 tokens"),
+    ("eagle3", {"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64, one per draft id"),
+    ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
+    ("eagle3", {"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
+    ("eagle3", {"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "t2d does not mark the 107 of the target's 320 ids"),
+    ("eagle3", {KEY: 106}, "draft_vocab_size is 106; the draft proposes 107 tokens"),
+    ("eagle3", {"norm_before_fc": True}, "input_norm.weight is missing"),
+    ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
+    ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
+    ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; Input should be a valid number"),
+    ("eagle3", {"rope_parameters": {"full_attention": ROPE}}, "is 'full_attention'; it must be for one kind of layer"),
+    ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
+    ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
+    ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
+    ("speculators", {"speculators_model_type": "dflash"}, "type is 'dflash'; a draft of ours has 'eagle3'"),
+    ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is None; it must describe"),
+    ("speculators", {"target_hidden_size": 64}, "target_hidden_size is 64; a draft of ours has 32"),
+    ("speculators", layer(model_type="qwen3"), "config.model_type is 'qwen3'; a draft of ours has 'llama'"),
+    ("speculators", layer(num_hidden_layers=2), "config.num_hidden_layers is 2; a draft of ours has 1"),
+    ("speculators", layer(rope_parameters={"rope_type": "llama3"}), "rope_scaling's factor is None"),
+    ("speculators", layer(layer_types=["sliding_attention"]), "sliding_window is None; it must be the slots that a"),
+    ("speculators", layer(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']; all must be full"),
+    (
+        "speculators",
+        speculators.engine({"speculative_tokens": 65}),
+        "allocation is [65]; it must be a list of positive",
+    ),
+    ("speculators", speculators.engine({"speculative_tokens": "2"}), "allocation is ['2']; it must be a list of posi"),
+    ("dflash", {"layers.0.self_attn.q_norm.weight": None}, "layers.0.self_attn.q_norm.weight is missing"),
+    ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
+    ("dflash", blocks(target_layer_ids=None), "target_layer_ids is []; it must be numbers of inner layers of"),
+    ("dflash", blocks(target_layer_ids=[7]), "target_layer_ids is [7]; it must be numbers of inner layers of"),
+    ("dflash", blocks(mask_token_id=None), "mask_token_id is None"),
+    ("dflash", blocks(use_swa=True), "use_swa is True; a draft of ours does not have it"),
+    ("dflash", {"is_causal": True}, "is_causal is True"),
+    ("dflash", SLIDING, "layer_types is 'sliding_attention'"),
+    ("dflash", {"num_attention_heads": 8}, "num_attention_heads is 8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"), WRONG, ids=[f"{name} {' '.join(changes)}" for name, changes, _ in WRONG]
+)
+def test_a_file_that_is_wrong_is_refused(convert, deep, tmp_path, name, changes, words):
+    tensors, config = build(name, deep)
+    of_tensors = {key: value for key, value in changes.items() if "." in key or key in ("d2t", "t2d")}
+    kept = {key: tensor for key, tensor in (tensors | of_tensors).items() if tensor is not None}
+    stated = config | {key: value for key, value in changes.items() if key not in of_tensors}
+    folder = put(tmp_path / "theirs", kept)
+    (folder / "config.json").write_text(json.dumps(stated))
+    given = ("--allocation", [2, 2, 2]) if name == "poss" else ()
+    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", name, *given)
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def lead_outside(folder: Path) -> None:
+    index = {"weight_map": {"fc.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "words"),
+    [
+        ("safetensors", lambda folder: (folder / "config.json").unlink(), "No such file or directory: "),
+        ("safetensors", cut_off, "model.safetensors is damaged: "),
+        ("safetensors shards", lambda folder: next(folder.glob("*-00001-*")).unlink(), "No such file or directory: "),
+        ("safetensors shards", lead_outside, "names '../model.safetensors', which is not a file beside it"),
+        ("bin", {"fc.weight": Code()}, "pytorch_model.bin is not loaded, as it holds more than plain tensors"),
+        ("bin", [1, 2], "pytorch_model.bin is not a table of names and tensors"),
+    ],
+)
+def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypatch, kind, damage, words):
+    monkeypatch.chdir(tmp_path)  # code in a file would leave a file here
+    theirs = put(tmp_path / "theirs", published(target, 3) if callable(damage) else damage, kind)
+    if callable(damage):
+        damage(theirs)
+    refused(convert, tmp_path, words, theirs, "out", "--input_format", "poss", "--allocation", [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("poss out --input_format=poss", "it has 3 layers, and does not state how many positions each"),
+        ("poss out --input_format=poss --allocation=[3,3]", "it has 3 layers, and allocation [3, 3] is of 2 special"),
+        ("poss out --input_format=eagle", "if they are specialists, say --input_format poss"),
+        ("poss out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
+        ("poss poss --input_format=poss", "poss is there already"),
+        ("eagle3 out --input_format=eagle3 --allocation=[4,4]", "it has one layer, and allocation [4, 4] is of 2"),
+        ("eagle3 out --input_format=speculators", "has no speculators_model_type"),
+        ("speed out --input_format=eagle3", "and numbered: say --input_format speed"),
+        (
+            "dflash out --input_format=dflash --allocation=[3]",
+            "allocation is [3]; the file states block_size: leave it",
+        ),
+        ("ours out --output_format=poss --allocation=[2,2]", "states its own: leave it out"),
+        ("ours out --output_format=eagle", "its number of specialists is 2, and in this layout it is 1; use --output_"),
+        ("another out --output_format=eagle", "another was trained for a different target: fingerprint"),
+        ("shallow out --output_format=eagle3", "it fuses layers [2, 2, 1] of 4; published code takes"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    source = Path(arguments.split()[0])
+    if source.name == "speed":
+        put(source, eagle3.random_file(layers=THREE), **{KEY: len(SOME)})
+    elif source.name in ("ours", "another", "shallow"):
+        drafts = {
+            "ours": lambda: tiny_draft(deep, [2, 3]),
+            "another": lambda: tiny_draft(tiny_target(1), [6]),
+            "shallow": lambda: tiny_draft(tiny_target(num_hidden_layers=4), [8], kind="eagle3"),
+        }
+        drafts[source.name]().save_pretrained(source)
+    else:
+        tensors, config = build(source.name, deep)
+        put(source, tensors, **config)
+    refused(convert, tmp_path, words, *arguments.split())
+
+
+@pytest.mark.parametrize("name", ["eagle3", "speculators", "dflash"])
+def test_a_published_folder_is_recognised(deep, tmp_path, name):
+    tensors, config = build(name, deep)
+    with pytest.raises(ValueError, match=f"poss convert .* DRAFT --input_format {name} --target TARGET"):
+        check_draft(put(tmp_path / "theirs", tensors, **config))
+
+
+NOWHERE = "; no other published layout can express it"
+INNER = {"kind": "eagle3"}
+
+
+@pytest.mark.parametrize(
+    ("output_format", "allocation", "own", "of_target", "words"),
+    [
+        ("poss", [2, 2, 9], {}, {}, None),  # past the end the last one serves anyway
+        ("poss", [1, 3, 2], {}, {}, "its allocation is [1, 3, 2], and in this layout it is [1, 1, 2]; use --output_fo"),
+        ("poss", [2, 2], {"kv": "shared"}, {}, "its kv is shared, and in this layout it is separate; use --output_for"),
+        ("poss", [6], {"kv": "shared"}, {}, None),
+        ("poss", [6], {}, {"logit_scale": 0.5}, "logit_scale is 0.5, and in this layout it is 1.0" + NOWHERE),
+        ("poss", [6], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None" + NOWHERE),
+        ("vllm", [2, 2], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None" + NOWHERE),
+        ("poss", [6], {}, {"head_dim": 16}, "head_dim is 16, and in this layout it is 8; use --output_format vllm or"),
+        ("eagle", [6], {"vocabulary_size": 9}, {}, "vocabulary_size is 9, and in this layout it is 320; use --output_"),
+        (
+            "eagle3",
+            [3, 2],
+            INNER,
+            {},
+            "its number of specialists is 2, and in this layout it is 1; use --output_format v",
+        ),
+        (
+            "eagle3",
+            [6],
+            {"kind": "block"},
+            {},
+            "its kind is block, and in this layout it is eagle3; use --output_forma",
+        ),
+        *((name, [2, 2], {"window": 8}, {}, "window is 8, and in") for name in ("vllm", "sglang", "eagle", "poss")),
+    ],
+)
+def test_what_a_layout_cannot_express_is_refused(deep, output_format, allocation, own, of_target, words):
+    spec = replace(deep.spec, **of_target)
+    config = DraftConfig(target=spec, allocation=tuple(allocation), depth=5, **own)
+    with nullcontext() if words is None else pytest.raises(ValueError) as caught:
+        check_expressible(config, find_layout(output_format, config))
+    assert words is None or words in str(caught.value)
