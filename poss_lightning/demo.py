@@ -175,7 +175,7 @@ def _check_fit(target: TargetSpec, drafts: list[str | None], vocabulary_size: in
         raise ValueError(f"vocabulary_size is {vocabulary_size}; it must lie between 1 and the target's {most}")
     for draft in filter(None, drafts):
         if difference := Specialists.from_pretrained(draft).config.target.difference(target):
-            raise ValueError(f"draft {draft} was trained for another target: {difference}")
+            raise ValueError(f"draft {draft} was trained for a different target: {difference}")
 
 
 # --- how much of it ---

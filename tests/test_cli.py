@@ -55,12 +55,12 @@ BAD = [  # one of each kind; the tests of each room have the others
     (("extract", "{inputs}/empty.jsonl", "out", *FLOAT), "empty.jsonl is empty: no conversation with an answer"),
     (
         (*EXTRACT, "{inputs}/store", "--target", "{inputs}/another", "--dtype", "float32"),
-        "store of another kind (target ",
+        "holds a different store (target ",
     ),
     ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
     (("fit", "--data.store", "{inputs}/truncated", "--model.allocation", "[2]"), "shard-00000.arrow has"),
     ((*BENCHMARK, "{inputs}/contradicting"), "does not fit its config.json"),
-    ((*GENERATE, "--draft", "{inputs}/draft-of-another"), "trained for another target: fingerprint"),
+    ((*GENERATE, "--draft", "{inputs}/draft-of-another"), "trained for a different target: fingerprint"),
     ((*GENERATE, "--depth", "3"), "depth is 3, but without --draft there is no tree"),
     (
         (*FIT, "[2]", "--ckpt_path", "{inputs}/corpus.jsonl"),

@@ -142,7 +142,7 @@ def benchmark(
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():
         if difference := draft.config.target.difference(model.spec):
-            raise ValueError(f"draft {drafts[name]} was trained for another target: {difference}")
+            raise ValueError(f"draft {drafts[name]} was trained for a different target: {difference}")
     for question in questions:  # a prompt that is too long is refused before anything is written
         try:
             new_token_limits(model, [question.first_prompt(model.chat)], limit=1)

@@ -138,7 +138,7 @@ def replay(
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
     draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
     if difference := draft.config.target.difference(features.target):
-        raise ValueError(f"draft {source} was trained for another target than the store's: {difference}")
+        raise ValueError(f"draft {source} was trained for a different target than the store's: {difference}")
     return draft
 
 

@@ -83,7 +83,7 @@ def _cut(
     conversations = read_conversations(corpus, split, limit)
     loaded = Target.load(target, dtype=None, device="cpu")  # for its template: nothing is computed
     if difference := draft.config.target.difference(loaded.spec):
-        raise ValueError(f"{source} was trained for another target: {difference}")
+        raise ValueError(f"{source} was trained for a different target: {difference}")
     stops = loaded.chat.stops
     if not len(stops) <= size <= total:
         raise ValueError(

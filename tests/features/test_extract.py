@@ -29,7 +29,7 @@ def test_samples_are_the_target_reading_each_alone(finished, target):
     by_name = {conversation.id: conversation for conversation in make_conversations()}
     assert sorted(store.ids) == sorted(by_name) and store.manifest.tokens == store.lengths.sum()
     for sample in (store[i] for i in range(len(store))):
-        rendered = target.chat.render(by_name[sample.id].messages)
+        (rendered,) = target.chat.texts(by_name[sample.id].messages)
         tokens = rendered.tokens[:60]
         assert sample.tokens.tolist() == tokens
         assert sample.spans == [(start, min(stop, 60)) for start, stop in rendered.spans if start < 60]

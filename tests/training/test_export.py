@@ -121,7 +121,7 @@ def run(given: dict[str, str], out: Path, size: int, *options: str) -> None:
 
 
 def answers_of(target, conversations) -> list[list[int]]:
-    rendered = [target.chat.render(conversation.messages) for conversation in conversations]
+    rendered = [text for each in conversations for text in target.chat.texts(each.messages)]
     return [chat.tokens[start:stop] for chat in rendered for start, stop in chat.spans]
 
 
@@ -164,6 +164,6 @@ def test_a_vocabulary_that_does_not_fit_is_refused(target, given, tmp_path):
     with pytest.raises(ValueError, match="vocabulary_size is 20 of 320 tokens; give the --corpus that says which"):
         cli.run("export", [given["draft"], str(tmp_path / "small"), "--vocabulary_size", "20"])
     tiny_draft(tiny_target(1), [2]).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="was trained for another target: fingerprint"):
+    with pytest.raises(ValueError, match="was trained for a different target: fingerprint"):
         run(given | {"draft": str(tmp_path / "other")}, tmp_path / "small", 20)
     assert not (tmp_path / "small").exists()
