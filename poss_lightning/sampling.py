@@ -1,10 +1,9 @@
-"""How the next token is chosen: one noise, and one draw. All that samples comes here.
+"""How the next token is chosen: one noise and one draw, for everything that samples.
 
-With logits l, temperature T and Gumbel noise g, the token at place i of a text is `argmax_v (l_v + T g(i, v))`: a draw
-from softmax(l / T), exactly (Gumbel, 1954), and at T = 0 the most likely token. The noise follows from the text's seed,
-the place and the token id alone. So what is drawn depends on prompt, seed and distribution, not on the batch, nor on
-what was drafted: speculative decoding writes the very tokens of plain sampling. And a draft that sees the same noise
-proposes the tokens that the target is about to draw (arXiv 2408.07978).
+With logits l, temperature T and Gumbel noise g, the token at place i of a text is `argmax_v (l_v + T g(i, v))`: an
+exact draw from softmax(l / T) (Gumbel, 1954), and at T = 0 the most likely token. The noise depends only on the text's
+seed, the place and the token id. So the batch and the drafts change no token: speculative decoding writes the tokens of
+plain sampling. A draft that sees this noise proposes the tokens that the target is about to draw (arXiv 2408.07978).
 """
 
 from collections.abc import Sequence
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, refuse_numbers
 
-BLOCK = 128  # numbers whose largest is sought first: two short searches are faster than one long one
-ROWS = 16  # places whose logits exist in float32 at once: a CPU takes longer to find memory for more than to add them
-DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a float that is not negative: where each begins, its bits
+BLOCK = 128  # numbers whose maximum is taken first: two short searches are faster than one long one
+ROWS = 16  # places whose logits are in float32 at once: for more, a CPU spends longer on finding memory than on adding
+DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a nonnegative float: lowest bit, number of bits
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Sampling:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probabilities reach top_p; 1 keeps all.
         min_p: keep tokens at least so many times as likely as the most likely one; 0 keeps all.
-        repetition_penalty: before all that, logits of tokens that the text has are divided by it where they are above
-            0, and else multiplied (CTRL, arXiv 1909.05858); 1 changes nothing.
+        repetition_penalty: first of all, logits of tokens that the text has are divided by it if positive, else
+            multiplied (CTRL, arXiv 1909.05858); 1 changes nothing.
 
     Raises:
         ValueError: a number outside its range.
@@ -46,13 +45,13 @@ class Sampling:
         refuse_numbers(Sampling, vars(self))
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise ValueError where top_k is more than the tokens there are."""
+        """Raise ValueError if top_k exceeds the vocabulary."""
         if self.top_k > size:
             raise ValueError(f"top_k is {self.top_k}; the target has {size} tokens, and 0 takes all of them")
 
     def filter(self, logits: Tensor, temperature: Tensor | float) -> Tensor:
-        """Logits (..., V) in float32, with -inf for tokens that are not kept; of equal ones, all or none are."""
-        floors = []  # of what is kept
+        """Logits (..., V) in float32, with -inf for tokens that are cut; of equal logits all are kept, or none."""
+        floors = []  # least logits that are kept
         if self.top_k:
             best = logits.topk(min(self.top_k, logits.shape[-1])).values  # (..., k), in order
             floors.append(best[..., -1:])
@@ -70,7 +69,7 @@ class Sampling:
         return logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What a token is drawn from: (..., V) -> (..., V) float32, sums 1. At temperature 0 one token has all."""
+        """The distribution of the draw: (..., V) -> (..., V) float32. At temperature 0 one token has probability 1."""
         if self.temperature == 0:
             return torch.nn.functional.one_hot(argmax(logits), logits.shape[-1]).float()
         return (self.filter(logits.float(), self.temperature) / self.temperature).softmax(-1)
@@ -83,8 +82,8 @@ class TokenSampler:
     """Chooses the tokens of B texts, by numbers in tensors that stay where they are.
 
     Attributes:
-        kind: what, of the sampling, no tensor says.
-        seen: (B, V) which tokens the texts have; kept up where `kind` penalises them.
+        kind: the part of the sampling that is in no tensor.
+        seen: (B, V) which tokens the texts have; maintained if `kind` penalises them.
         sampling, seeds: of the texts that were begun; no seeds where they are greedy.
     """
 
@@ -102,7 +101,7 @@ class TokenSampler:
         generator: torch.Generator | None = None,
         seeds: list[int] | None = None,
     ) -> None:
-        """Sample these texts from now on; where they are drawn, with these seeds or those that the generator gives."""
+        """Sample these texts from now on; if drawn, with these seeds or those of the generator."""
         self.kind = replace(sampling, temperature=float(sampling.temperature > 0))
         self.temperature.fill_(sampling.temperature)
         self.sampling, self.seeds = sampling, []
@@ -154,11 +153,7 @@ class TokenSampler:
         return tokens[:, 0]
 
     def seen_after(self, tokens: Tensor, ancestors: Tensor) -> Tensor | None:
-        """Which tokens each text has up to each node (B, N) of its tree: (B, N, V); None where that is not asked.
-
-        Args:
-            ancestors: (B, N, N), True where j is i itself or above it.
-        """
+        """Which tokens each text has up to each node (B, N) of a tree: (B, N, V); None where none is penalised."""
         if self.kind.repetition_penalty == 1:
             return None
         path = tokens[:, None].where(ancestors, tokens[:, None, :1])  # the root is on every path
@@ -175,12 +170,12 @@ class TokenSampler:
 
 
 def text_seeds(count: int, generator: torch.Generator | None) -> Tensor:
-    """A seed, of 63 bits, for each of so many texts; the generator is of the CPU, None for torch's own."""
+    """A seed of 63 bits for each of `count` texts; the generator is on the CPU, None for torch's own."""
     return torch.randint(2**63 - 1, (count,), generator=generator)
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Where the first of the largest of V stands: (..., V) -> (...,)."""
+    """The index of the maximum, the first of equal ones: (..., V) -> (...,)."""
     if x.shape[-1] % BLOCK:
         return x.max(-1).indices  # `argmax` is several times slower in bfloat16 on a CPU
     blocks = x.unflatten(-1, (-1, BLOCK))
@@ -193,35 +188,32 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def text_keys(seeds: Tensor) -> Tensor:
-    """What the noise of texts is made from: (B,) int64 -> (B, 2) int32."""
-    low, high = seeds.clone().view(torch.int32).view(-1, 2).unbind(1)  # every machine here keeps the low bits first
+    """Keys of the texts' noise from their seeds: (B,) int64 -> (B, 2) int32."""
+    low, high = seeds.clone().view(torch.int32).view(-1, 2).unbind(1)  # all supported machines are little-endian
     first = _mix(low)
     return torch.stack([first, _mix(high ^ first)], dim=1)
 
 
 def minus_gumbel(bits: Tensor) -> Tensor:
-    """32 random bits each -> log(-log(1 - u)), u uniform; finely resolved where u is small, down to -21."""
+    """32 random bits -> log(-log(1 - u)), u uniform, with fine steps where u is small; at least -21."""
     negative = bits.bitwise_and_(0x7FFFFFFF).float().mul_(-(2**-31)).clamp_(2**-24 - 1, -(2**-32))  # -u
     return negative.log1p_().neg_().log_()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Give each int32 the place of another, so that each bit depends on all (lowbias32 of Wellons' hash-prospector).
+    """Permute all int32 so that each bit depends on all (lowbias32 of Wellons' hash-prospector), in place.
 
-    In place. Products are taken modulo 2^32, and zeros move in from the left, on every device.
+    Products are modulo 2^32, and shifts fill with zeros, on every device.
     """
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
     return x
 
 
-# --- a nucleus ---
-
-
 def _nucleus_floor(p: Tensor, share: float) -> Tensor:
-    """The smallest of the largest p (..., V) that reach a share of 1 together, found digit by digit: (..., 1)."""
-    bits = p.view(torch.int32)  # which is in the order of p
-    floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(p[..., :1])  # p larger than the digits so far
+    """The smallest of the largest p (..., V) that sum to `share`, found digit by digit: (..., 1)."""
+    bits = p.view(torch.int32)  # nonnegative floats sort as their bits
+    floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(p[..., :1])  # sum of p above the digits so far
     for shift, width in DIGITS:
         digit = (bits >> shift) - (floor >> shift)
         inside = (digit >= 0) & (digit < 1 << width)
