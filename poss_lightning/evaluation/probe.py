@@ -1,17 +1,14 @@
-"""Callbacks that measure a draft during validation by the tokens that a target accepts, not by its loss."""
+"""The callback that measures a draft during validation by the tokens that its target accepts, not by its loss."""
 
 import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.evaluation.suites import OWN, read_suites
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.metrics import AcceptanceLength, PositionAcceptance
-from poss_lightning.ranges import Count, Nodes, Tokens, TreeWidth, check_numbers
-from poss_lightning.target.model import Target
+from poss_lightning.ranges import Count, Nodes, TreeWidth, check_numbers
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import gather_draft
 
@@ -51,58 +48,6 @@ class Replay(lightning.Callback):
             _log(pl_module, accepted, depth, f"val/tau_{kind}", f"val_pos_acc_{kind}")
 
 
-class Probe(lightning.Callback):
-    """Decodes a few prompts greedily after every validation, with the target.
-
-    It logs `probe/tau` and `probe_pos_acc_tree/depth_k`. It is slower than `Replay`, but it is real decoding: any
-    prompts, with the kernels and the dtype of decoding.
-
-    Args:
-        target: "embedded", a local folder or a hub id; by default the target named in the store.
-        suites: files of prompts, or names of the project's own suites; the first turn of each prompt is decoded. The
-            default is twelve prompts that are in no suite: a draft should not be chosen by the prompts that measure it.
-        prompts: how many of them, evenly spaced.
-        max_new_tokens: most tokens of an answer.
-        nodes: nodes of a tree, root included.
-        tree_width: children tried per node.
-    """
-
-    @check_numbers
-    def __init__(
-        self,
-        target: str | None = None,
-        suites: list[str] | None = None,
-        prompts: Count = 6,
-        max_new_tokens: Tokens = 48,
-        nodes: Nodes = 60,
-        tree_width: TreeWidth = 10,
-    ):
-        questions = read_suites([str(OWN / "probe")] if suites is None else suites)
-        self.questions = questions[:: max(1, len(questions) // prompts)][:prompts]
-        self.name, self.max_new_tokens, self.nodes, self.tree_width = target, max_new_tokens, nodes, tree_width
-
-    def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
-        """Load the target before the first step; ValueError unless the store was made with it."""
-        if stage == "fit":
-            spec = pl_module.draft.config.target
-            self.target = Target.load(self.name or spec.name, device=str(trainer.strategy.root_device))
-            if difference := self.target.spec.difference(spec):
-                raise ValueError(f"the probe's target is not the store's: {difference}")
-
-    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit":
-            return
-        depth = sum(pl_module.draft.config.allocation)
-        nodes = max(self.nodes, depth + 1)
-        draft = gather_draft(pl_module.draft)
-        engine = Speculative(self.target, draft, depth=depth, nodes=nodes, tree_width=self.tree_width)
-        prompts = [question.first_prompt(self.target.chat) for question in self.questions]
-        decoded = [engine.decode([prompt], self.max_new_tokens)[0] for prompt in prompts]
-        accepted = [count for answer in decoded for count in answer.accepted]
-        # Every process decodes the same prompts with the same draft, so there is nothing to reduce.
-        _log(pl_module, accepted, depth, "probe/tau", "probe_pos_acc_tree", sync_on_compute=False)
-
-
 def answered_samples(batch: Batch) -> list[Sample]:
     """The conversations of a batch that have answers of two or more tokens, with the spans of those answers."""
     samples = []
@@ -115,12 +60,9 @@ def answered_samples(batch: Batch) -> list[Sample]:
     return samples
 
 
-def _log(
-    module: SpecialistTraining, accepted: list[int], depth: int, tau: str, by_depth: str, sync_on_compute: bool = True
-) -> None:
+def _log(module: SpecialistTraining, accepted: list[int], depth: int, tau: str, by_depth: str) -> None:
     """Log τ and pos-acc of rounds that accepted this many tokens under these names; every process must call it."""
-    length = AcceptanceLength(sync_on_compute=sync_on_compute).to(module.device)
-    positions = PositionAcceptance(depth, sync_on_compute=sync_on_compute).to(module.device)
+    length, positions = AcceptanceLength().to(module.device), PositionAcceptance(depth).to(module.device)
     counts = torch.tensor(accepted, dtype=torch.long, device=module.device)
     length.update(counts)
     positions.update(counts)

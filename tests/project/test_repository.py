@@ -156,7 +156,6 @@ def test_what_a_first_day_needs_is_named():
 READ = (  # files that the package reads
     "corpus/data/*.jsonl.gz",
     "evaluation/prompts/*.jsonl",
-    "evaluation/prompts/probe/*.jsonl",
     "reports/page.html.j2",
 )
 

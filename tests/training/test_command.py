@@ -1,7 +1,6 @@
 """A training's folder on the command line: one training each, resumed there, unchanged by what cannot resume."""
 
 import gc
-import json
 import shutil
 import signal
 import subprocess
@@ -168,12 +167,3 @@ def test_a_validation_without_a_checkpoint_warns(poss, inputs):
     with pytest.warns(UserWarning, match="no --ckpt_path: this is the draft before training, as .*/draft has it"):
         result = poss("validate", *small, *SHORT, *start)
     assert result.code is None and "val/loss" in result.out
-
-
-def test_a_probe_of_another_target_is_refused(poss, inputs):
-    probe = {"class_path": "poss_lightning.evaluation.probe.Probe", "init_args": {"target": str(inputs / "another")}}
-    quiet = ("--trainer.accelerator", "cpu", "--trainer.max_steps", "1", "--trainer.logger", "false")
-    store = ("fit", "--data.store", inputs / "store", "--data.validation", "0.2", "--model.allocation", "[2]")
-    off = ("--trainer.enable_checkpointing", "false", "--trainer.enable_progress_bar", "false")
-    result = poss(*store, *quiet, *off, "--trainer.callbacks", json.dumps([probe]))
-    assert "the probe's target is not the store's: fingerprint" in result.code and "\n" not in result.code

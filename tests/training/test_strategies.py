@@ -307,7 +307,7 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(trained, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [pytest.param("zero3", marks=of_zero)])
 def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
-    """With validation, probe and checkpoint while everything is divided."""
+    """With validation, replay and checkpoint while everything is divided."""
     run = trained / f"{name}.yaml"
     export(str(run / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
     for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):

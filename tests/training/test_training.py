@@ -17,7 +17,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.probe import Probe
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
@@ -315,23 +314,6 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
     assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert values[10] == 1 and values[100] == 0
     assert all(a > b for a, b in pairwise(values[10:]))
-
-
-def test_the_probe_logs_the_engine_s_tau(store, tmp_path, tiny_folder):
-    module = SpecialistTraining(store, [2, 2])
-    probe = Probe(tiny_folder, prompts=2, max_new_tokens=12, nodes=9, tree_width=3)
-    trainer = lightning.Trainer(
-        **CPU,
-        max_steps=2,
-        enable_checkpointing=False,
-        val_check_interval=2,
-        check_val_every_n_epoch=None,
-        callbacks=[probe],
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(module, FeatureData(store, batch_tokens=512, validation=0.2))
-    assert 1 <= float(trainer.callback_metrics["probe/tau"]) <= 5
-    assert module.draft.fc.weight.dtype == torch.float32  # the probe decodes with a copy
 
 
 def test_validation_is_as_deep_as_decoding(store):
