@@ -36,7 +36,11 @@ def test_every_part_runs_and_a_killed_run_resumes(small, monkeypatch, tmp_path, 
     gpu.main(["--out", str(out)])
     assert done == [*gpu.PARTS] and [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     found = json.loads(out.read_text())
-    assert found["rounds"]["batch 2, graphs"]["round"]["over_floor"] > 1
+    figures = found["rounds"]["batch 2, graphs"]
+    assert figures["round"]["over_floor"] > 1
+    assert all(figures[part]["ms"] > 0 for part in ("draft", "verify", "commit"))
+    floors = figures["draft"]["floor_ms"] + figures["verify"]["floor_ms"]
+    assert figures["round"]["floor_ms"] == pytest.approx(floors)
     assert found["step"]["T 64"]["speed_ratio"] > 0 and found["answers"]["all"]["fixed"]["tau"] >= 1
     assert found["extract"]["embedded"]["extract_tokens_per_second"] > 0
     printed = capsys.readouterr().out
