@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.measure import write
 from benchmarks.vllm_server import VLLM, ServedAnswer, Server
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import describe
+from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.records import Record, Source, read_sources, to_line
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.files import atomic
@@ -111,7 +111,7 @@ def serve_draft(name: str, run: dict[str, Any], folder: Path) -> tuple[list[str]
     draft = Specialists.from_pretrained(address)
     convert(address, str(folder / name), output_format="vllm", target=run["config"]["target"])
     speculation = {"method": METHODS[draft.config.kind], "model": str(folder / name), "num_speculative_tokens": depth}
-    facts = {"depth": depth, "nodes": depth + 1, "tree_width": 1, **describe(draft)}
+    facts = {"depth": depth, "nodes": depth + 1, "tree_width": 1, **describe_draft(draft)}
     return ["--speculative-config", json.dumps(speculation)], facts
 
 

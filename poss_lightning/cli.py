@@ -35,7 +35,12 @@ TOOLS = {
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
     "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),
 }
-GONE = {"answer": "synthesize --prompts", "test": "validate", "histogram": "compare", "report": "compare --html"}
+REMOVED_COMMANDS = {
+    "answer": "synthesize --prompts",
+    "test": "validate",
+    "histogram": "compare",
+    "report": "compare --html",
+}
 
 
 def main() -> None:
@@ -55,7 +60,7 @@ def _run_line() -> None:
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
         known = [*TRAINER, *TOOLS]
-        nearest = [GONE[command]] if command in GONE else get_close_matches(command, known, 1)
+        nearest = [REMOVED_COMMANDS[command]] if command in REMOVED_COMMANDS else get_close_matches(command, known, 1)
         near = "".join(f"did you mean {name}? " for name in nearest)
         sys.exit(f"poss: no command {command!r}; {near}there are {', '.join(known)}")
     logger = logging.getLogger("poss_lightning")
@@ -79,7 +84,7 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with the arguments of a terminal."""
     import jsonargparse
 
-    from poss_lightning.configs import config_files, explain, get_types, locate_configs, set_up_parser
+    from poss_lightning.configs import config_files, explain_option, get_types, locate_configs, set_up_parser
 
     set_up_parser()
     arguments = locate_configs(arguments)
@@ -96,7 +101,7 @@ def run(command: str, arguments: list[str]) -> None:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
     except ArgumentError as error:
-        raise explain(error, config_files(arguments), types, arguments) from error
+        raise explain_option(error, config_files(arguments), types, arguments) from error
 
 
 class LineHandler(logging.Handler):

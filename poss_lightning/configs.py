@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from poss_lightning.files import find_config
-from poss_lightning.ranges import describe
+from poss_lightning.ranges import describe_refusal
 
 FLAGS = ("--config", "-c")
 # How jsonargparse names the option of an error.
@@ -97,10 +97,10 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
     try:
         return parser.parse_object(dict(options)).as_dict()
     except ArgumentError as error:
-        raise explain(error, (), get_types(function)) from error
+        raise explain_option(error, (), get_types(function)) from error
 
 
-def explain(
+def explain_option(
     error: ArgumentError, files: Iterable[str], known: Mapping[str, Any], arguments: Iterable[str] = ()
 ) -> ArgumentError:
     """A parser's error with the file that has the option, and the nearest known option if there is none of that name.
@@ -118,7 +118,7 @@ def explain(
     if option in known and "unrecognized arguments" in text:
         return ArgumentError(None, f"{option} is given by its place, without --{option}: see the usage")
     if isinstance(cause, ValidationError):
-        text = describe(cause, option)
+        text = describe_refusal(cause, option)
     elif option not in str(cause):
         text = f"{option}: {cause}"
     if not any(word.startswith(f"--{option}") for word in arguments):

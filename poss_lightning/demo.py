@@ -33,9 +33,13 @@ from poss_lightning.training.fit import fit_once
 from poss_lightning.work import differences
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
-TOKENS = 280  # of a conversation of the shipped corpus
-STEP = 3100  # tokens that the embedded target reads at the cost of one training step (by `training.flops.step_flops`)
-SUITES, DRAFTS, BASELINES = 6, 4, 2  # what the benchmark decodes: of each suite, with each draft, and without one
+CONVERSATION_TOKENS = 280  # of a conversation of the shipped corpus
+STEP_TOKENS = 3100  # tokens read by the embedded target in the time of a training step (`flops.step_flops`)
+SUITES, DRAFTS, BASELINE_QUESTIONS = (
+    6,
+    4,
+    2,
+)  # questions of the benchmark, by kind of decoding
 MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}  # on a GPU, on a CPU that multiplies bfloat16 fast, on another
 SPARE = 0.75  # share of these minutes that is planned with
 OVERHEAD = 60  # seconds to load the target a few times, validate, measure trees and write the page
@@ -119,11 +123,11 @@ def demo(
     options = {"conversations": conversations, "steps": steps, "limit": limit, "max_new_tokens": max_new_tokens}
     asked = {name: value for name, value in options.items() if value is not None}
     if (folder / NOTE).exists():
-        sizes, dtype = resume(folder, asked if dtype == "auto" else asked | {"dtype": dtype})
+        sizes, dtype = resume_demo(folder, asked if dtype == "auto" else asked | {"dtype": dtype})
     else:
         model = Target.load(target, dtype, device)
         _check_fit(model.spec, [start_from, trained], vocabulary_size)
-        sizes, dtype = plan(folder, model, minutes, asked), model.dtype_name
+        sizes, dtype = plan_sizes(folder, model, minutes, asked), model.dtype_name
         del model  # each stage loads its own
 
     store = str(folder / "features")
@@ -181,7 +185,7 @@ def _check_fit(target: TargetSpec, drafts: list[str | None], vocabulary_size: in
 # --- how much of it ---
 
 
-def resume(folder: Path, asked: Mapping[str, int | str]) -> tuple[Sizes, str]:
+def resume_demo(folder: Path, asked: Mapping[str, int | str]) -> tuple[Sizes, str]:
     """Sizes and dtype that the demo in `folder` was begun with. Raises ValueError if different ones are asked for."""
     note = json.loads((folder / NOTE).read_text())
     earlier = note["sizes"] | {"dtype": note["dtype"]}
@@ -194,9 +198,9 @@ def resume(folder: Path, asked: Mapping[str, int | str]) -> tuple[Sizes, str]:
     return sizes, note["dtype"]
 
 
-def plan(folder: Path, target: Target, minutes: float | None, asked: Mapping[str, int]) -> Sizes:
+def plan_sizes(folder: Path, target: Target, minutes: float | None, asked: Mapping[str, int]) -> Sizes:
     """Choose how much the demo does in these minutes, beside what is asked for; print it and note it in `folder`."""
-    speed, device, dtype = measure(target), target.device, target.dtype_name
+    speed, device, dtype = measure_speed(target), target.device, target.dtype_name
     minutes = minutes or MINUTES.get(dtype if device.type == "cpu" else "gpu", MINUTES["float32"])
     ladder = list(dict.fromkeys(sizes._replace(**asked) for sizes in LADDER))
     fitting = (sizes for sizes in ladder if expected_seconds(sizes, speed) <= 60 * minutes * SPARE)
@@ -215,7 +219,7 @@ def plan(folder: Path, target: Target, minutes: float | None, asked: Mapping[str
 
 
 @torch.inference_mode()
-def measure(target: Target, tokens: int = 256, steps: int = 4) -> Speed:
+def measure_speed(target: Target, tokens: int = 256, steps: int = 4) -> Speed:
     """Read some tokens, and write some one by one."""
     tokens = min(tokens, target.spec.context - steps)
     text = torch.arange(tokens, device=target.device)[None] % target.spec.vocab_size
@@ -235,9 +239,11 @@ def measure(target: Target, tokens: int = 256, steps: int = 4) -> Speed:
 
 def expected_seconds(sizes: Sizes, speed: Speed) -> float:
     """How long the demo takes, roughly."""
-    extracting = 1.3 * sizes.conversations * TOKENS / speed.read
-    training = 2 * sizes.steps * STEP / speed.read
-    answers = sizes.limit * (SUITES + 2) * (DRAFTS + BASELINES)  # those of one suite again in float32, at half the rate
+    extracting = 1.3 * sizes.conversations * CONVERSATION_TOKENS / speed.read
+    training = 2 * sizes.steps * STEP_TOKENS / speed.read
+    answers = (
+        sizes.limit * (SUITES + 2) * (DRAFTS + BASELINE_QUESTIONS)
+    )  # those of one suite again in float32, at half the rate
     return extracting + training + answers * sizes.max_new_tokens / speed.write + OVERHEAD
 
 

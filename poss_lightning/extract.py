@@ -9,7 +9,7 @@ from poss_lightning.features.manifest import Manifest, is_finished, verify_files
 from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.writing import OURS, write_store
+from poss_lightning.features.writing import STORE_FILES, write_store
 from poss_lightning.files import check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
@@ -77,7 +77,7 @@ def extract(
         return print(f"{without_secrets(out)}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
-    check_folder(out, *OURS)
+    check_folder(out, *STORE_FILES)
     if layers and len(set(layers)) < len(layers):
         raise ValueError(f"layers is {layers}; name each layer once")
     rank = this_rank()

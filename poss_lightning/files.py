@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 ANYWHERE = ".poss."  # how the names of temporary folders begin, on any machine
 PREFIX = f"{ANYWHERE}{socket.gethostname()}."
 MARK = "work.lock"  # in every folder that is ours to clear
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def _name_full_disk(path: Path, temporary: Path) -> Iterator[None]:
                     file.write(bytes(2**20))
             except OSError as refused:
                 full = refused
-        if not isinstance(full, OSError) or full.errno not in FULL:
+        if not isinstance(full, OSError) or full.errno not in DISK_FULL:
             raise
         raise OSError(full.errno, os.strerror(full.errno), str(path)) from error
 
@@ -228,7 +228,7 @@ def check_name(path: str | Path) -> bool:
     try:
         TemporaryFile(dir=nearest).close()  # permissions alone do not tell: root has them all, even in /proc
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write") from error
     return False

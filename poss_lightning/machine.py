@@ -18,7 +18,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 DTYPES = ("bfloat16", "float16", "float32")
 GPU_TORCH = "2.11"  # the oldest that can run this package on a GPU
-ROWS, WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; takes 0.1 to 0.2 s
+TIMED_ROWS, TIMED_WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; takes 0.1 to 0.2 s
 SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPU has no float64
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,8 @@ def check_kernel_tools() -> None:
 def fast_dtype(device: str) -> tuple[str, str]:
     """The dtype that a device multiplies fastest, and the reason in words.
 
-    An Nvidia GPU reports it. Elsewhere a product of `ROWS` rows is timed in bfloat16 and in float32, because many CPUs
-    only store bfloat16, and take two to five times as long to multiply it.
+    An Nvidia GPU reports it. Elsewhere a product is timed in bfloat16 and in float32, because many CPUs only store
+    bfloat16, and take two to five times as long to multiply it.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -103,7 +103,9 @@ def bfloat16_over_float32(device: str) -> float:
     """Seconds of a product in bfloat16 over those in float32; inf if the device has no bfloat16."""
 
     def product(dtype: torch.dtype) -> Callable[[], object]:
-        features, weights = (torch.ones(rows, WIDTH, dtype=dtype, device=device) for rows in (ROWS, WIDTH))
+        features, weights = (
+            torch.ones(rows, TIMED_WIDTH, dtype=dtype, device=device) for rows in (TIMED_ROWS, TIMED_WIDTH)
+        )
         return lambda: torch.nn.functional.linear(features, weights)
 
     try:

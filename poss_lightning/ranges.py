@@ -121,7 +121,7 @@ def has_range(hint: Any) -> bool:
     return isinstance(hint, Range) or any(map(has_range, get_args(hint)))
 
 
-def describe(error: ValidationError, *name: str) -> str:
+def describe_refusal(error: ValidationError, *name: str) -> str:
     """What pydantic refuses, in one line: where it is, its value, and what would be right."""
     found = error.errors()
     chosen = next((each for each in found if each["type"] == "range"), found[-1])  # of a union, the last is as good
@@ -139,4 +139,4 @@ def _refuse(name: str, hint: Any, value: Any, strict: bool = False) -> None:
     try:
         _adapter(hint).validate_python(value, strict=strict)
     except ValidationError as error:
-        raise ValueError(describe(error, name)) from None
+        raise ValueError(describe_refusal(error, name)) from None

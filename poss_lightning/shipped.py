@@ -22,7 +22,7 @@ def list(name: str | None = None) -> None:
         FileNotFoundError: no config of that name.
     """
     if name is not None:
-        return print(read_config(name), end="")
+        return print(config_text(name), end="")
     sections = {
         "configs, for --config NAME; poss list NAME > my.yaml gives one to edit": configs(),
         "drafts of the embedded target, for --draft NAME and --drafts.ANY NAME": drafts(),
@@ -35,7 +35,7 @@ def list(name: str | None = None) -> None:
         print("\n".join(f"  {name:<{width}}  {line}" for name, line in rows.items()))
 
 
-def read_config(name: str) -> str:
+def config_text(name: str) -> str:
     """The text of a config of the package. Raises FileNotFoundError for any other name."""
     known, short = conf_names(), name.removeprefix("conf/")
     if short not in known:

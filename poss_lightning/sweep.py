@@ -22,9 +22,9 @@ from tqdm import tqdm
 from poss_lightning.configs import read_config
 from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import FOLDERS, pack, packed_cells
-from poss_lightning.evaluation.records import check_names, read_records, read_runs
+from poss_lightning.evaluation.records import check_method_names, read_records, read_runs
 from poss_lightning.files import find_config
-from poss_lightning.ranges import Seed, describe
+from poss_lightning.ranges import Seed, describe_refusal
 from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
@@ -70,7 +70,7 @@ class Sweep:
             experiment = TypeAdapter(cls).validate_python(read_config(str(file)))
             experiment.check()
         except (OSError, ValueError) as error:
-            reason = describe(error) if isinstance(error, ValidationError) else error
+            reason = describe_refusal(error) if isinstance(error, ValidationError) else error
             raise ValueError(f"{file} is not a sweep: {reason}") from error
         return experiment
 
@@ -78,7 +78,7 @@ class Sweep:
         """Raise ValueError for a wrong field, OSError for a missing config; the message names it."""
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; name none twice")
-        check_names(self.choices)
+        check_method_names(self.choices)
         for name, options in {"fit": self.fit, **self.choices}.items():
             if not isinstance(files := (options or {}).get("config", []), list):
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")

@@ -12,7 +12,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 
 CONVERSATIONS, DIALOGUES, ANSWERS = 2000, 128, 32  # written by default; side by side, without and with prompts
-PLACES = ("out", "prompts", "conversations", "device", "parallel", "strict")  # in which a resumed run may differ
+MAY_DIFFER = ("out", "prompts", "conversations", "device", "parallel", "strict")  # in which a resumed run may differ
 
 
 @check_numbers
@@ -68,7 +68,7 @@ def synthesize(
         parallel: none if the target fits on one device; layers spreads it over all GPUs of this process.
     """
     batch_size = batch_size or (DIALOGUES if prompts is None else ANSWERS)
-    options = {name: value for name, value in locals().items() if name not in PLACES}
+    options = {name: value for name, value in locals().items() if name not in MAY_DIFFER}
     if not temperature:
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)

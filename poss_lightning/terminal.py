@@ -14,7 +14,7 @@ VERBOSE = "POSS_VERBOSE"  # 1 lets libraries show their own bars and warnings
 FIRST, NEXT = 3.0, 10.0  # seconds until slow work is announced, and announced again
 
 # Errors whose text is enough for a user; those of libraries by name, so that nothing need be imported.
-KINDS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError, ArgumentError)
+USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError, ArgumentError)
 LIBRARY_KINDS = {
     "OutOfMemoryError",
     "AcceleratorError",
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def is_user_error(error: BaseException) -> bool:
     """Whether an error's text tells a user what to do; any other error is a bug, and keeps its traceback."""
-    return isinstance(error, KINDS) or any(kind.__name__ in LIBRARY_KINDS for kind in type(error).__mro__)
+    return isinstance(error, USER_ERRORS) or any(kind.__name__ in LIBRARY_KINDS for kind in type(error).__mro__)
 
 
 def one_line(error: BaseException) -> str:

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from poss_lightning.demo import LADDER, SPARE, Sizes, Speed, _fit, demo, expected_seconds, measure, plan, resume
+from poss_lightning.demo import (
+    LADDER,
+    SPARE,
+    Sizes,
+    Speed,
+    _fit,
+    demo,
+    expected_seconds,
+    measure_speed,
+    plan_sizes,
+    resume_demo,
+)
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
 from tests.support.talks import shortened
@@ -54,8 +65,8 @@ def planned(monkeypatch, target, tmp_path):
 
     def run(slower: float, folder: Path = tmp_path, **asked: int) -> tuple[Sizes, Speed]:
         speed = Speed(read=2000 / slower, write=40 / slower)
-        monkeypatch.setattr("poss_lightning.demo.measure", lambda target: speed)
-        return plan(folder, target, None, asked), speed
+        monkeypatch.setattr("poss_lightning.demo.measure_speed", lambda target: speed)
+        return plan_sizes(folder, target, None, asked), speed
 
     return run
 
@@ -74,8 +85,8 @@ def test_smaller_sizes_are_announced_and_sizes_asked_for_are_kept(planned, tmp_p
     printed = capsys.readouterr().out
     assert "cpu, float32: the target reads 250 tokens/s and writes 5.0." in printed
     assert "Made smaller for this machine, from 200 conversations, 40 training steps a draft" in printed
-    assert sizes.steps == 40 and resume(tmp_path / "slow", {"steps": 40}) == (sizes, "float32")
+    assert sizes.steps == 40 and resume_demo(tmp_path / "slow", {"steps": 40}) == (sizes, "float32")
 
 
 def test_a_machine_is_measured(target):
-    assert min(measure(target)) > 0
+    assert min(measure_speed(target)) > 0

@@ -29,13 +29,13 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import describe, provenance
+from poss_lightning.evaluation.provenance import describe_draft, provenance
 from poss_lightning.evaluation.records import Record, to_line
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.features.store import Sample
 from poss_lightning.files import atomic
-from poss_lightning.reports.statistics import Jackknife, compare, interval, leave_one_out, mean_over
+from poss_lightning.reports.statistics import Jackknife, compare_means, interval, leave_one_out, mean_over
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
 
@@ -118,7 +118,7 @@ def table(folders: list[Path]) -> None:
         if method.endswith(BLIND):
             continue
         both = [_tau(sums, own) for sums in (own, theirs or own)]
-        (ratio,) = compare({method: mean_over([both[0]], [both[1]], logs=True)}, logs=True).values()
+        (ratio,) = compare_means({method: mean_over([both[0]], [both[1]], logs=True)}, logs=True).values()
         blind, seeing = (interval(mean_over([one])) for one in both[::-1])
         ends = (blind.text(), ratio.with_interval(".3f"), f"{ratio.detectable:.3f}") if theirs else ("", "", "")
         print(f"| {temperature} | {draft} | {method} | {len(own)} | {ends[0]} | {seeing.with_interval()} | "
@@ -166,7 +166,7 @@ def main() -> None:
             facts |= {"prompt_tokens": sample.spans[0][0], "new_tokens": len(said), "seconds": {}}
             records.append(Record(**facts, accepted=accepted, tokens=said, text=""))
     shapes = {name: dict(zip(("depth", "nodes", "tree_width"), tree, strict=True)) for name, tree in TREES.items()}
-    methods = {name: {**shapes.get(name.split("-")[0], {"tree": AUTO}), **describe(draft)} for name in answers}
+    methods = {name: {**shapes.get(name.split("-")[0], {"tree": AUTO}), **describe_draft(draft)} for name in answers}
     config = {name: value for name, value in vars(options).items() if name not in ("out", "table")}
     config |= {"target": target.spec.name, "fingerprint": target.spec.fingerprint, "dtype": target.dtype_name}
     facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(target.device)}

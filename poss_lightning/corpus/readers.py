@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_lightning.corpus.draws import Draw
-from poss_lightning.corpus.records import CorpusError, Malformed, parse, records, report_left_out, stem
+from poss_lightning.corpus.records import CorpusError, Malformed, parse_line, records, report_left_out, stem
 from poss_lightning.corpus.regular import SIDES, make_regular
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.template import THOUGHTS, Message, thinking
@@ -102,7 +102,7 @@ def read_conversations(
 
 def _conversation(raw: object, name: str) -> Conversation | None:
     """One record as a regular conversation; None where it has no answer."""
-    record = parse(raw) if isinstance(raw, bytes) else raw
+    record = parse_line(raw) if isinstance(raw, bytes) else raw
     record = {"messages": record} if isinstance(record, list) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")

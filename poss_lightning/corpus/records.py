@@ -62,7 +62,7 @@ def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
     return place, options
 
 
-def parse(line: bytes) -> object:
+def parse_line(line: bytes) -> object:
     """The value of a line of JSON; Malformed where it is not JSON."""
     try:
         return json.loads(line)
@@ -120,7 +120,7 @@ def _elements(path: Path) -> list[object] | None:
 
 def _is_json(line: bytes) -> bool:
     try:
-        parse(line)
+        parse_line(line)
     except Malformed:
         return False
     return True

@@ -25,9 +25,9 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
 WORTHWHILE = 0.98  # of plain decoding's tokens per second: below it, nothing is drafted
-SETTLE = 16  # rounds observed before one depth and size are settled on
-AGAIN = 8  # of them that are new when it decides again
-KEPT = 64  # rounds until then; four times as many where nothing is drafted, as observing costs more there
+TRIALS = 16  # rounds observed before one depth and size are settled on
+NEW_TRIALS = 8  # of them that are new when it decides again
+SETTLED_ROUNDS = 64  # rounds until then; four times as many where nothing is drafted, as observing costs more there
 BETTER = 1.03  # a new depth and size must be so many times as fast as the earlier: it takes new graphs
 
 
@@ -299,14 +299,14 @@ class Settled(AutoBudget):
     def learn(self, done: Round) -> None:
         if self.plan:
             self.rounds += 1
-            if self.rounds == (KEPT if self.plan[0] else 4 * KEPT):
-                self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, self.trials[AGAIN:]
+            if self.rounds == (SETTLED_ROUNDS if self.plan[0] else 4 * SETTLED_ROUNDS):
+                self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, self.trials[NEW_TRIALS:]
             return
         self._add(done, self.depth)
         scores, depths = (x[self.active, : done.drafted] for x in (done.tree.scores, done.ancestors.sum(-1) - 1))
         found = torch.zeros(len(scores), dtype=torch.long) if done.found is None else done.found[self.active].cpu()
         self.trials.append(Trial(scores, depths, found))
-        if len(self.trials) == SETTLE:
+        if len(self.trials) == TRIALS:
             self.plan = self._best()
 
     def why_plain(self) -> str | None:

@@ -8,7 +8,26 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # nodes a tree may have, root included
+TREE_SIZES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    10,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    60,
+    80,
+    100,
+    128,
+)  # of trees, root included
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
 EACH = 10**6  # steps of a tree whose positions take one each
 ENOUGH = 3.0  # seconds after which nothing more is timed
@@ -29,7 +48,7 @@ class Costs(NamedTuple):
         """
         knots = sorted(timed)
         level = [min(timed[m] for m in knots if m >= n) for n in knots]
-        sizes = sorted({*knots, *(n for n in SIZES if n < knots[-1])})
+        sizes = sorted({*knots, *(n for n in TREE_SIZES if n < knots[-1])})
         return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes}, steps)
 
     @classmethod

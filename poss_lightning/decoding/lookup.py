@@ -13,13 +13,13 @@ from torch import Tensor
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.target.cache import Slots
 
-USUAL = 10  # tokens of a continuation
+DEFAULT_LOOKUP = 10  # tokens of a continuation
 NGRAM = 3  # last tokens to match, at most
 
 
 def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
     """How many looked-up tokens join a tree: as asked, or the usual number where trees are made for speed."""
-    return USUAL * (drafts and tree == "auto") if asked is None else asked
+    return DEFAULT_LOOKUP * (drafts and tree == "auto") if asked is None else asked
 
 
 class Lookup:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
-ROWS = 128  # queries whose scores exist at once: they should stay in a CPU's cache
-BLOCK = 128  # slots on a side of FlexAttention's blocks
+QUERY_ROWS = 128  # queries whose scores exist at once: they should stay in a CPU's cache
+FLEX_BLOCK = 128  # slots on a side of FlexAttention's blocks
 
 
 class Packing(NamedTuple):
@@ -81,7 +81,7 @@ def block_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
 def causal_block(
     queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention to the slots t - window < s <= t - skip of the same conversation, `ROWS` queries at a time.
+    """Causal attention to the slots t - window < s <= t - skip of the same conversation, some queries at a time.
 
     Returns:
         The output (B, H, T, d) and the logarithm of the softmax's norm (B, H, T), float32; 0 in the padding.
@@ -174,8 +174,8 @@ def _tiles(lengths: list[list[int]], count: int, skip: int, window: int | None) 
         start = 0
         for length in conversations:
             end = min(start + length, count)
-            firsts = range(start, end, ROWS)
-            tiles += [_Tile(row, start, first, min(first + ROWS, end), skip, window) for first in firsts]
+            firsts = range(start, end, QUERY_ROWS)
+            tiles += [_Tile(row, start, first, min(first + QUERY_ROWS, end), skip, window) for first in firsts]
             start += length
     return tiles
 
@@ -189,7 +189,7 @@ def flex_block(
     passes have one form. Otherwise dynamo compiles again for one row, for one block, and for fewer slots than a block.
     """
     batch, _, count, _ = queries.shape
-    total = max(-(-batch * count // BLOCK), 2) * BLOCK  # S
+    total = max(-(-batch * count // FLEX_BLOCK), 2) * FLEX_BLOCK  # S
     positions = nn.functional.pad(packing.positions.expand(batch, -1).flatten(), (0, total - batch * count))  # (S,)
     first = torch.arange(total, device=queries.device) - positions  # of the slot's conversation; of padding, itself
     last = first + (positions - skip).clamp(min=0)
@@ -203,7 +203,9 @@ def flex_block(
     for x in laid:  # else equal sizes, of blocks and heads or of S and d, are taken for one
         torch._dynamo.mark_static(x, [1, 3])
     with torch.no_grad():  # so that training and validation share the compiled code
-        mask = _compiled(create_block_mask)(visible, None, None, total, total, device=queries.device, BLOCK_SIZE=BLOCK)
+        mask = _compiled(create_block_mask)(
+            visible, None, None, total, total, device=queries.device, BLOCK_SIZE=FLEX_BLOCK
+        )
     out, found = _compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
     return out.transpose(0, 1), norm.transpose(0, 1)

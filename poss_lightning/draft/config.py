@@ -12,11 +12,14 @@ from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refu
 from poss_lightning.target.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
-USUAL = {"block": [7]}  # default allocations, by kind; else PosS-2's
+DEFAULT_ALLOCATIONS = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "inner_layers", "mask_token")}  # fields that one kind has
-GONE = {"layers_per_specialist": 1, "order": None}  # fields of older files, with the only values that are accepted
+REMOVED_FIELDS = {
+    "layers_per_specialist": 1,
+    "order": None,
+}  # fields of older files, with the only values that are accepted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +209,7 @@ class DraftConfig:
         stored: Any = None
         try:
             stored = json.loads(text)
-            for name, neutral in GONE.items():
+            for name, neutral in REMOVED_FIELDS.items():
                 if (value := stored.pop(name, neutral)) != neutral:
                     raise ValueError(f"{name} is {value!r}, which drafts no longer have")
             return cls(**stored | {"target": TargetSpec(**stored["target"])})

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.lookup import USUAL
+from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import (
@@ -29,7 +29,7 @@ from poss_lightning.evaluation.provenance import (
     provenance,
     write_run,
 )
-from poss_lightning.evaluation.records import NAMES, OURS, PLAIN, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.records import NAMES, PLAIN, RUN_FILES, UNFINISHED, Record, check_method_names, to_line
 from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, digest, load_suites
 from poss_lightning.files import atomic, check_folder, read_json
@@ -124,12 +124,12 @@ def benchmark(
     suites = [suites] if isinstance(suites, str) else suites
     baselines = [PLAIN, "generate"] if baselines is None else baselines
     config = {name: value for name, value in dict(locals()).items() if name != "out"}
-    check_folder(out, *OURS)
+    check_folder(out, *RUN_FILES)
     drafts = drafts or {}
-    check_names(drafts)
+    check_method_names(drafts)
     for folder in drafts.values():
         check_draft(folder)
-    sampling = check(config)
+    sampling = check_options_fit(config)
     loaded_suites = load_suites(suites, limit)
     questions = [question for suite in loaded_suites for question in suite.questions]
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
@@ -170,10 +170,10 @@ def benchmark(
 
 def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
     known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model)}
-    return {name: known.get(name) or Speculative(model, None, graphs=graphs, lookup=USUAL) for name in names}
+    return {name: known.get(name) or Speculative(model, None, graphs=graphs, lookup=DEFAULT_LOOKUP) for name in names}
 
 
-def check(config: dict) -> Sampling:
+def check_options_fit(config: dict) -> Sampling:
     """Check the options that need neither target nor suites; return how answers are sampled."""
     baselines = config["baselines"]
     if baselines is not None and (PLAIN not in baselines or set(baselines) - set(HERE)):

@@ -171,7 +171,7 @@ class PlannedCell:
             check_tree(depth, options["tree_width"])
             Fixed(depth, options["nodes"])
         if self.measure == "benchmark":
-            benchmark.check(options)
+            benchmark.check_options_fit(options)
             _load_suites_once(json.dumps(options["suites"]), options["limit"])
             return
         store = FeatureStore(options["store"])

@@ -23,9 +23,11 @@ import pyarrow.parquet as pq
 
 from poss_lightning.files import atomic
 
-CELLS, ROWS, FOLDERS = "cells.jsonl", "records.parquet", "cells"
+CELLS_FILE, ROWS_FILE, FOLDERS = "cells.jsonl", "records.parquet", "cells"
 NOTE = "cell.json"  # in the folder of a cell that is trained or measured
-KEPT = re.compile(r"val/(loss|tau_tree)|val_(pos_acc_(tree|unroll)|drift_\w+)/depth_\d+|throughput/slots_per_second")
+KEPT_SCALARS = re.compile(
+    r"val/(loss|tau_tree)|val_(pos_acc_(tree|unroll)|drift_\w+)/depth_\d+|throughput/slots_per_second"
+)
 WORD = pa.dictionary(pa.int32(), pa.string())  # few different values
 SCHEMA = pa.schema(
     {
@@ -75,7 +77,9 @@ class PackedCell(NamedTuple):
                         by_tag = {f"{name}/depth_{k}": value for k, value in enumerate(values, 1) if value is not None}
                     scalars |= {tag: [(int(step), float(value))] for tag, value in by_tag.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self.folder}: scalars of {CELLS} are not values by step and tag ({error})") from None
+            raise ValueError(
+                f"{self.folder}: scalars of {CELLS_FILE} are not values by step and tag ({error})"
+            ) from None
         return scalars
 
 
@@ -89,7 +93,7 @@ def packed_cells(path: str | Path) -> list[PackedCell]:
     """
     path = Path(path)
     for experiment, below in ((path, ()), *_experiments_above(path), *_experiments_above(path.absolute())):
-        if (experiment / CELLS).is_file():
+        if (experiment / CELLS_FILE).is_file():
             cells = sorted(_read_lines(experiment), key=lambda cell: cell.folder)
             return [cell for cell in cells if cell.folder.parts[len(experiment.parts) + 1 :][: len(below)] == below]
     return []
@@ -102,13 +106,13 @@ def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
         ValueError: a records.parquet that is torn, or has no rows of a cell.
     """
     by_folder: dict[Path, list[Row]] = {cell.folder: [] for cell in cells}
-    for file in dict.fromkeys(folder.parents[2] / ROWS for folder in by_folder):
+    for file in dict.fromkeys(folder.parents[2] / ROWS_FILE for folder in by_folder):
         for row in _read_rows(file):
             folder = file.parent / FOLDERS / row.pop("choice") / f"seed-{row.pop('training_seed')}"
             if folder in by_folder:
                 by_folder[folder].append(row)
     if empty := [folder for folder, rows in by_folder.items() if not rows]:
-        raise ValueError(f"{empty[0].parents[2] / ROWS} has no rows of {empty[0].parent.name}, {empty[0].name}")
+        raise ValueError(f"{empty[0].parents[2] / ROWS_FILE} has no rows of {empty[0].parent.name}, {empty[0].name}")
     return by_folder
 
 
@@ -119,10 +123,12 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
 
     Args:
         facts: those of a `PackedCell`, but its scalars are the step and value of every tag; `pack` keeps those that
-            `KEPT` matches, to 5 digits.
+            `KEPT_SCALARS` matches, to 5 digits.
         rows: the fields of its records.
     """
-    table = [row for row in _read_rows(experiment / ROWS) if (row["choice"], row["training_seed"]) != (choice, seed)]
+    table = [
+        row for row in _read_rows(experiment / ROWS_FILE) if (row["choice"], row["training_seed"]) != (choice, seed)
+    ]
     table += [{"choice": choice, "training_seed": seed, **row} for row in rows]
     places: dict[str, int] = {}
     for row in table:  # the same answer of all cells side by side, which compresses well
@@ -131,13 +137,13 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     columns = [{**row, "id": json.dumps(row["id"]), "seconds": [*row["seconds"].items()]} for row in table]
     words = [field.name for field in SCHEMA if field.type == WORD]  # lists take twice the space as dictionaries
     dense = {"use_dictionary": words, "data_page_size": 2**26, "compression": "zstd", "compression_level": 19}
-    with atomic(experiment / ROWS) as path:
+    with atomic(experiment / ROWS_FILE) as path:
         pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, **dense)
     lines = {cell.key: cell.facts for cell in _read_lines(experiment)}
     folded = {"scalars": _fold(facts["scalars"])} if "scalars" in facts else {}
     lines[choice, seed] = {"choice": choice, "seed": seed, **facts, **folded}
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines.values())
-    with atomic(experiment / CELLS) as path:
+    with atomic(experiment / CELLS_FILE) as path:
         path.write_text(text, encoding="utf-8")
 
 
@@ -145,7 +151,7 @@ def _fold(scalars: dict[str, tuple[int, float]]) -> dict[int, dict[str, Any]]:
     """Values by step and name; those of depths 1, 2, … in a list, with None where one is missing."""
     folded: dict[int, dict[str, Any]] = {}
     for tag, (step, value) in scalars.items():
-        if not KEPT.fullmatch(tag):
+        if not KEPT_SCALARS.fullmatch(tag):
             continue
         name, _, depth = tag.partition("/depth_")
         at_step, rounded = folded.setdefault(step, {}), float(f"{value:.5g}")
@@ -166,7 +172,7 @@ def _experiments_above(path: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def _read_lines(experiment: Path) -> list[PackedCell]:
-    file, cells = experiment / CELLS, []
+    file, cells = experiment / CELLS_FILE, []
     if not file.is_file():
         return []
     for number, line in enumerate(filter(None, file.read_text(encoding="utf-8").split("\n")), start=1):

@@ -11,7 +11,7 @@ from poss_lightning.target.template import Message
 _IDS = ("question_id", "id", "conversation_id", "prompt_id")
 _CHATS = ("messages", "conversations", "conversation")
 _FIELDS = ("turns", *_CHATS, "prompt")
-LEFT_OUT = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _ANSWER: Message = {"role": "assistant", "content": "…"}
 _SHOWN = 60  # letters of a wrong value shown in an error
 
@@ -48,7 +48,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         if not _is_text(text):
             place = f"turn {turn} of `{key}`" if isinstance(value, list) else f"`{key}`"
             raise Malformed(f"{place} is {repr(text)[:_SHOWN]}; it must be a text that is not blank")
-    if any(LEFT_OUT in text for text in texts):
+    if any(WITHHELD in text for text in texts):
         raise Malformed(
             f"`{key}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
             "speed-bench of NVIDIA-NeMo/Skills) fetches all texts: name a file that it has written"

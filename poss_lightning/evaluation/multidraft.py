@@ -23,7 +23,7 @@ from poss_lightning.sampling import TokenSampler
 from poss_lightning.target.spec import EmbedHead
 
 RULES = ("unseeing", "replaced", "distinct", "greedy", "coupled", "optimum")
-PLACES = 256  # of all answers, at which p and q are compared
+COMPARED_PLACES = 256  # of all answers, at which p and q are compared
 TINY = 1e-300
 
 
@@ -73,7 +73,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def acceptance(
+def acceptance_rates(
     draft: Specialists, embed_head: EmbedHead, answers: Sequence[Answer], depth: int, counts: Sequence[int]
 ) -> Tensor:
     """Means over some places of the answers, all drawn alike: (depth, len(counts), len(RULES)).
@@ -82,7 +82,7 @@ def acceptance(
     """
     head = embed_head if draft.config.own_head else embed_head.restrict(draft.vocabulary)
     proposed = slice(None) if draft.vocabulary is None else draft.vocabulary
-    step = max(1, sum(len(answer.tokens) - answer.start for answer in answers) // PLACES)
+    step = max(1, sum(len(answer.tokens) - answer.start for answer in answers) // COMPARED_PLACES)
     generator, total = torch.Generator().manual_seed(0), [0] * depth
     sums = torch.zeros(depth, len(counts), len(RULES)).double()
     for answer in answers:

@@ -54,7 +54,7 @@ def origin() -> dict:
     }
 
 
-def describe(draft: Specialists) -> dict:
+def describe_draft(draft: Specialists) -> dict:
     """What a draft was trained for, its size, and a digest of its weights."""
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
@@ -82,7 +82,7 @@ def describe_method(method: Decoder) -> dict:
         "tree": method.tree,
         "tree_width": drafter.tree_width,
         "int8_head": isinstance(drafter.product, Int8Head),
-        **describe(drafter.draft),
+        **describe_draft(drafter.draft),
     }
 
 

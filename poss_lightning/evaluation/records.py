@@ -17,16 +17,22 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from poss_lightning.corpus.records import Malformed, file_records, parse
-from poss_lightning.evaluation.cells import CELLS, NOTE, ROWS, packed_cells, packed_rows
+from poss_lightning.corpus.records import Malformed, file_records, parse_line
+from poss_lightning.evaluation.cells import CELLS_FILE, NOTE, ROWS_FILE, packed_cells, packed_rows
 from poss_lightning.evaluation.engines import HOW, engine_records
 from poss_lightning.files import read_json
 from poss_lightning.target.fingerprints import same_weights
 
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is running; see `work.py`
-OURS = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
-BESIDE = ("run.json", "rounds.jsonl", "sweep.yaml", CELLS, ROWS)  # files that are not records, beside or above some
+RUN_FILES = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
+OTHER_FILES = (
+    "run.json",
+    "rounds.jsonl",
+    "sweep.yaml",
+    CELLS_FILE,
+    ROWS_FILE,
+)  # files that are not records, beside or above some
 # What determines the rounds of a method, in run.json, and its value where run.json does not say.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed", "lookup": 0}
 PLAIN = "plain"  # the target alone, in our own loop
@@ -103,7 +109,7 @@ class Record:
             )
 
 
-def check_names(drafts: Iterable[str]) -> None:
+def check_method_names(drafts: Iterable[str]) -> None:
     """Raise ValueError where a draft's name is not a string, or is that of a method without rounds."""
     for name in drafts:
         if not isinstance(name, str):
@@ -261,7 +267,7 @@ def _unpacked(path: Path) -> list[Source]:
 
 def _find_files(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
-    if path.is_file() and path.name in BESIDE:
+    if path.is_file() and path.name in OTHER_FILES:
         raise ValueError(f"{path} lies beside records: give its folder, {path.parent}")
     files = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
     files = files or sorted(file for name in NAMES for file in path.rglob(name))
@@ -278,7 +284,7 @@ def _read_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in file_records(file):
         place = f"{file}, line {number}"
         try:
-            values = parse(line) if isinstance(line, bytes) else line
+            values = parse_line(line) if isinstance(line, bytes) else line
         except Malformed as error:
             hint = "" if file.name in NAMES else f"; {HOW}"
             raise ValueError(f"{place}: {error}{hint}") from None

@@ -29,9 +29,15 @@ from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.multidraft import acceptance, table
-from poss_lightning.evaluation.provenance import check_settings, describe, describe_training, provenance, write_run
-from poss_lightning.evaluation.records import NAMES, OURS, UNFINISHED, Record, check_names, to_line
+from poss_lightning.evaluation.multidraft import acceptance_rates, table
+from poss_lightning.evaluation.provenance import (
+    check_settings,
+    describe_draft,
+    describe_training,
+    provenance,
+    write_run,
+)
+from poss_lightning.evaluation.records import NAMES, RUN_FILES, UNFINISHED, Record, check_method_names, to_line
 from poss_lightning.evaluation.schedules import FREE, SCHEDULES, Pearl, RoundSchedule, read_costs
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import FeatureStore, Sample
@@ -83,12 +89,12 @@ def replay(
         device: auto (cuda, else mps, else cpu), or one of these.
     """
     config = dict(locals())
-    check_folder(out, *OURS)
+    check_folder(out, *RUN_FILES)
     config["device"] = device = choose_device(device)
     config["dtype"] = dtype = choose_dtype(dtype, device)
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
-    check_names(drafts)
+    check_method_names(drafts)
     for source in drafts.values():
         check_draft(source)
     folder, features = Path(out), FeatureStore(store)
@@ -124,7 +130,7 @@ def replay(
             if config["temperature"]:
                 width = described[name]["tree_width"]
                 counts = sorted({1, min(4, width), width})
-                rates = acceptance(draft, embed_head, answers, described[name]["depth"], counts)
+                rates = acceptance_rates(draft, embed_head, answers, described[name]["depth"], counts)
                 printed.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
         facts |= {"costs": {name: own._asdict() for name, own in costs.items()}} if costs else {}
@@ -162,7 +168,12 @@ def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int
     draft.config.check_depth(depth)
     Fixed(depth, nodes)
     width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
-    return {"depth": depth, "nodes": min(nodes, count_candidates(depth, width)), "tree_width": width, **describe(draft)}
+    return {
+        "depth": depth,
+        "nodes": min(nodes, count_candidates(depth, width)),
+        "tree_width": width,
+        **describe_draft(draft),
+    }
 
 
 def replay_rounds(

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.corpus.records import Malformed, file_records, options_of, parse, report_left_out
+from poss_lightning.corpus.records import Malformed, file_records, options_of, parse_line, report_left_out
 from poss_lightning.evaluation.forms import read_id, read_question
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
@@ -175,7 +175,7 @@ def _suite(
 
 
 def _question(suite: str, number: int, row: object, field: str | None) -> Question:
-    record = parse(row) if isinstance(row, bytes) else row
+    record = parse_line(row) if isinstance(row, bytes) else row
     record = {"turns": [record]} if isinstance(record, str) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, it is a {type(record).__name__}")

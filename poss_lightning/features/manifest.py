@@ -10,7 +10,7 @@ from tqdm import tqdm
 from poss_lightning.features.encoding import STORED
 from poss_lightning.files import atomic, sha256
 from poss_lightning.machine import DTYPES
-from poss_lightning.ranges import describe
+from poss_lightning.ranges import describe_refusal
 from poss_lightning.target.spec import TargetSpec
 
 MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
@@ -79,7 +79,7 @@ class Manifest:
         try:
             return MANIFESTS.validate_json(text)
         except ValidationError as error:
-            raise StoreError(f"{source} is not a manifest this version reads: {describe(error)}") from error
+            raise StoreError(f"{source} is not a manifest this version reads: {describe_refusal(error)}") from error
 
 
 MANIFESTS = TypeAdapter(Manifest)

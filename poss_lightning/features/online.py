@@ -19,7 +19,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.target.spec import EmbedHead
 
-ROWS = 256  # slots whose logits exist at once
+LOGIT_SLOTS = 256  # slots whose logits exist at once
 
 
 class OnlineFeatures(SampleSource):
@@ -108,7 +108,7 @@ class OnlineFeatures(SampleSource):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
-        for row, slot in (some.unbind(1) for some in known.split(ROWS)):
+        for row, slot in (some.unbind(1) for some in known.split(LOGIT_SLOTS)):
             logits = self.model.embed_head.logits(features[row, slot].to(self.model.device))
             greedy[row, slot] = logits.max(-1).indices.to(device)
         return batch._replace(features=features, draft_input=inputs, greedy=greedy)

@@ -38,7 +38,7 @@ from poss_lightning.work import Work, differences
 
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
-OURS = (UNFINISHED, MANIFEST)  # every store, finished or not, has one of them
+STORE_FILES = (UNFINISHED, MANIFEST)  # every store, finished or not, has one of them
 KWARGS = "chat_template_kwargs"
 LATE = 2.0  # seconds by which a shared file system may show another machine's receipt
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def write_store(
     if is_finished(folder):
         _check_same(folder, settings)
         return work.clear()  # the process that finished it may have been killed before it did
-    check_folder(folder, *OURS)
+    check_folder(folder, *STORE_FILES)
     work.claim(settings | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
     plan = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
     shards = {folder / f"shard-{number:05d}.arrow": batches for number, batches in enumerate(plan)}

@@ -15,7 +15,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout, refuse
-from poss_lightning.interop.tensors import Draft, check_frozen, check_names, find_vocabulary, to_ours, to_theirs
+from poss_lightning.interop.tensors import Draft, check_frozen, check_tensor_names, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
 
@@ -104,8 +104,8 @@ def parse_published(
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
     layers = max(layout.count_layers(tensors), 1)
-    config = settings.parse(published, layout, allocation, target.spec, block_layers=layers)
-    check_names(tensors, layout, config)
+    config = settings.parse_config(published, layout, allocation, target.spec, block_layers=layers)
+    check_tensor_names(tensors, layout, config)
     check_frozen(tensors, target.embed_head, layout)
     draft = to_ours(tensors, config, layout, find_vocabulary(tensors, layout, config))
     if config.one_pass:
@@ -122,7 +122,7 @@ def _read_config(stored: dict[str, Any], layout: Layout) -> tuple[dict[str, Any]
         ("target" in stored, "its config.json is of our format: leave out --input_format"),
         (speculators.KIND in stored, "its config.json is of the speculators format: say --input_format speculators"),
     )
-    return stored, settings.find_positions(stored) if layout.kind == "block" else None
+    return stored, settings.find_block_size(stored) if layout.kind == "block" else None
 
 
 def _find_allocation(
@@ -133,7 +133,7 @@ def _find_allocation(
     numbered = NUMBERED in tensors and input_format not in ("speed", "speculators")
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
-    elif layers:  # else `check_names` names the first missing tensor
+    elif layers:  # else `check_tensor_names` names the first missing tensor
         has = f"it has {layers} layers" if layers > 1 else "it has one layer"
         refuse(
             (numbered, "its layers are EAGLE-3's and numbered: say --input_format speed"),

@@ -11,14 +11,14 @@ from poss_lightning.draft.layer import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
-DFLASH = "dflash_config"
+DFLASH_KEY = "dflash_config"
 OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")  # its keys that ours has, too
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
-OURS = "poss_lightning"  # our config, where a layout has a place for it
+CONFIG_KEY = "poss_lightning"  # our config, where a layout has a place for it
 
 
-def check(holds: bool, name: str, value: Any, words: str) -> None:
+def check_setting(holds: bool, name: str, value: Any, words: str) -> None:
     """Raise ValueError, with the key of config.json and its value, unless `holds`."""
     if not holds:
         raise ValueError(f"config.json: {name} is {value!r}; {words}")
@@ -27,17 +27,17 @@ def check(holds: bool, name: str, value: Any, words: str) -> None:
 def check_equal(draft: str, pairs: dict[str, tuple[Any, Any]]) -> None:
     """Raise ValueError for the first key whose value is not the one that a draft, in words, has: (stated, its own)."""
     for name, (stated, own) in pairs.items():
-        check(_is_same(stated, own), name, stated, f"{draft} has {own!r}")
+        check_setting(_is_same(stated, own), name, stated, f"{draft} has {own!r}")
 
 
 def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
     """The object at a key, without its nulls; {} where there is none."""
     value = published.get(name) or {}
-    check(isinstance(value, dict), name, value, "it must be an object, {A: B}")
+    check_setting(isinstance(value, dict), name, value, "it must be an object, {A: B}")
     return {key: each for key, each in value.items() if each is not None}
 
 
-def parse(
+def parse_config(
     published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, block_layers: int = 1
 ) -> DraftConfig:
     """The config of a published draft.
@@ -67,9 +67,9 @@ def parse(
         },
     )
     theta = (published | rope).get("rope_theta") or 10000.0
-    check(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
+    check_setting(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
     width = published.get("intermediate_size")
-    check(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
+    check_setting(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
     size = published.get("draft_vocab_size") or total
     config = DraftConfig(
         target=spec,
@@ -91,10 +91,10 @@ def parse(
     return config
 
 
-def find_positions(published: dict[str, Any]) -> int:
+def find_block_size(published: dict[str, Any]) -> int:
     """The number of tokens that a block draft proposes: its first place holds the newest token."""
-    size: Any = mapping(published, DFLASH).get("block_size", published.get("block_size"))
-    check(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
+    size: Any = mapping(published, DFLASH_KEY).get("block_size", published.get("block_size"))
+    check_setting(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
     return size - 1
 
 
@@ -102,30 +102,32 @@ def _find_switches(published: dict[str, Any]) -> dict[str, Any]:
     """The switches of EAGLE-3 drafts; engines look for them in eagle_config, too."""
     found = {name: published.get(name) for name in SWITCHES} | mapping(published, "eagle_config")
     for name in SWITCHES:
-        check(isinstance(found[name], bool | None), name, found[name], "it must be true or false")
+        check_setting(isinstance(found[name], bool | None), name, found[name], "it must be true or false")
     return {name: bool(found[name]) for name in SWITCHES}
 
 
 def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
     """The fields that only a block draft has. DFlash counts the target's layers from 0, by their outputs."""
-    stated = mapping(published, DFLASH)
+    stated = mapping(published, DFLASH_KEY)
     others = {name: value for name, value in stated.items() if name not in OF_BLOCKS}
     others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}
     for name, value in others.items():
-        check(not value, name, value, "a draft of ours does not have it")
+        check_setting(not value, name, value, "a draft of ours does not have it")
     ids: Any = stated.get("target_layer_ids") or []
     mask = stated.get("mask_token_id")
     known = isinstance(ids, list) and all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids)
-    check(known and bool(ids), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0")
-    check(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
+    check_setting(
+        known and bool(ids), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0"
+    )
+    check_setting(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
     return {"block_layers": block_layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     for name, value in rope.items():
-        check(not isinstance(value, dict), "rope_parameters", name, "it must be for one kind of layer")
+        check_setting(not isinstance(value, dict), "rope_parameters", name, "it must be for one kind of layer")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    check(kind in ("default", "llama3"), "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
+    check_setting(kind in ("default", "llama3"), "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
     if kind == "default":
         return None
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
@@ -139,10 +141,12 @@ def _find_window(published: dict[str, Any]) -> int | None:
     """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
     kinds, window = published.get("layer_types") or [FULL], published.get("sliding_window")
     one_kind = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
-    check(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
+    check_setting(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
     if kinds[0] == FULL:
         return None
-    check(type(window) is int and window > 0, "sliding_window", window, "it must be the slots that a query sees")
+    check_setting(
+        type(window) is int and window > 0, "sliding_window", window, "it must be the slots that a query sees"
+    )
     return window
 
 
@@ -153,7 +157,7 @@ def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
     if not ids:
         ids = mapping(published, "eagle_config").get(LAYER_IDS)
         known.append([layer - 1 for layer in ours])
-    check(not ids or ids in known, LAYER_IDS, ids, f"a draft of ours for {config.target.name} fuses {ours}")
+    check_setting(not ids or ids in known, LAYER_IDS, ids, f"a draft of ours for {config.target.name} fuses {ours}")
 
 
 def rope_parameters(config: DraftConfig) -> dict[str, Any]:
@@ -201,7 +205,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **own_head,
         **bias,
         **(_publish_block(config) if config.one_pass else {}),
-        **({OURS: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
+        **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
     }
 
 
@@ -210,7 +214,7 @@ def _publish_block(config: DraftConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "block_size": config.depth + 1,
         "num_target_layers": config.target.layers,
-        DFLASH: {"target_layer_ids": [layer - 1 for layer in config.layers], "mask_token_id": config.mask_row},
+        DFLASH_KEY: {"target_layer_ids": [layer - 1 for layer in config.layers], "mask_token_id": config.mask_row},
     }
 
 

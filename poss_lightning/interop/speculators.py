@@ -11,14 +11,14 @@ Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitio
 from typing import Any
 
 from poss_lightning.draft.config import SWITCHES
-from poss_lightning.interop.settings import LAYER_IDS, check, check_equal, mapping
+from poss_lightning.interop.settings import LAYER_IDS, check_equal, check_setting, mapping
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 
-KIND, LAYER, ENGINE = "speculators_model_type", "transformer_layer_config", "speculators_config"
+KIND, LAYER_KEYS, ENGINE_KEYS = "speculators_model_type", "transformer_layer_config", "speculators_config"
 VERSION = "0.9.0"  # whose classes were read, and load what is written
 # keys of EAGLE-3's config.json that do not describe its layer
-BESIDE = {"architectures", "rope_theta", "rope_scaling", "torch_dtype", "draft_vocab_size", "bias", *SWITCHES}
+OUTER_KEYS = {"architectures", "rope_theta", "rope_scaling", "torch_dtype", "draft_vocab_size", "bias", *SWITCHES}
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:
@@ -31,15 +31,15 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"config.json has no {KIND}, so it is not of the speculators format: say --input_format eagle3"
         )
-    layer = mapping(stored, LAYER)
-    check(bool(layer), LAYER, stored.get(LAYER), "it must describe the draft's layer")
+    layer = mapping(stored, LAYER_KEYS)
+    check_setting(bool(layer), LAYER_KEYS, stored.get(LAYER_KEYS), "it must describe the draft's layer")
     width = layer.get("hidden_size")
     check_equal(
         "a draft of ours",
         {
             KIND: (stored[KIND], "eagle3"),
-            f"{LAYER}.model_type": (layer.get("model_type"), "llama"),  # Qwen3's has norms for queries and keys
-            f"{LAYER}.num_hidden_layers": (layer.get("num_hidden_layers"), 1),
+            f"{LAYER_KEYS}.model_type": (layer.get("model_type"), "llama"),  # Qwen3's has norms for queries and keys
+            f"{LAYER_KEYS}.num_hidden_layers": (layer.get("num_hidden_layers"), 1),
             "target_hidden_size": (stored.get("target_hidden_size") or width, width),
         },
     )
@@ -53,7 +53,7 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
 
 def find_positions(stored: dict[str, Any]) -> Any:
     """The number of tokens that an engine drafts by the default method; None where the config names no method."""
-    engine = mapping(stored, ENGINE)
+    engine = mapping(stored, ENGINE_KEYS)
     methods = [method for method in engine.get("proposal_methods") or () if isinstance(method, dict)]
     default = engine.get("default_proposal_method")
     methods.sort(key=lambda method: method.get("proposal_type") != default)
@@ -69,7 +69,7 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         target: which engines load with the draft, by its name; the embedded one by its folder.
     """
     scaling = published["rope_scaling"] or {"rope_type": "default"}
-    layer = {key: value for key, value in published.items() if key not in BESIDE}
+    layer = {key: value for key, value in published.items() if key not in OUTER_KEYS}
     layer["rope_parameters"] = scaling | {"rope_theta": published["rope_theta"]}
     name = str(embedded.folder()) if target.spec.name == embedded.NAME else target.spec.name
     greedy = {"proposal_type": "greedy", "speculative_tokens": positions}
@@ -77,13 +77,13 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
         "architectures": published["architectures"],
         KIND: "eagle3",
         "speculators_version": VERSION,
-        ENGINE: {
+        ENGINE_KEYS: {
             "algorithm": "eagle3",
             "proposal_methods": [greedy | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": name, "architectures": [type(target.model).__name__]},
         },
-        LAYER: layer | {"attention_bias": False, "mlp_bias": False},
+        LAYER_KEYS: layer | {"attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": published["draft_vocab_size"],
         "target_hidden_size": None,
         LAYER_IDS: list(layers),

@@ -17,7 +17,7 @@ class Draft(NamedTuple):
     state: dict[str, Tensor]
 
 
-def check_names(tensors: dict[str, Tensor], layout: Layout, config: DraftConfig) -> None:
+def check_tensor_names(tensors: dict[str, Tensor], layout: Layout, config: DraftConfig) -> None:
     """Raise ValueError where a file lacks a tensor, or has one that the layout does not have."""
     names = set(layout.number_names(config.layer_count, config.input_norms).values())
     elsewhere = {EMBEDDING, HEAD, *((TO_TARGET, TO_DRAFT) if layout.vocabulary == "d2t" else ())}

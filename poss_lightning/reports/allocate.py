@@ -18,7 +18,7 @@ from poss_lightning.files import read_json
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.reports.scalars import read_scalars, series_by_depth
 
-DRIFT = "val_drift_l2"
+DRIFT_TAG = "val_drift_l2"
 UNTRAINED = 0.95  # drift at the first position, relative to the feature, of a layer that has learnt nothing
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
     for place, config in configs.items():
         if isinstance(allocation := config.get("allocation"), list) and len(allocation) > 1:
             raise ValueError(f"{place} is of specialists, {allocation}: drift is read of a single layer's training")
-    runs = (series_by_depth(scalars, DRIFT) for scalars in read_scalars(run).values())
+    runs = (series_by_depth(scalars, DRIFT_TAG) for scalars in read_scalars(run).values())
     drifts = [depths for depths in runs if depths]
     if len(drifts) != 1:
         raise ValueError(
-            f"{run} holds {len(drifts)} runs that logged {DRIFT}; give the folder of one, the training of a draft of "
-            "kind eagle2 (poss fit --name NAME), which logs it when it validates"
+            f"{run} holds {len(drifts)} runs that logged {DRIFT_TAG}; give the folder of one, the training of a draft "
+            "of kind eagle2 (poss fit --name NAME), which logs it when it validates"
         )
     drift = [series[-1][1] for series in drifts[0].values()]
     if depth is not None and depth > len(drift):

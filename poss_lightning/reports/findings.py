@@ -26,7 +26,9 @@ AUTO = (
     "Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ "
     "depend on the draft and on this machine."
 )
-PROMPTS = "Each method was trained once: 95 % intervals are for other prompts, and say nothing about other trainings."
+TRAINED_ONCE = (
+    "Each method was trained once: 95 % intervals are for other prompts, and say nothing about other trainings."
+)
 SEEDS = "95 % intervals are for other trainings and other prompts."
 APART = "Each temperature is compared, and corrected, by itself."
 
@@ -102,7 +104,7 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
         raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(baselines))}")
     rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=find_depths(runs))
     is_auto = any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
-    scope = SEEDS if any(len(row.seeds) > 1 for row in rows) else PROMPTS
+    scope = SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE
     return Findings(
         rows=rows,
         baseline=baseline if any("speed_up" in row.values for row in rows) else None,

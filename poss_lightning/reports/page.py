@@ -23,7 +23,7 @@ from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, v
 # HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
 CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
-PROMPTS = 6  # whose decoded text is shown, at most
+SHOWN_PROMPTS = 6  # whose decoded text is shown, at most
 PHONE = ("method", "tokens/s", "τ")  # the columns that a phone shows first
 PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is timed as one part, `round`
 METHODS = {  # those that run.json does not describe
@@ -199,7 +199,7 @@ def decoded_texts(methods: Mapping[str, Answers]) -> Iterator[dict[str, Any]]:
     for key, record in next(iter(methods.values()), {}).items():
         if key[2:] == (0, 0) and record.text:
             by_suite.setdefault(key[0], []).append(key)
-    for key in [key for key in chain(*zip_longest(*by_suite.values())) if key][:PROMPTS]:
+    for key in [key for key in chain(*zip_longest(*by_suite.values())) if key][:SHOWN_PROMPTS]:
         records = [answers[key] for answers in methods.values()]
         answers = [{"record": record, "spans": split_rounds(record)} for record in records]
         yield {"title": f"{key[0]}, {key[1]}", "question": records[0].question, "answers": answers}

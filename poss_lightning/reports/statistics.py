@@ -231,7 +231,7 @@ def interval(mean: Mean, logs: bool = False) -> Estimate:
     return Estimate(*map(math.exp, (found.value, found.low, found.high))) if logs else found
 
 
-def compare(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparison]:
+def compare_means(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparison]:
     """Differences of several methods from the same one, or ratios, from their logarithms."""
     means = {name: mean._replace(error=mean.error or _sure(mean)) for name, mean in means.items()}
     p = {name: _p(mean) for name, mean in means.items()}

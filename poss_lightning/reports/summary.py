@@ -258,6 +258,6 @@ def _compare(measured: dict[str, dict[str, dict[int, Jackknife]]], reference: st
             if seeds := [seed for seed in own if seed in theirs]:
                 pairs = [own[seed] for seed in seeds], [theirs[seed] for seed in seeds]
                 means[name] = statistics.mean_over(*pairs, logs=logs)
-        for name, gain in statistics.compare(means, logs).items():
+        for name, gain in statistics.compare_means(means, logs).items():
             gains[name][measure] = gain
     return gains

@@ -21,7 +21,7 @@ from poss_lightning.features.reading import TargetReader, TextFeatures
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced, is_verbose
 
-LOCK = ".lock"  # after the name of a file: held by the worker until the file is complete
+LOCK_SUFFIX = ".lock"  # after the name of a file: held by the worker until the file is complete
 PROBE = 24  # tokens, from all over the vocabulary, of the text on which engine and target are compared
 TESTED = "0.32"  # versions of vLLM
 Engine = Callable[[list[list[int]]], list[str]]  # reads texts; returns the file of each
@@ -94,14 +94,14 @@ def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch
         ValueError: the file is missing or torn, or of a different text, shape or dtype.
     """
     try:
-        with open(f"{file}{LOCK}") as lock:
+        with open(f"{file}{LOCK_SUFFIX}") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
         content = load_file(file)
         states, tokens = content["hidden_states"], content["token_ids"]
     except (OSError, SafetensorError, KeyError) as error:
         raise ValueError(f"vLLM left no complete file of states at {file} ({error}): its log says why") from error
     Path(file).unlink()
-    Path(f"{file}{LOCK}").unlink()
+    Path(f"{file}{LOCK_SUFFIX}").unlink()
     expected = (len(text), *shape)
     if (tuple(states.shape), states.dtype) != (expected, dtype):
         raise ValueError(

@@ -37,7 +37,7 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.interop.settings import OURS, rope_parameters
+from poss_lightning.interop.settings import CONFIG_KEY, rope_parameters
 from poss_lightning.serving.internals import check_engine, count_steps, draft_position, write_keys_values
 
 METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
@@ -189,7 +189,7 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
         check_engine(vllm_config)
         speculative = vllm_config.speculative_config
         self.config = config = speculative.draft_model_config.hf_config
-        self.draft = draft = DraftConfig.from_json(json.dumps(getattr(config, OURS)), speculative.model)
+        self.draft = draft = DraftConfig.from_json(json.dumps(getattr(config, CONFIG_KEY)), speculative.model)
         if speculative.method != METHODS[draft.kind]:
             raise ValueError(
                 f"{speculative.model} is of kind {draft.kind}, and method is {speculative.method!r}; it must be "

@@ -12,7 +12,7 @@ from poss_lightning.target.cache import TreeCache, step_of
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target, causal_ancestors
 
-BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of all prompts together
+PREFILL_BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of all prompts together
 
 
 class OutputTracker:
@@ -89,7 +89,7 @@ def prefill(
         cache = target.new_cache(len(prompts), -(-capacity // ahead) * ahead)
     lengths, draft_inputs = torch.tensor([len(prompt) for prompt in prompts]), []
     last = torch.zeros(len(prompts), target.spec.hidden_size, dtype=target.dtype, device=target.device)  # (B, D)
-    size = max(1, min(BLOCK, TOKENS // len(prompts)))
+    size = max(1, min(PREFILL_BLOCK, TOKENS // len(prompts)))
     for begin in range(0, tokens.shape[1], size):
         block = tokens[:, begin : begin + size]
         ancestors = causal_ancestors(block.shape[1], target.device)

@@ -27,7 +27,7 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
     try:
         config = load_part(AutoConfig, folder)
     except Exception as error:  # whatever a foreign file makes it raise
-        raise ValueError(explain(name, error)) from error
+        raise ValueError(explain_failure(name, error)) from error
     config._attn_implementation = None  # it may name code on the hub, and that of transformers reads trees
     return config
 
@@ -58,7 +58,7 @@ def load_model(
         model = model.to(torch.float16) if narrow else model
         model = model if placed else model.to(device)
     except Exception as error:  # whatever a foreign file, its library or the device makes it raise
-        raise ValueError(explain(name, error, device)) from error
+        raise ValueError(explain_failure(name, error, device)) from error
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(
             f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: download its files again"
@@ -70,7 +70,7 @@ def load_model(
     return model, tokenizer, as_saved
 
 
-def explain(name: str, error: Exception, device: str = "this device") -> str:
+def explain_failure(name: str, error: Exception, device: str = "this device") -> str:
     """Why a target cannot be loaded or used, in one line."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, torch.OutOfMemoryError):

@@ -19,7 +19,7 @@ from poss_lightning.target.attention import grouped_heads
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
-from poss_lightning.target.loading import explain, load_config, load_model
+from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.placement import Parallel, home_device, placement
 from poss_lightning.target.template import Variables
@@ -71,7 +71,7 @@ class Target(nn.Module):
             self._find_parts()
             self._check()
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise ValueError(explain(name, error, str(model.device))) from error
+            raise ValueError(explain_failure(name, error, str(model.device))) from error
         except Exception as error:  # whatever its code raises
             raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
 

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from poss_lightning.configs import config_files, explain, set_up_parser
+from poss_lightning.configs import config_files, explain_option, set_up_parser
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
@@ -139,11 +139,11 @@ class Training(LightningCLI):
         except ArgumentError as error:
             if str(error).startswith("argument data.source"):  # the parser's words for both being given
                 raise ArgumentError(None, "model.store is the store of the data: name it as --data.store") from error
-            raise explain(error, files, types, rest) from error
+            raise explain_option(error, files, types, rest) from error
         except OmegaConfBaseException as error:  # a reference to an option that is not there
             option = str(error.full_key).removeprefix(f"{command}.")
             reason = str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
-            raise explain(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
+            raise explain_option(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
         name_folder(self.options)
         expand_home(self.options)
 

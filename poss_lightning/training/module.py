@@ -24,7 +24,7 @@ from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
 from poss_lightning.training.optimizers import NormGuard, check_trainer, make_optimizer, schedule_rate
-from poss_lightning.training.resume import adopt_rate, check_draft, epoch_steps, resume
+from poss_lightning.training.resume import adopt_rate, check_same_draft, epoch_steps, restore_schedule
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.validation import ValidationMetrics
@@ -273,12 +273,12 @@ class SpecialistTraining(lightning.LightningModule):
         checkpoint["epoch_steps"] = epoch_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
-        check_draft(checkpoint, self.draft.config)
+        check_same_draft(checkpoint, self.draft.config)
         self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
         if self._trainer is not None:
             if self.trainer.state.fn == "fit":
                 adopt_rate(checkpoint, self.hparams)
-            resume(self.trainer, checkpoint)
+            restore_schedule(self.trainer, checkpoint)
 
     # --- shared by training and validation ---
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from poss_lightning.draft.config import USUAL, DraftConfig, Kind
+from poss_lightning.draft.config import DEFAULT_ALLOCATIONS, DraftConfig, Kind
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
 from poss_lightning.target.loading import load_config
@@ -16,10 +16,10 @@ from poss_lightning.training.start import check_reach
 GIB, GB = 2**30, 10**9
 
 # Of their config.json files.
-SIZES = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")
-SIZES += ("context", "rope_theta", "norm_eps", "layers")
+SIZE_FIELDS = ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")
+SIZE_FIELDS += ("context", "rope_theta", "norm_eps", "layers")
 TARGETS = {
-    name: TargetSpec(name=name, **dict[str, Any](zip(SIZES, sizes, strict=True)))
+    name: TargetSpec(name=name, **dict[str, Any](zip(SIZE_FIELDS, sizes, strict=True)))
     for name, *sizes in (
         ("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, 8192, 500000.0, 1e-5, 32),
         ("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, 1e-5, 32),
@@ -81,7 +81,7 @@ def plan(
     if strategy == "one" and processes > 1:
         raise ValueError(f"processes is {processes} with strategy one: name the strategy by which they share the work")
     spec, tied = find_target(target)
-    allocation = allocation or USUAL.get(kind, [2, 2, 2])
+    allocation = allocation or DEFAULT_ALLOCATIONS.get(kind, [2, 2, 2])
     depth = depth or sum(allocation)
     config = DraftConfig(
         target=spec,

@@ -14,7 +14,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.features.datamodule import FeatureData
 
 
-def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
+def restore_schedule(trainer: lightning.Trainer, checkpoint: dict) -> None:
     """Set the schedule of a running fit to where `checkpoint` stopped, and its loops and learning rate accordingly.
 
     This changes `checkpoint`, from which Lightning restores the loops next. Lightning cannot restore the loader: its
@@ -44,7 +44,7 @@ def resume(trainer: lightning.Trainer, checkpoint: dict) -> None:
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
 
 
-def check_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None:
+def check_same_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None:
     """Raise ValueError where a checkpoint has a different draft, or one for a different target; depths may differ."""
     stored = DraftConfig.from_json(checkpoint["draft"], "the checkpoint's draft")
     if changed := stored.target.difference(config.target):

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import AGAIN, KEPT, SETTLE, Fixed, PerRound, Round, Settled, Trial
+from poss_lightning.decoding.budget import NEW_TRIALS, SETTLED_ROUNDS, TRIALS, Fixed, PerRound, Round, Settled, Trial
 from poss_lightning.decoding.chances import EDGES, Calibration
-from poss_lightning.decoding.costs import SIZES, Costs
+from poss_lightning.decoding.costs import TREE_SIZES, Costs
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict
 
@@ -36,7 +36,7 @@ def test_chances_begin_with_the_draft_s_word_and_end_with_the_counts():
 
 def test_costs_between_those_measured_lie_on_a_line_and_never_fall():
     found = Costs.interpolate(2.0, {1: 10.0, 2: 15.0, 4: 13.0, 8: 17.0, 16: 40.0, 20: 39.0})
-    assert list(found.verify) == [n for n in SIZES if n <= 20]
+    assert list(found.verify) == [n for n in TREE_SIZES if n <= 20]
     assert [found.verify[n] for n in (1, 2, 3, 4, 6, 8, 12, 16, 20)] == [10, 13, 13, 13, 15, 17, 28, 39, 39]
 
 
@@ -142,10 +142,10 @@ def test_it_settles_anew_where_drafting_begins_to_pay_or_no_longer_does(first, t
     budget = Settled(DEPTH, costs(*first), Calibration(CPU))
     play(budget, (0, 0), budget.costs, 40)
     before = budget.plan
-    play(budget, (0, 0), budget.costs, SETTLE + KEPT - 40 + AGAIN if before[0] else 4 * KEPT)
+    play(budget, (0, 0), budget.costs, TRIALS + SETTLED_ROUNDS - 40 + NEW_TRIALS if before[0] else 4 * SETTLED_ROUNDS)
     assert budget.plan in (before, None)  # the same, as nothing has changed
     budget.costs = costs(*then)
-    play(budget, (0, 0), budget.costs, 8 * KEPT)
+    play(budget, (0, 0), budget.costs, 8 * SETTLED_ROUNDS)
     while budget.plan is None:
         play(budget, (0, 0), budget.costs, 1)
     assert (before[0] == 0) == (budget.plan[0] > 0)
@@ -178,7 +178,7 @@ def test_it_settles_on_looked_up_tokens_where_they_pay(matched, brings):
     tree = Tree(torch.zeros_like(parents), parents, torch.tensor([[0.0, -4, 0, 0, 0, 0]]))
     path = torch.tensor([[0, 2, 3, 4, 5] if brings else [0] * 5])
     verdict = Verdict(path, torch.zeros_like(path), torch.tensor([depth * brings]))
-    for _ in range(SETTLE):
+    for _ in range(TRIALS):
         assert budget.lookup_count(found, 4) == 4
         budget.learn(Round(tree, ancestor_mask(parents, depth), verdict, found, 4))
     assert budget.plan[:2] == (0, 1) and (budget.plan[2] > 1) == (budget.lookup_count(found, 4) > 0) == brings
@@ -198,7 +198,7 @@ def test_it_says_why_it_gave_up_drafting(kind):
     needed, brought, rounds = map(float, said.groups())
     assert 1 <= rounds < 40 and needed > brought >= 1
     if kind is Settled:  # its trials have all of the tree
-        assert rounds == SETTLE and needed == round((DEPTH * 20 + dear.costs.verify[6]) / dear.costs.verify[1], 2)
+        assert rounds == TRIALS and needed == round((DEPTH * 20 + dear.costs.verify[6]) / dear.costs.verify[1], 2)
 
 
 def test_rows_that_are_finished_do_not_count():

@@ -137,7 +137,7 @@ def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
 def test_a_settled_tree_is_found_and_then_waits_no_more(device, monkeypatch):
     """The budget of CUDA: the first rounds are looked at, and then all are one graph."""
     monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
-    monkeypatch.setattr("poss_lightning.decoding.budget.SETTLE", 4)
+    monkeypatch.setattr("poss_lightning.decoding.budget.TRIALS", 4)
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
     engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto")), []
 

@@ -29,7 +29,7 @@ def counter(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "FLEX_BLOCK", 16)
     torch._dynamo.reset()
     attention._compiled.cache_clear()
     yield counter
@@ -105,7 +105,7 @@ def test_an_epoch_compiles_three_frames_at_any_depth(counter):
 
 def test_sizes_that_coincide_or_are_small_compile_nothing_more(counter):
     """Two blocks, as many as heads of keys; as many slots as a head is wide. Then other lengths, down to one slot."""
-    assert WIDTH == KV_HEADS * attention.BLOCK
+    assert WIDTH == KV_HEADS * attention.FLEX_BLOCK
     for count in (WIDTH, 64, 200, 5, 1):
         run(attention.flex_block, [[count]], count, skip=1)
     assert counter.frame_count == 2

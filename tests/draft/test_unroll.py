@@ -94,7 +94,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
 @pytest.mark.parametrize("rows", [3, 256])
 def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, window, rows, monkeypatch):
     """Two rows: two conversations and padding; and one that goes one slot beyond the row, as a last token does."""
-    monkeypatch.setattr(attention, "ROWS", rows)
+    monkeypatch.setattr(attention, "QUERY_ROWS", rows)
     packing = packed([[5, 8], [17]], 16)
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (
@@ -142,7 +142,7 @@ def test_packed_is_padded_is_alone(target, allocation, config):
 
 def test_no_scores_of_all_slots_with_all_are_ever_made(target, monkeypatch):
     """Nothing in forward or backward is as large as T x T, so memory grows linearly in T."""
-    monkeypatch.setattr(attention, "ROWS", 8)
+    monkeypatch.setattr(attention, "QUERY_ROWS", 8)
     draft, count = tiny_draft(target, [2, 2]), 160
     _, embedded, features = inputs(target, count)
     largest = 0

@@ -6,7 +6,16 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from poss_lightning.evaluation.multidraft import RULES, acceptance, distinct, greedy, optimum, replaced, table, unseeing
+from poss_lightning.evaluation.multidraft import (
+    RULES,
+    acceptance_rates,
+    distinct,
+    greedy,
+    optimum,
+    replaced,
+    table,
+    unseeing,
+)
 from poss_lightning.evaluation.stored import find_answers
 from poss_lightning.sampling import Sampling
 from tests.evaluation.test_replay import PROMPTS, drawn, lucky, read
@@ -86,7 +95,7 @@ def test_the_table_of_drawn_answers(target):
     given = zip(PROMPTS, texts, draws, strict=True)
     samples = [read(target, prompt, answer)._replace(draws=[draw]) for prompt, answer, draw in given]
     answers = [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
-    rates = acceptance(lucky(target, texts, (2, 2), 0), target.embed_head, answers, 2, (1, 3))
+    rates = acceptance_rates(lucky(target, texts, (2, 2), 0), target.embed_head, answers, 2, (1, 3))
     assert rates.shape == (2, 2, len(RULES)) and bool(((rates >= 0) & (rates <= 1 + 1e-9)).all())
     assert bool((rates[:, 1] >= rates[:, 0] - 1e-9).all())
     lines = table(rates, (1, 3)).splitlines()

@@ -108,7 +108,7 @@ def test_a_limit_looks_no_further(tmp_path):
         (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
         (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
         (
-            json.dumps({"turns": [f"{forms.LEFT_OUT}\n\nTell me."]}).encode(),
+            json.dumps({"turns": [f"{forms.WITHHELD}\n\nTell me."]}).encode(),
             r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
         ),
         (b'{"question": "a", "images": ["b"]}', "it has 'images', and only text is read"),

@@ -29,7 +29,7 @@ WAYS = [pytest.param(*way, marks=() if number == 3 else pytest.mark.nightly) for
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch):
     """On the CPU, too, views of the caches grow as on CUDA, and `tree: auto` settles soon."""
-    monkeypatch.setattr("poss_lightning.decoding.budget.SETTLE", 4)
+    monkeypatch.setattr("poss_lightning.decoding.budget.TRIALS", 4)
     monkeypatch.setattr("poss_lightning.target.cache.STEP", CUDA_STEP)
     monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
 

@@ -163,7 +163,7 @@ def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope):
-        config = settings.parse(given, LAYOUTS["eagle"], [6], target.spec)
+        config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec)
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 
 

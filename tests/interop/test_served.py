@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import SERVED, find_layout
-from poss_lightning.interop.settings import OURS
+from poss_lightning.interop.settings import CONFIG_KEY
 from poss_lightning.interop.tensors import to_ours
 from poss_lightning.serving import plugin
 from tests.support import naive
@@ -46,7 +46,7 @@ def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, alloca
     assert f'"method": "{method}", "model": "{tmp_path}/served", "num_speculative_tokens": ' in capsys.readouterr().out
 
     parsed = AutoConfig.from_pretrained(tmp_path / "served")  # as vLLM reads it
-    assert DraftConfig.from_json(json.dumps(getattr(parsed, OURS)), "config.json") == draft.config
+    assert DraftConfig.from_json(json.dumps(getattr(parsed, CONFIG_KEY)), "config.json") == draft.config
     assert parsed.architectures == [layout.architecture]
     assert getattr(parsed, "draft_vocab_size", VOCABULARY) == len(SOME if smaller else range(VOCABULARY))
     assert parsed.eagle_aux_hidden_state_layer_ids == list(draft.config.layers)

@@ -9,7 +9,7 @@ import torch
 
 from poss_lightning.draft.folder import shipped
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.provenance import describe
+from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.records import read_runs, read_sources
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.reports.findings import find, not_comparable
@@ -65,4 +65,4 @@ def test_the_shipped_drafts_are_those_of_the_published_figures(name):
     method = name.removeprefix("embedded-")
     (run,) = read_runs(EXPERIMENTS / "shipped" / "eval" / "cells" / method).values()
     draft = Specialists.from_pretrained(name).to(torch.bfloat16)
-    assert describe(draft)["weights"] == run["methods"][method]["weights"]
+    assert describe_draft(draft)["weights"] == run["methods"][method]["weights"]

@@ -10,7 +10,7 @@ from poss_lightning.reports.statistics import (
     Jackknife,
     Mean,
     Sums,
-    compare,
+    compare_means,
     crossed_error,
     detectable,
     holm,
@@ -154,20 +154,20 @@ def test_shares_stay_shares():
 def test_p_is_below_5_percent_exactly_where_the_interval_excludes_no_effect():
     draw = np.random.default_rng(0)
     for value, error in zip(draw.normal(0, 2, 200), draw.uniform(0.5, 1.5, 200), strict=True):
-        apart, times = (compare({"a": Mean(value, error, 7)}, logs)["a"] for logs in (False, True))
+        apart, times = (compare_means({"a": Mean(value, error, 7)}, logs)["a"] for logs in (False, True))
         assert (apart.p < 0.05) == (not apart.low <= 0 <= apart.high) == (not times.low <= 1 <= times.high)
         assert times.p == apart.p and bool(apart.direction) == (apart.p < 0.05)
 
 
 def test_p_and_detectable_effect_are_corrected_over_methods():
     means = {name: Mean(value, 0.1, 9) for name, value in (("a", 0.25), ("b", 0.3), ("c", math.nan))}
-    alone = {name: compare({name: mean})[name].p for name, mean in means.items()}
+    alone = {name: compare_means({name: mean})[name].p for name, mean in means.items()}
     for logs, change in ((False, float), (True, math.expm1)):
-        found = compare(means, logs)
+        found = compare_means(means, logs)
         assert [found[name].p for name in "ab"] == holm([alone["a"], alone["b"]])
         assert found["a"].detectable == change(detectable(0.1, 9, tests=2)) > change(detectable(0.1, 9))
-    assert alone["a"] < 0.05 and compare(means)["a"].direction == "larger"
-    eight = compare(means | {str(i): Mean(0.0, 0.1, 9) for i in range(8)})["a"]
+    assert alone["a"] < 0.05 and compare_means(means)["a"].direction == "larger"
+    eight = compare_means(means | {str(i): Mean(0.0, 0.1, 9) for i in range(8)})["a"]
     assert eight.p > 0.05 and not eight.direction  # the best of nine is judged as one of nine
 
 
@@ -223,7 +223,7 @@ def test_the_detectable_effect_is_found_in_four_of_five_cases_and_no_effect_rare
     for _ in range(2000):
         gains = draw.normal(true, math.sqrt(2), (5, 5))  # (seeds, choices)
         errors = gains.std(0, ddof=1) / math.sqrt(5)
-        held = compare({str(k): Mean(gains[:, k].mean(), errors[k], 4) for k in range(5)})
+        held = compare_means({str(k): Mean(gains[:, k].mean(), errors[k], 4) for k in range(5)})
         found.append([one.p < 0.05 for one in held.values()])
     assert np.mean(found, 0)[0] == pytest.approx(0.8, abs=0.03)
     assert np.any(found, 1).mean() <= 0.86 and np.mean(np.array(found)[:, 1:].any(1)) < 0.06
@@ -236,7 +236,7 @@ def test_the_detectable_effect_is_found_in_four_of_five_cases_and_no_effect_rare
 def test_without_any_spread_only_equality_is_certain():
     """Few prompts may agree by chance, so a difference without any spread proves nothing."""
     for logs in (False, True):
-        same, apart = (compare({"a": Mean(value, 0.0, 9)}, logs)["a"] for value in (0.0, 0.5))
+        same, apart = (compare_means({"a": Mean(value, 0.0, 9)}, logs)["a"] for value in (0.0, 0.5))
         assert same.identical and same.p == 1 and not apart.identical
         assert math.isnan(apart.p) and apart.interval() == apart.significance() == apart.direction == ""
 

@@ -80,7 +80,7 @@ def test_a_prompt_read_in_blocks_is_the_prompt(monkeypatch, block, layers):
     target, prompts = tiny_target(), [[5, 6, 7, 8, 9, 3, 4], [10, 11], [7, 8, 9]]
     readings = []
     for size in (2048, block):
-        monkeypatch.setattr("poss_lightning.target.generation.BLOCK", size)
+        monkeypatch.setattr("poss_lightning.target.generation.PREFILL_BLOCK", size)
         cache, draft_input, last = prefill(target, prompts, 4, layers=layers)
         real = torch.cat([row[: len(prompt)] for row, prompt in zip(draft_input, prompts, strict=True)])
         assert cache.slots.host_lengths == cache.slots.lengths.tolist() == [7, 2, 3]

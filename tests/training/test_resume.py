@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from poss_lightning.training.callbacks import LastCheckpoint
 from poss_lightning.training.folder import stay_in_folder
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import check_draft
+from poss_lightning.training.resume import check_same_draft
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
 
@@ -264,8 +264,8 @@ def test_a_different_target_is_refused_even_with_the_same_conversations(store, t
         fit(store, tmp_path, Kill(2))
     other = SpecialistTraining(store, [1, 2]).draft.config
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    check_draft(checkpoint, replace(other, depth=2))
+    check_same_draft(checkpoint, replace(other, depth=2))
     with pytest.raises(
         ValueError, match="the checkpoint's draft is for a different target than these features: fingerprint"
     ):
-        check_draft(checkpoint, replace(other, target=replace(other.target, fingerprint="another")))
+        check_same_draft(checkpoint, replace(other, target=replace(other.target, fingerprint="another")))
