@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = settings | {"batches": 0, "tokens": 0, "texts": 0, "texts_that_differ": 0}
     if Path(options.out).is_file():
         earlier = json.loads(Path(options.out).read_text())
-        found |= earlier if {name: earlier[name] for name in settings} == settings else {}
+        found |= earlier if {name: earlier.get(name) for name in settings} == settings else {}
     with tqdm(total=options.tokens, initial=found["tokens"], desc="exact", unit="token") as bar:
         while bar.n < options.tokens:
             batch = found["batches"]

@@ -25,10 +25,10 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
 WORTHWHILE = 0.98  # of plain decoding's tokens per second: below it, nothing is drafted
-TRIALS = 16  # rounds observed before one depth and size are settled on
+TRIALS = 16  # rounds observed before a plan is settled on
 NEW_TRIALS = 8  # of them that are new when it decides again
 SETTLED_ROUNDS = 64  # rounds until then; four times as many where nothing is drafted, as observing costs more there
-BETTER = 1.03  # a new depth and size must be so many times as fast as the earlier: it takes new graphs
+BETTER = 1.03  # a new plan must be so many times as fast as the earlier: it takes new graphs
 
 
 class Round(NamedTuple):
@@ -119,7 +119,7 @@ class Fixed:
 
 
 class RoundStatistics:
-    """Tokens and seconds of the rounds so far; old ones fade, because texts change.
+    """Tokens and costs of the rounds so far; old ones fade, because texts change.
 
     Args:
         depth: the deepest tree.
@@ -131,24 +131,20 @@ class RoundStatistics:
         self.costs, self.calibration = costs, calibration
         self.continued = [2.0 * 0.6] * depth  # rounds whose path continued below depth k, and those in which it could
         self.reached = [2.0] * depth
-        self.tokens, self.seconds = 4 * 1.5, 4 * self.plain_step  # per row; to begin with, a hopeful guess
+        # Per row, at first a hopeful guess. Plain steps, not seconds: those grow with the text.
+        self.tokens, self.plain_steps = 4 * 1.5, 4.0
         self.plain_rounds = 0
-        self.drafted = torch.zeros(3, dtype=torch.float64)  # rounds that drafted; their tokens and seconds, per row
-
-    @property
-    def plain_step(self) -> float:
-        """Seconds of a step of plain decoding."""
-        return self.costs.verify[1]
+        self.drafted = torch.zeros(3, dtype=torch.float64)  # rounds that drafted; their tokens and plain steps, per row
 
     @property
     def rate(self) -> float:
         """λ per row, tokens per second by the measured costs; at least plain decoding's."""
-        return max(self.tokens / self.seconds, 1 / self.plain_step)
+        return max(self.tokens / self.plain_steps, 1) / self.costs.verify[1]
 
     @property
     def worthwhile(self) -> bool:
         """Whether drafting has brought about as much as plain decoding would."""
-        return self.tokens / self.seconds >= WORTHWHILE / self.plain_step
+        return self.tokens / self.plain_steps >= WORTHWHILE
 
     def continuing(self, depth: int) -> float:
         """How often a path that reaches `depth` continues."""
@@ -158,12 +154,12 @@ class RoundStatistics:
         """Add a round of `steps` draft steps; only the active rows count."""
         (tree, ancestors, verdict), nodes = done[:3], done.drafted
         tokens = 1 + float(verdict.accepted[active].float().mean())
-        seconds = self.costs.draft_seconds(steps) + self.costs.verify_seconds(tree.tokens.shape[1])
-        self.tokens, self.seconds = MEMORY * self.tokens + tokens, MEMORY * self.seconds + seconds
+        plain_steps = self.costs.break_even(steps, tree.tokens.shape[1])
+        self.tokens, self.plain_steps = MEMORY * self.tokens + tokens, MEMORY * self.plain_steps + plain_steps
         if steps == 0:
             self.plain_rounds += 1
             return
-        self.drafted += torch.tensor([1, tokens, seconds])
+        self.drafted += torch.tensor([1, tokens, plain_steps])
         path = verdict.path[active]
         end = path.where(path < nodes, 0).max(dim=1).values  # the deepest drafted one: parents come before children
         on_path = ancestors[active, end, :nodes]  # (B, N)
@@ -177,11 +173,11 @@ class RoundStatistics:
 
     def why_plain(self) -> str:
         """What a round with drafting cost and brought, where plain decoding is faster."""
-        rounds, tokens, seconds = self.drafted.tolist()
-        needed = seconds / rounds / self.plain_step
+        rounds, tokens, plain_steps = self.drafted.tolist()
         return (
-            f"tree: auto gave up drafting: on this machine a round with drafting takes as long as {needed:.2f} tokens "
-            f"of plain decoding, and gave {tokens / rounds:.2f} tokens (mean of {rounds:.0f} rounds)"
+            "tree: auto gave up drafting: on this machine a round with drafting takes as long as "
+            f"{plain_steps / rounds:.2f} tokens of plain decoding, and gave {tokens / rounds:.2f} tokens "
+            f"(mean of {rounds:.0f} rounds)"
         )
 
 
@@ -205,7 +201,7 @@ class AutoBudget:
 
     @property
     def costs(self) -> Costs:
-        """Of the round in hand; they change with the length of the texts."""
+        """Costs of the current round; they change with the length of the texts."""
         return self.statistics.costs
 
     @costs.setter
@@ -254,7 +250,7 @@ class PerRound(AutoBudget):
         return self.nodes
 
     def lookup_count(self, found: Tensor, most: int) -> int:
-        gains, verify = self.worth.expected(found[self.active]).tolist(), self.costs.verify_seconds
+        gains, verify = self.worth.expected(found[self.active].cpu()).tolist(), self.costs.verify_seconds
         worth = [gain - self.rate * (verify(self.nodes + n) - verify(self.nodes)) for n, gain in enumerate(gains)]
         return worth.index(max(worth))
 
@@ -274,7 +270,7 @@ class Trial(NamedTuple):
 
 
 class Settled(AutoBudget):
-    """Settles on one depth and size after some whole trees, and again now and then, because texts change.
+    """Settles on a depth, a size and a number of looked-up tokens after some whole trees, and again now and then.
 
     No round synchronises with the device but those in which it looks.
     """

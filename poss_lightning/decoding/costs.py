@@ -34,7 +34,7 @@ ENOUGH = 3.0  # seconds after which nothing more is timed
 
 
 class Costs(NamedTuple):
-    """Seconds of the parts of a round, on this machine and for one size of batch."""
+    """Seconds of the parts of a round, on this machine, for one size of batch and length of text."""
 
     draft_step: float
     verify: dict[int, float]  # for n nodes per row, every n that a tree may have; 1 is a step of plain decoding

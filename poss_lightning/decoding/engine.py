@@ -28,7 +28,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced
 
 logger = logging.getLogger(__name__)
-SAME_COSTS = 512  # tokens up to which texts cost the same; then with every doubling costs are measured anew
+COSTS_LENGTH = 512  # shorter texts have the same costs; those of longer ones are measured per doubling
 
 
 class Speculative(Decoder):
@@ -43,9 +43,9 @@ class Speculative(Decoder):
         depth: draft positions K, at most; None for the depth of the draft's allocation.
         nodes: nodes of a tree, root included, at most.
         tree_width: children tried per node; 1 drafts a chain.
-        tree: "fixed" has its full depth and size in every round; "auto" measures this machine when it first decodes,
+        tree: "fixed" has its full depth and size in every round; "auto" measures this machine before the first text,
             and then drafts and verifies what brings the most tokens per second: round by round on a CPU, and on CUDA,
-            where the host must not wait, with one depth and size that it settles on, and chooses again now and then.
+            where the host must not wait, with a plan that it settles on, and reconsiders now and then.
         graphs: run rounds as CUDA graphs; None does so where the target can.
         int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
         lookup: at most N tokens that followed the same words earlier in the text join each tree as a path, on top of
@@ -114,7 +114,7 @@ class Speculative(Decoder):
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active:
             self._drop_finished(outputs)
-            self._choose_budget(request.sampling, clock)  # may measure, with a message, before text is shown
+            self._choose_budget(request.sampling, clock, begins=True)  # may measure, before text is shown
         yield began
         while outputs.active:
             if self.request_id != request_id:
@@ -225,13 +225,17 @@ class Speculative(Decoder):
         self.cache.slots.advance_host(counts)
         self.drafter.slots.advance_host(counts)
 
-    def _choose_budget(self, sampling: Sampling, clock: Clock) -> Budget:
+    def _choose_budget(self, sampling: Sampling, clock: Clock, begins: bool = False) -> Budget:
+        """The budget of the next round. Costs of a new length are measured where texts begin, not within them."""
         if self.tree == "auto":
             batch, device = len(self.active.prompts), self.target.device
-            doublings = (self.cache.slots.longest // SAME_COSTS).bit_length()
-            if (costs := self.measured.get((batch, doublings))) is None:
+            doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
+            known = [each for rows, each in self.measured if rows == batch and each <= doublings]
+            if not known or (begins and doublings not in known):
                 with clock.excluded("measure"):
-                    costs = self.measured[batch, doublings] = self._measure()
+                    self.measured[batch, doublings] = self._measure()
+                known.append(doublings)
+            costs = self.measured[batch, max(known)]
             if (batch, sampling) not in self.budgets:
                 kind = Settled if device.type == "cuda" else PerRound
                 made = kind(self.drafter.depth, costs, Calibration(device), self.lookup.count)

@@ -98,7 +98,9 @@ class RootAlone:
         self.slots = Slots(0, 0, device)
 
     def start(self, batch: int, capacity: int) -> None:
-        """Begin with empty texts."""
+        """Begin with empty texts, in the memory of earlier ones where they fit: captured graphs read it."""
+        if batch and self.slots.fits(batch, capacity):
+            return self.slots.clear()
         self.slots = Slots(batch, capacity, self.slots.lengths.device)
         self.root = torch.zeros(batch, 1, dtype=torch.long, device=self.slots.lengths.device)
         self.root_z = self.root

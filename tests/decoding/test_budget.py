@@ -170,6 +170,18 @@ def test_what_it_settles_on_counts_each_trials_own_rows(rows, draft):
     assert depth > 0
 
 
+def test_a_short_text_after_a_long_one_is_drafted_as_before():
+    """Seconds of a long text say nothing of a short one's; what a round costs in plain steps does."""
+    short, long = costs(1.0, 0.2), Costs(1.0, {n: 3 * seconds for n, seconds in costs(1.0, 0.2).verify.items()})
+    budget = PerRound(DEPTH, short, Calibration(CPU))
+    play(budget, (0, 0), short, 60)
+    believed = budget.statistics.tokens / budget.statistics.plain_steps
+    budget.costs = long
+    play(budget, (0, 0), long, 200)
+    budget.costs = short
+    assert budget.statistics.worthwhile and budget.statistics.tokens / budget.statistics.plain_steps > 0.95 * believed
+
+
 @pytest.mark.parametrize(("matched", "brings"), [(3, True), (3, False), (0, False)], ids=str)
 def test_it_settles_on_looked_up_tokens_where_they_pay(matched, brings):
     """The draft is always wrong; the looked-up path after its chain is always right, or always wrong."""

@@ -306,8 +306,8 @@ def test_a_tree_that_is_chosen_anew_changes_no_token(seed, law):
         assert drawn(speculative, law, seed) == drawn(Autoregressive(target), law, seed)
 
 
-def test_costs_are_measured_once_per_doubling_of_a_text(target, monkeypatch):
-    """They grow with the text, whose keys and values every node reads."""
+def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkeypatch):
+    """They grow with the text, whose keys and values every node reads; nobody waits in the middle of an answer."""
     seen = {}
 
     def measure(*_):
@@ -315,15 +315,14 @@ def test_costs_are_measured_once_per_doubling_of_a_text(target, monkeypatch):
         seen[length] = Costs(1.0, dict.fromkeys((1, 2, 4, 8, 12), 10.0 + length))
         return seen[length]
 
-    monkeypatch.setattr(engine, "SAME_COSTS", 16)
+    monkeypatch.setattr(engine, "COSTS_LENGTH", 16)
     monkeypatch.setattr(engine.costs, "measure", measure)
-    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto")
-    plain = tokens_of(Autoregressive(target), [[5] * 10], 60, frozenset())
-    assert tokens_of(speculative, [[5] * 10], 60, frozenset()) == plain
-    assert [(length // 16).bit_length() for length in seen] == [0, 1, 2, 3]
-    assert speculative.budget.costs is seen[max(seen)] and speculative.costs is seen[min(seen)]
-    tokens_of(speculative, [[5] * 10], 60, frozenset())
-    assert len(seen) == 4
+    speculative, plain = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto"), Autoregressive(target)
+    for prompt, measured, last in ((10, [10], 10), (40, [10, 40], 40), (10, [10, 40], 40), (20, [10, 40, 20], 40)):
+        text = [[5] * prompt]
+        assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
+        assert list(seen) == measured and speculative.budget.costs is seen[last]
+    assert speculative.costs is seen[10]
 
 
 def test_a_tree_that_is_settled_changes_no_token(target, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.budget import Settled
+from poss_lightning.decoding.budget import PerRound, Settled
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.replay import replay_rounds
@@ -92,7 +92,7 @@ def test_answers_are_the_hosts(device, kind, graphs):
     target, stops = load(DEVICE, kind), {answers(kind)[0][2]}
     texts = [(GREEDY, PROMPTS, 6, 3, stops), (DRAWN, PROMPTS[:1]), (DRAWN, PROMPTS[1:2], 5, 4)]
     texts += [(PENALISED, PROMPTS), (GREEDY, [[7] * 90, [8] * 3, [9] * 5]), (GREEDY, PROMPTS[:1])] if graphs else []
-    for decoder in (engine_of(target, kind, lookup=3 * (kind == "eagle2")), Autoregressive(target)):
+    for decoder in (engine_of(target, kind, lookup=3 * (kind == "eagle2")), looked_up(target), Autoregressive(target)):
         decoder = with_graphs(decoder) if graphs else decoder
         for number, text in enumerate(texts):
             assert tokens_of(decoder, *text) == answers(kind, *text)
@@ -134,12 +134,21 @@ def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
         assert each.total() <= WAITS_A_ROUND, each
 
 
+def test_trees_sized_in_every_round_give_the_hosts_tokens(device, monkeypatch):
+    """As on MPS, with looked-up tokens, too."""
+    monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
+    engine = engine_of(load(DEVICE), tree="auto", lookup=3)
+    for law in (GREEDY, DRAWN):
+        assert tokens_of(engine, law, PROMPTS) == answers("eagle2", law, PROMPTS)
+    assert isinstance(engine.budget, PerRound)
+
+
 def test_a_settled_tree_is_found_and_then_waits_no_more(device, monkeypatch):
     """The budget of CUDA: the first rounds are looked at, and then all are one graph."""
     monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
     monkeypatch.setattr("poss_lightning.decoding.budget.TRIALS", 4)
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
-    engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto")), []
+    engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto", lookup=3)), []
 
     def watch(step):
         settled = isinstance(engine.budget, Settled) and engine.budget.plan
