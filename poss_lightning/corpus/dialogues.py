@@ -3,6 +3,7 @@
 A draft learns best from its target's own answers, and this needs no data.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
@@ -73,8 +74,8 @@ def read_openings(file: str | None) -> list[str]:
         return []
     try:
         text = b"".join(line for _, line in lines(Path(file))).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"openings {file}: not UTF-8 text ({error})") from error
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"openings {file} cannot be read, it must hold one text per line: {error}") from error
     if not (found := [line for line in text.splitlines() if line.strip()]):
         raise ValueError(f"openings {file} is empty; it must hold one text per line")
     return found

@@ -8,26 +8,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-TREE_SIZES = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    10,
-    12,
-    16,
-    20,
-    24,
-    32,
-    40,
-    48,
-    60,
-    80,
-    100,
-    128,
-)  # of trees, root included
+# Nodes of trees, root included.
+TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
 EACH = 10**6  # steps of a tree whose positions take one each
 ENOUGH = 3.0  # seconds after which nothing more is timed

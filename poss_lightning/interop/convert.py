@@ -117,12 +117,12 @@ def parse_published(
 def _read_config(stored: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], int | None]:
     """The content of a config.json on one level, and the number of positions where its format states it."""
     if layout.nested:
-        return speculators.flatten(stored), speculators.find_positions(stored)
+        return speculators.flatten(stored), speculators.find_default_positions(stored)
     refuse(
         ("target" in stored, "its config.json is of our format: leave out --input_format"),
         (speculators.KIND in stored, "its config.json is of the speculators format: say --input_format speculators"),
     )
-    return stored, settings.find_block_size(stored) if layout.kind == "block" else None
+    return stored, settings.find_positions(stored) if layout.kind == "block" else None
 
 
 def _find_allocation(

@@ -156,6 +156,8 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
         name, (ours, theirs) = next(iter(conflicts.items()))
         able = [output for output in OUTPUTS if not _find_conflicts(config, find_layout(output, config))]
         advice = f"use --output_format {' or '.join(able)}" if able else "no other published layout can express it"
+        if name == "vocabulary_size":
+            advice += f", or give it all tokens by `poss export DRAFT OUT --vocabulary_size {theirs}`"
         raise ValueError(f"its {name} is {ours}, and in this layout it is {theirs}; {advice}")
     check_layers(config)
 

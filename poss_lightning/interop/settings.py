@@ -71,6 +71,8 @@ def parse_config(
     width = published.get("intermediate_size")
     check_setting(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
     size = published.get("draft_vocab_size") or total
+    fits = type(size) is int and 0 < size <= spec.vocab_size
+    check_setting(fits, "draft_vocab_size", size, f"it must be a number of tokens, {spec.vocab_size} at most")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
@@ -91,7 +93,7 @@ def parse_config(
     return config
 
 
-def find_block_size(published: dict[str, Any]) -> int:
+def find_positions(published: dict[str, Any]) -> int:
     """The number of tokens that a block draft proposes: its first place holds the newest token."""
     size: Any = mapping(published, DFLASH_KEY).get("block_size", published.get("block_size"))
     check_setting(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
@@ -124,8 +126,8 @@ def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) 
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
-    for name, value in rope.items():
-        check_setting(not isinstance(value, dict), "rope_parameters", name, "it must be for one kind of layer")
+    of_kinds = [name for name, value in rope.items() if isinstance(value, dict)]
+    check_setting(not of_kinds, "rope_parameters", rope, f"it must be for one kind of layer, not for {of_kinds}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     check_setting(kind in ("default", "llama3"), "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
     if kind == "default":

@@ -51,13 +51,21 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
     return layer | {name: stored.get(name) for name in ("draft_vocab_size", LAYER_IDS, *SWITCHES)}
 
 
-def find_positions(stored: dict[str, Any]) -> Any:
-    """The number of tokens that an engine drafts by the default method; None where the config names no method."""
+def find_default_positions(stored: dict[str, Any]) -> int | None:
+    """The number of tokens that an engine drafts by the default method; None where the config does not say.
+
+    Raises:
+        ValueError: it is not a number of tokens.
+    """
     engine = mapping(stored, ENGINE_KEYS)
     methods = [method for method in engine.get("proposal_methods") or () if isinstance(method, dict)]
     default = engine.get("default_proposal_method")
     methods.sort(key=lambda method: method.get("proposal_type") != default)
-    return methods[0].get("speculative_tokens") if methods else None
+    count = methods[0].get("speculative_tokens") if methods else None
+    check_setting(
+        count is None or (type(count) is int and count > 0), "speculative_tokens", count, "it must be 1 or more"
+    )
+    return count
 
 
 def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, target: Target) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class OutputTracker:
         return [text for text, remaining in enumerate(self.remaining) if remaining]
 
     def append(self, text: int, emitted: list[int]) -> tuple[list[int], int]:
-        """Count emitted tokens: those kept, and how many come before the last one that counts without the limit."""
+        """Count emitted tokens: those that are kept, and how many were accepted, the limit aside."""
         until = until_stop(emitted, self.stops)
         kept = until[: self.remaining[text]]
         self.remaining[text] = 0 if until[-1] in self.stops else self.remaining[text] - len(kept)
