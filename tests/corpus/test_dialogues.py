@@ -105,7 +105,7 @@ def test_openings_are_text_in_any_unicode_encoding(tmp_path):
     for data in (b"\xef\xbb\xbfa\r\n\r\nb", "a\nb\n".encode("utf-16")):
         path.write_bytes(data)
         assert dialogues.read_openings(str(path)) == ["a", "b"]
-    for data, words in ((b"\n", "is empty; it must hold one text per line"), (b"\xff\n", "not UTF-8 text")):
+    for data, words in ((b"\n", "is empty; it must hold one text per line"), (b"\xff\n", "cannot be read"), (b"\x1f\x8b\x08", "cannot be")):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"openings .*openings\.txt.* {words}"):
             dialogues.read_openings(str(path))
