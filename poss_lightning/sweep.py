@@ -9,8 +9,10 @@ NAME/
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -180,25 +182,25 @@ def _train(cell: PlannedCell, experiment: Path) -> bool:
 
 def _check(folder: Path, cells: list[PlannedCell], share: list[PlannedCell]) -> None:
     """Raise ValueError for trainings made with different settings, or one of this share that would fail; name it."""
-    changed: dict[Path, list[str]] = {}
-    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
-    mine = {cell.key for cell in share if not cell.is_done}
-    for cell in tqdm(cells, desc="check", delay=5, leave=False):
+
+    def named(cell: PlannedCell, check: Callable[[], Any]) -> Any:
         try:
-            if names := cell.changed():
-                changed[cell.folder] = names
-            elif not changed and cell.key in mine:
-                cell.check(coming)
+            return check()
         except Exception as error:
             if not is_user_error(error):
                 raise
             raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
+
+    changed = {cell.folder: names for cell in cells if (names := named(cell, cell.changed))}
     if changed:
         first, names = next(iter(changed.items()))
         raise ValueError(
             f"{first} was made with other settings ({', '.join(names)}), as {len(changed)} of {len(cells)} were: "
             f"rename the experiment or the choice, or remove them; to copy an experiment, copy its {SETTINGS} alone"
         )
+    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
+    for cell in tqdm([cell for cell in share if not cell.is_done], desc="check", delay=5, leave=False):
+        named(cell, partial(cell.check, coming))
 
 
 def _share(cells: list[PlannedCell], shard: str) -> list[PlannedCell]:

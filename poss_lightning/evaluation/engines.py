@@ -16,6 +16,8 @@ HOW = (
     "profile_export.jsonl of --export-level records"
 )
 
+MOST = 1024  # accepted tokens of a round
+
 
 def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> list[tuple[str, dict[str, Any]]]:
     """The place and the fields of a record for each answer of an engine's file; [] where the file is not an engine's.
@@ -38,7 +40,9 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
         for key in AIPERF if AIPERF[0] in values else VLLM:
             rounds = rounds.get(key) if isinstance(rounds, dict) else None
         if rounds:
-            found.append((place, _fields(values.get("metadata") or {}, _accepted(place, rounds), number, file.stem)))
+            metadata = values.get("metadata")
+            known = metadata if isinstance(metadata, dict) else {}
+            found.append((place, _fields(known, _accepted(place, rounds), number, file.stem)))
     if not found:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return found
@@ -62,8 +66,10 @@ def _fields(metadata: dict[str, Any], accepted: list[int], number: int, name: st
     }
 
 
-def _accepted(place: str, found: dict[str, Any]) -> list[int]:
+def _accepted(place: str, found: Any) -> list[int]:
     """Accepted tokens per round."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{place}: {reprlib.repr(found)} says nothing of rounds: {HOW}")
     counts, rounds = found.get("acceptance_histogram"), found.get("per_step_accepted")
     try:
         if not rounds:
@@ -74,9 +80,13 @@ def _accepted(place: str, found: dict[str, Any]) -> list[int]:
             rounds = [accepted for accepted, count in times.items() for _ in range(count)]
             random.Random(0).shuffle(rounds)
         rounds = [int(accepted) for accepted in rounds]
+        if not 0 <= min(rounds) <= max(rounds) <= MOST:
+            raise ValueError("not a number of accepted tokens")
     except (TypeError, ValueError):
+        name, value = ("acceptance_histogram", counts) if counts else ("per_step_accepted", rounds)
         raise ValueError(
-            f"{place}: acceptance_histogram is {reprlib.repr(counts)}; it must list how many rounds accepted "
-            "0, 1, … tokens, or be an object of these by numbers of accepted tokens"
+            f"{place}: {name} is {reprlib.repr(value)}; acceptance_histogram must list how many rounds accepted "
+            "0, 1, … tokens, or be an object of these by numbers of accepted tokens; per_step_accepted lists these "
+            f"numbers, {MOST} at most"
         ) from None
     return rounds

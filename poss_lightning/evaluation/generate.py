@@ -37,6 +37,7 @@ from poss_lightning.target.placement import Parallel
 from poss_lightning.terminal import printable
 
 logger = logging.getLogger(__name__)
+NODES, TREE_WIDTH = 60, 10
 
 
 @check_numbers
@@ -48,8 +49,8 @@ def generate(
     max_new_tokens: Tokens = 256,
     tree: Literal["auto", "fixed"] | None = None,
     depth: Position | None = None,
-    nodes: Nodes = 60,
-    tree_width: TreeWidth = 10,
+    nodes: Nodes = NODES,
+    tree_width: TreeWidth = TREE_WIDTH,
     lookup: Lookups | None = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -159,8 +160,14 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")
     if show and json:
         raise ValueError(f"show is {show} and json true: drawings are not JSON, so choose one")
-    for name in ("show", "tree", "depth"):
-        if options[name] and not draft:
+    for name, default in (
+        ("show", None),
+        ("tree", None),
+        ("depth", None),
+        ("nodes", NODES),
+        ("tree_width", TREE_WIDTH),
+    ):
+        if (options[name] or default) != default and not draft:
             raise ValueError(f"{name} is {options[name]}, but without --draft there is no tree")
     if options["compare"] and not draft and not options["lookup"]:
         raise ValueError("compare is true, but without --draft or --lookup decoding is plain already")
@@ -170,7 +177,10 @@ def _check_options(options: dict[str, Any]) -> None:
 def _check_prompt(prompt: str) -> None:
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
-    prompt.encode()  # some locales turn bytes that are not text into half surrogates
+    try:
+        prompt.encode()  # some locales turn bytes that are not text into half surrogates
+    except UnicodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text: {error}") from None
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:

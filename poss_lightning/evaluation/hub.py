@@ -112,14 +112,18 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
 
 
 def _records(source: str, suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]]:
+    for number, row in enumerate(_rows(source, rows), 1):
+        try:
+            record = suite.make_record(row)
+        except KeyError as error:
+            raise ValueError(f"{source} row {number} has no {error}; it has {', '.join(row)}") from None
+        if record is not None:
+            yield number, record
+
+
+def _rows(source: str, rows: Iterable[dict]) -> Iterator[dict]:
     with _explain_errors(source):
-        for number, row in enumerate(rows, 1):
-            try:
-                record = suite.make_record(row)
-            except KeyError as error:
-                raise ValueError(f"row {number} has no {error}; it has {', '.join(row)}") from None
-            if record is not None:
-                yield number, record
+        yield from rows
 
 
 @contextmanager

@@ -311,4 +311,5 @@ def _explain(error: ValidationError) -> str:
     first = errors[0]
     if first["type"] == "value_error":  # of `Record.__post_init__`
         return first["msg"].removeprefix("Value error, ")
-    return f"{first['loc'][0]} is {reprlib.repr(first['input'])}; {first['msg']}"
+    place, words = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input should be ")
+    return f"{place} is {reprlib.repr(first['input'])}; it must be {words}"

@@ -49,11 +49,11 @@ def known_terms() -> tuple[str, ...]:
 
 
 def check_weights(weights: Mapping[str, float], predicts_feature: bool) -> None:
-    """Raise ValueError for an unknown term, no weight above 0, or a feature loss where no feature is predicted."""
+    """Raise ValueError for an unknown term, a negative weight, none above 0, or a feature loss without features."""
     if unknown := [name for name in weights if name not in known_terms()]:
         raise ValueError(f"loss has the term {unknown[0]!r}; terms are {', '.join(known_terms())}")
-    if not any(weights.values()):
-        raise ValueError(f"loss is {dict(weights)}: give at least one term a weight above 0")
+    if not any(weights.values()) or min(weights.values()) < 0:
+        raise ValueError(f"loss is {dict(weights)}: give at least one term a weight above 0, and none below")
     if weights.get("feature") and not predicts_feature:
         raise ValueError(f"loss has feature: {weights['feature']}, but a draft of this kind predicts no feature")
 

@@ -97,11 +97,10 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     runs, cells = by_folder(sources), by_cell(sources)
     records = [record for source in sources for record in source.records]
     trainings = by_choice(cells) if cells else by_method(records)
-    baselines = {name for by_seed in trainings.values() for beside in by_seed.values() for name in beside}
-    baselines &= set(BASELINES)
+    decoded = {name for by_seed in trainings.values() for beside in by_seed.values() for name in beside}
     is_timed = any(record.seconds for record in records)  # else all were replayed
-    if is_timed and baselines and baseline not in baselines:
-        raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(baselines))}")
+    if is_timed and decoded & set(BASELINES) and baseline not in decoded:
+        raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(decoded))}")
     rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=find_depths(runs))
     is_auto = any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
     scope = SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE
@@ -130,7 +129,8 @@ def _by_temperature(sources: Iterable[Source]) -> dict[float, list[Source]]:
     for source in sources:
         config = as_object((source.run or {}).get("config"))
         temperature = config.get("temperature") or 0
-        cut = f"top_k {config.get('top_k') or 0} and top_p {config.get('top_p') or 1.0}" if temperature else "greedy"
+        top_k, top_p = config.get("top_k") or 0, float(config.get("top_p") or 1)
+        cut = f"top_k {top_k} and top_p {top_p:g}" if temperature else "greedy"
         groups.setdefault(temperature, []).append(source)
         other, known = first.setdefault(temperature, (source, cut))
         if cut != known:

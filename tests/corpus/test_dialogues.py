@@ -105,7 +105,8 @@ def test_openings_are_text_in_any_unicode_encoding(tmp_path):
     for data in (b"\xef\xbb\xbfa\r\n\r\nb", "a\nb\n".encode("utf-16")):
         path.write_bytes(data)
         assert dialogues.read_openings(str(path)) == ["a", "b"]
-    for data, words in ((b"\n", "is empty; it must hold one text per line"), (b"\xff\n", "cannot be read"), (b"\x1f\x8b\x08", "cannot be")):
+    empty, damaged = "is empty; it must hold one text per line", "cannot be read, it must hold one text per line"
+    for data, words in ((b"\n", empty), (b"\xff\n", damaged), (b"\x1f\x8b\x08", damaged)):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"openings .*openings\.txt.* {words}"):
             dialogues.read_openings(str(path))

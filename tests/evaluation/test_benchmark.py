@@ -294,3 +294,13 @@ def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
     assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
     assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question
     assert all(first[0] != second[0] for first, second in zip(rounds[::2], rounds[1::2], strict=True))  # repeats
+
+
+def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
+    drafts = {"d": str(tmp_path / "draft")}
+    for seed in (0, 1):
+        tiny_draft(target, [2], seed=seed).save_pretrained(tmp_path / "draft")
+        if not seed:
+            run(tmp_path / "out", drafts=drafts, limit=1)
+    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
+        run(tmp_path / "out", drafts=drafts, limit=1)

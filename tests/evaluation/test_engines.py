@@ -64,6 +64,8 @@ SGLANG = {"text": "so", "meta_info": {"spec_verify_ct": 20, "completion_tokens":
         (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": [-1]}}}]), r"is \[-1\]"),
         (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": "x"}}}]), "is 'x'; it must"),
         (lines([{"no": "record"}]), "lacks accepted"),
+        (lines([{"spec_decode_acceptance": {"per_step_accepted": [3, 2 * 10**8]}}]), "numbers, 1024 at most"),
+        (lines([{"spec_decode_acceptance": [3, 2, 1]}]), r"line 1: \[3, 2, 1\] says nothing of rounds"),
         ("[1]", "is not a JSON object"),
     ],
 )

@@ -150,6 +150,18 @@ def test_temperatures_share_a_table_and_each_is_as_alone(tmp_path):
         find(tmp_path, reference="eagle")
 
 
+def test_a_draft_may_be_the_baseline(run):
+    found = {row.method: row.values["speed_up"].value for row in find(run, baseline="eagle").overall}
+    assert found["eagle"] == 1
+
+
+def test_a_top_p_of_1_is_one_of_1_0(tmp_path):
+    for seed, (name, top_p) in enumerate((("a", 1), ("b", 1.0))):
+        records = [replace(record, method=name) for record in make_records(seed=seed, methods=("eagle",))]
+        write_records(tmp_path / name, records, {"config": {"temperature": 1.0, "top_p": top_p}})
+    assert find([tmp_path / "a", tmp_path / "b"]).rows
+
+
 def test_a_different_top_p_or_tree_under_one_name_is_refused(tmp_path):
     for seed, (name, top_p) in enumerate((("cut", 0.5), ("warm", 1.0))):
         write_records(tmp_path / name, make_records(seed=seed), {"config": {"temperature": 1.0, "top_p": top_p}})
