@@ -58,8 +58,8 @@ class Sizes(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.conversations} conversations, {self.steps} training steps a draft, "
-            f"{self.limit} question{'s' * (self.limit > 1)} of each suite, {self.max_new_tokens} tokens an answer"
+            f"{self.conversations} conversations, {self.steps} training steps per draft, "
+            f"{self.limit} question{'s' * (self.limit > 1)} of each suite, {self.max_new_tokens} tokens per answer"
         )
 
 

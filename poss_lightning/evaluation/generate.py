@@ -160,13 +160,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")
     if show and json:
         raise ValueError(f"show is {show} and json true: drawings are not JSON, so choose one")
-    for name, default in (
-        ("show", None),
-        ("tree", None),
-        ("depth", None),
-        ("nodes", NODES),
-        ("tree_width", TREE_WIDTH),
-    ):
+    defaults = {"show": None, "tree": None, "depth": None, "nodes": NODES, "tree_width": TREE_WIDTH}
+    for name, default in defaults.items():
         if (options[name] or default) != default and not draft:
             raise ValueError(f"{name} is {options[name]}, but without --draft there is no tree")
     if options["compare"] and not draft and not options["lookup"]:

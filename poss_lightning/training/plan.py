@@ -108,7 +108,7 @@ def plan(
     who = "one process" if strategy == "one" else f"{strategy}, each of {processes} processes"
     print(
         f"{spec.name}, allocation {list(config.allocation)}, depth {config.depth}, vocabulary {vocabulary}: "
-        f"{count / 1e6:.1f} M parameters, {count_specialist_parameters(config) / 1e6:.1f} M a specialist\n\n{who}:\n"
+        f"{count / 1e6:.1f} M parameters, {count_specialist_parameters(config) / 1e6:.1f} M per specialist\n\n{who}:\n"
     )
     for name, value in (memory | {"together": sum(memory.values())}).items():
         print(f"  {name:<20}{value / GIB:8.2f} GiB")
