@@ -84,7 +84,7 @@ def test_smaller_sizes_are_announced_and_sizes_asked_for_are_kept(planned, tmp_p
     sizes, _ = planned(8, tmp_path / "slow", steps=40)
     printed = capsys.readouterr().out
     assert "cpu, float32: the target reads 250 tokens/s and writes 5.0." in printed
-    assert "Made smaller for this machine, from 200 conversations, 40 training steps a draft" in printed
+    assert "Made smaller for this machine, from 200 conversations, 40 training steps per draft" in printed
     assert sizes.steps == 40 and resume_demo(tmp_path / "slow", {"steps": 40}) == (sizes, "float32")
 
 

@@ -126,7 +126,7 @@ def test_bytes_per_token_stay_within_the_limits():
 def test_the_report_of_one_training(capsys):
     run(["--target=llama-3-8b", "--allocation=[2, 2, 2]", "--strategy=zero2", "--processes=8"])
     out = capsys.readouterr().out
-    assert "687.9 M parameters, 218.1 M a specialist" in out and "8200 bytes" in out
+    assert "687.9 M parameters, 218.1 M per specialist" in out and "8200 bytes" in out
     lines = {line[:22].strip(): float(line[22:].split()[0]) for line in out.splitlines() if line.endswith("GiB")}
     count = 687.9e6
     assert lines["weights"] == pytest.approx(2 * count / GIB, abs=0.01)
@@ -134,7 +134,7 @@ def test_the_report_of_one_training(capsys):
     assert lines["together"] == pytest.approx(sum(lines.values()) / 2, abs=0.03)
     run(["--target=llama-3-8b", "--allocation=[8]", "--kind=eagle3", "--vocabulary_size=32000"])
     out = capsys.readouterr().out
-    assert "vocabulary 32000: 424.7 M parameters, 243.3 M a specialist" in out and "32776 bytes" in out
+    assert "vocabulary 32000: 424.7 M parameters, 243.3 M per specialist" in out and "32776 bytes" in out
 
 
 @pytest.mark.parametrize(
