@@ -311,5 +311,7 @@ def _explain(error: ValidationError) -> str:
     first = errors[0]
     if first["type"] == "value_error":  # of `Record.__post_init__`
         return first["msg"].removeprefix("Value error, ")
-    place, words = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input should be ")
-    return f"{place} is {reprlib.repr(first['input'])}; it must be {words}"
+    field, *inner = first["loc"]  # of a union, pydantic names the type, too
+    places = [str(place) for place in inner if isinstance(place, int) or field == "seconds"]
+    words = first["msg"].removeprefix("Input should be ")
+    return f"{'.'.join([str(field), *places])} is {reprlib.repr(first['input'])}; it must be {words}"

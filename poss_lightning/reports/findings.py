@@ -100,7 +100,7 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     decoded = {name for by_seed in trainings.values() for beside in by_seed.values() for name in beside}
     is_timed = any(record.seconds for record in records)  # else all were replayed
     if is_timed and decoded & set(BASELINES) and baseline not in decoded:
-        raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(decoded))}")
+        raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(decoded & set(BASELINES)))}")
     rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=find_depths(runs))
     is_auto = any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
     scope = SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE

@@ -151,7 +151,7 @@ def test_json_is_one_object_with_all_options_and_measurements(common, target, ca
 @pytest.mark.parametrize("chat", [False, True])
 def test_bytes_that_are_not_text_are_refused(common, monkeypatch, errors, chat):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
-    with pytest.raises(UnicodeError, match="'utf-8' codec can't"):
+    with pytest.raises(ValueError, match="'utf-8' codec can't"):
         generate("-", **common, chat=chat)
 
 

@@ -64,7 +64,7 @@ def test_written_records_are_read_back(tmp_path):
         ({"accepted": [3, -1, 1]}, "accepted.1 is -1; it must be greater than or equal to 0"),
         ({"turn": True}, "turn is True; it must be a valid integer"),
         ({"suite": ""}, "suite is ''"),
-        ({"id": 1.5}, "id.int is 1.5; it must be a valid integer"),
+        ({"id": 1.5}, "id is 1.5; it must be a valid integer"),
         ({"text": None}, "text is None; it must be a valid string"),
         ({"seconds": {"total": float("nan")}}, "seconds.total is nan; it must be a finite number"),
         ({"seconds": {"draft": 1}}, 'it must have a "total" above 0'),

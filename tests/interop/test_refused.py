@@ -63,7 +63,7 @@ WRONG = [
     ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
     ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; Input should be a valid number"),
-    ("eagle3", {"rope_parameters": {"full_attention": ROPE}}, "is 'full_attention'; it must be for one kind of layer"),
+    ("eagle3", {"rope_parameters": {"full_attention": ROPE}}, "it must be for one kind of layer, not for ['full_attention']"),
     ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
     ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
     ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
@@ -80,7 +80,7 @@ WRONG = [
         speculators.engine({"speculative_tokens": 65}),
         "allocation is [65]; it must be a list of positive",
     ),
-    ("speculators", speculators.engine({"speculative_tokens": "2"}), "allocation is ['2']; it must be a list of posi"),
+    ("speculators", speculators.engine({"speculative_tokens": "2"}), "speculative_tokens is '2'; it must be 1 or more"),
     ("dflash", {"layers.0.self_attn.q_norm.weight": None}, "layers.0.self_attn.q_norm.weight is missing"),
     ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
     ("dflash", blocks(target_layer_ids=None), "target_layer_ids is []; it must be numbers of inner layers of"),

@@ -151,8 +151,8 @@ def test_temperatures_share_a_table_and_each_is_as_alone(tmp_path):
 
 
 def test_a_draft_may_be_the_baseline(run):
-    found = {row.method: row.values["speed_up"].value for row in find(run, baseline="eagle").overall}
-    assert found["eagle"] == 1
+    compared = {row.method for row in find(run, baseline="eagle").overall if "speed_up" in row.values}
+    assert compared == {"plain", "generate", "poss-1"}
 
 
 def test_a_top_p_of_1_is_one_of_1_0(tmp_path):
