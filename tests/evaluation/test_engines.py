@@ -62,7 +62,10 @@ SGLANG = {"text": "so", "meta_info": {"spec_verify_ct": 20, "completion_tokens":
         (lines([SGLANG]), "no answer says what each round accepted: .* --per-request-spec-decode-metrics"),
         (lines([{"choices": [], "usage": {}, "metrics": None}]), "no answer says .*AIPerf's .* --export-level records"),
         (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": [-1]}}}]), r"is \[-1\]"),
-        (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": "x"}}}]), "is 'x'; acceptance_histogram must"),
+        (
+            lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": "x"}}}]),
+            "is 'x'; acceptance_histogram must",
+        ),
         (lines([{"no": "record"}]), "lacks accepted"),
         (lines([{"spec_decode_acceptance": {"per_step_accepted": [3, 2 * 10**8]}}]), "numbers, 1024 at most"),
         (lines([{"spec_decode_acceptance": [3, 2, 1]}]), r"line 1: \[3, 2, 1\] says nothing of rounds"),

@@ -63,7 +63,11 @@ WRONG = [
     ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
     ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; Input should be a valid number"),
-    ("eagle3", {"rope_parameters": {"full_attention": ROPE}}, "it must be for one kind of layer, not for ['full_attention']"),
+    (
+        "eagle3",
+        {"rope_parameters": {"full_attention": ROPE}},
+        "it must be for one kind of layer, not for ['full_attention']",
+    ),
     ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
     ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
     ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
