@@ -517,7 +517,8 @@ def test_a_kill_in_the_last_validation_costs_no_training(experiment, tmp_path, m
             sweep(whole)
     assert (tmp_path / "cells/one/seed-0/checkpoints/last.ckpt").exists()
     sweep(whole)
-    assert facts_of(tmp_path, "one")["scalars"]["val/loss"][0] == TRAINER["max_steps"] - 1  # Lightning counts from 0
+    scalars = facts_of(tmp_path, "one")["scalars"]
+    assert "val/loss" in scalars[str(TRAINER["max_steps"] - 1)]  # Lightning counts from 0
 
 
 @pytest.mark.nightly
