@@ -85,13 +85,13 @@ class TokenSampler:
 
     Attributes:
         kind: the part of the sampling that is in no tensor.
-        seen: (B, V) which tokens the texts have; maintained if `kind` penalises them.
+        in_text: (B, V) which tokens the texts have; maintained if `kind` penalises them.
         sampling, seeds: of the texts that were begun; no seeds where they are greedy.
     """
 
     def __init__(self, batch: int, vocabulary: int, device: torch.device):
         self.sampling = self.kind = GREEDY
-        self.seen = torch.zeros(0, dtype=torch.bool, device=device)
+        self.in_text = torch.zeros(0, dtype=torch.bool, device=device)
         self.keys = torch.zeros(batch, 2, dtype=torch.int32, device=device)
         self.temperature, self.seeds = torch.zeros((), device=device), list[int]()
         self.ids = _mix(torch.arange(vocabulary, dtype=torch.int32, device=device))
@@ -112,10 +112,10 @@ class TokenSampler:
             self.keys.copy_(text_keys(drawn))
             self.seeds = drawn.tolist()
         if self.kind.repetition_penalty != 1:
-            if len(self.seen) != len(prompts):
-                self.seen = self.seen.new_zeros(len(prompts), len(self.ids))
-            self.seen.zero_()
-            for row, prompt in zip(self.seen, prompts, strict=True):
+            if len(self.in_text) != len(prompts):
+                self.in_text = self.in_text.new_zeros(len(prompts), len(self.ids))
+            self.in_text.zero_()
+            for row, prompt in zip(self.in_text, prompts, strict=True):
                 row[torch.tensor(prompt, device=row.device)] = True
 
     def noise(self, places: Tensor) -> Tensor | None:
@@ -125,18 +125,18 @@ class TokenSampler:
         keys = _mix(self.keys[:, :, None] + places[:, None].to(torch.int32))[..., None]  # (B, 2, n, 1)
         return minus_gumbel(_mix((self.ids ^ keys[:, 0]).add_(keys[:, 1]))).mul_(-self.temperature)
 
-    def choose(self, logits: Tensor, noise: Tensor | None, index: Tensor, seen: Tensor | None = None) -> Tensor:
+    def choose(self, logits: Tensor, noise: Tensor | None, index: Tensor, in_text: Tensor | None = None) -> Tensor:
         """The token after each of n places of each text: (B, n).
 
         Args:
             logits: (B, n, V)
             noise: (B, m, V), of `noise`.
             index: (B, n) which of the m is a place's.
-            seen: (B, n, V) what the text has up to each place, of `seen_after`.
+            in_text: (B, n, V) what the text has up to each place, of `in_text_after`.
         """
-        if seen is not None:
+        if in_text is not None:
             logits, penalty = logits.float(), self.kind.repetition_penalty
-            logits = torch.where(logits < 0, logits * penalty, logits / penalty).where(seen, logits)
+            logits = torch.where(logits < 0, logits * penalty, logits / penalty).where(in_text, logits)
         if noise is None:
             return argmax(logits)
         begins = torch.arange(len(noise), device=noise.device)[:, None] * noise.shape[1]
@@ -148,27 +148,27 @@ class TokenSampler:
 
     def next(self, logits: Tensor, places: Tensor) -> Tensor:
         """The next token of each text, which is at `places` (B,): logits (B, V) -> (B,), and into the texts."""
-        seen = None if self.kind.repetition_penalty == 1 else self.seen[:, None]
+        in_text = None if self.kind.repetition_penalty == 1 else self.in_text[:, None]
         noise, index = self.noise(places[:, None]), torch.zeros_like(places)[:, None]
-        tokens = self.choose(logits[:, None], noise, index, seen)
+        tokens = self.choose(logits[:, None], noise, index, in_text)
         self.append(tokens)
         return tokens[:, 0]
 
-    def seen_after(self, tokens: Tensor, ancestors: Tensor) -> Tensor | None:
+    def in_text_after(self, tokens: Tensor, ancestors: Tensor) -> Tensor | None:
         """Which tokens each text has up to each node (B, N) of a tree: (B, N, V); None where none is penalised."""
         if self.kind.repetition_penalty == 1:
             return None
         path = tokens[:, None].where(ancestors, tokens[:, None, :1])  # the root is on every path
-        return self.seen[:, None].repeat(1, tokens.shape[1], 1).scatter_(2, path, True)
+        return self.in_text[:, None].repeat(1, tokens.shape[1], 1).scatter_(2, path, True)
 
     def append(self, tokens: Tensor) -> None:
         """Take new tokens (B, n) into the texts."""
         if self.kind.repetition_penalty != 1:
-            self.seen.scatter_(1, tokens, True)
+            self.in_text.scatter_(1, tokens, True)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
-        self.keys, self.seen = self.keys[rows], self.seen[rows] if len(self.seen) else self.seen
+        self.keys, self.in_text = self.keys[rows], self.in_text[rows] if len(self.in_text) else self.in_text
 
 
 def text_seeds(count: int, generator: torch.Generator | None) -> Tensor:

@@ -151,7 +151,7 @@ def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
     expected = Sampling(**({"temperature": 1.0} | law)).probabilities(penalised).log() + texts.noise(places) / law.get(
         "temperature", 1.0
     )
-    seen = None if "repetition_penalty" not in law else texts.seen[:, None].expand(2, 5, 40)
+    seen = None if "repetition_penalty" not in law else texts.in_text[:, None].expand(2, 5, 40)
     found = texts.choose(logits, texts.noise(places), torch.zeros(2, 5, dtype=torch.long), seen)
     assert torch.equal(found, expected.argmax(-1))
 
@@ -195,11 +195,11 @@ def test_a_penalty_knows_what_stands_above_each_node():
     texts = sampler({"temperature": 0, "repetition_penalty": 2.0}, prompts=[[5, 5, 3]], size=8)
     tokens, ancestors = torch.tensor([[3, 1, 2, 4]]), torch.eye(4, dtype=torch.bool)[None]
     ancestors = ancestors | torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
-    seen = texts.seen_after(tokens, ancestors)
+    seen = texts.in_text_after(tokens, ancestors)
     assert [row.nonzero().flatten().tolist() for row in seen[0]] == [[3, 5], [1, 3, 5], [1, 2, 3, 5], [3, 4, 5]]
     texts.append(torch.tensor([[1, 7, 7]]))
-    assert texts.seen[0].nonzero().flatten().tolist() == [1, 3, 5, 7]
+    assert texts.in_text[0].nonzero().flatten().tolist() == [1, 3, 5, 7]
     texts.begin(Sampling(0.0, repetition_penalty=2.0), [[6]], None)
-    assert texts.seen[0].nonzero().flatten().tolist() == [6]
-    assert sampler({}).seen_after(tokens, ancestors) is None
+    assert texts.in_text[0].nonzero().flatten().tolist() == [6]
+    assert sampler({}).in_text_after(tokens, ancestors) is None
     assert not math.isnan(float(texts.next(torch.randn(1, 8), torch.tensor([1]))))

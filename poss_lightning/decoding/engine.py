@@ -143,7 +143,7 @@ class Speculative(Decoder):
         if budget.needs_sync:
             return self._draft_verify_commit(budget, clock.part)
         drafter, slots = self.drafter, self.cache.slots
-        state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z, self.sampler.seen]
+        state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z, self.sampler.in_text]
         state.append(self.lookup.text)
         key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
@@ -164,8 +164,8 @@ class Speculative(Decoder):
             ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)
         with part("commit"):
-            seen = self.sampler.seen_after(tree.tokens, ancestors)
-            choice = self.sampler.choose(logits, noise, ancestors.sum(-1) - 1, seen)
+            in_text = self.sampler.in_text_after(tree.tokens, ancestors)
+            choice = self.sampler.choose(logits, noise, ancestors.sum(-1) - 1, in_text)
             verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)

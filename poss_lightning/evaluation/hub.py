@@ -76,7 +76,7 @@ SIX = {
 }
 
 # SPEED-Bench (arXiv 2604.09557), pinned: 80 questions on each of 11 subjects; and 1,536 of each input length, a third
-# easy to guess, a third hard, a third mixed. The hub's copy omits some texts; see `forms.LEFT_OUT`.
+# easy to guess, a third hard, a third mixed. The hub's copy omits some texts; see `forms.WITHHELD`.
 SPEED_BENCH = {
     name: HubSuite("nvidia/SPEED-Bench", "487aa718444e816458d1a0a52bfce7a454285cf4", config, "test", questions)
     for name, config, questions in (

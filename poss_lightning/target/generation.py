@@ -197,5 +197,5 @@ class PlainLoop:
                 tokens.copy_(self.sampler.next(target.embed_head.logits(last), slots.lengths))
 
         key = (slots.extent_for(1), self.sampler.kind)
-        self.graphs.run(key, forward, [slots.lengths, tokens, self.sampler.seen], clock)
+        self.graphs.run(key, forward, [slots.lengths, tokens, self.sampler.in_text], clock)
         slots.advance_host([1] * len(tokens))

@@ -284,7 +284,7 @@ def _quieten() -> None:
         "LightningCLI's args parameter",  # here it is the command line, or made of options
         "`isinstance.treespec, LeafSpec",  # between Lightning and torch
         "`torch.distributed",  # DeepSpeed calls what torch has since renamed
-        "It is recommended to use `self.log.*sync_dist=True",  # metrics sum by themselves
+        ".*use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps are counted across epochs
         "`ModelCheckpoint.* could not find the monitored key",  # DraftFolders says why
         "Checkpoint directory .* exists and is not empty",  # of a training that resumes
