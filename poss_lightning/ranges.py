@@ -127,7 +127,7 @@ def describe_refusal(error: ValidationError, *name: str) -> str:
     chosen = next((each for each in found if each["type"] == "range"), found[-1])  # of a union, the last is as good
     places = [str(place) for place in chosen["loc"] if len(found) == 1]
     value = chosen["input"] if chosen["type"] == "range" else reprlib.repr(chosen["input"])
-    return f"{'.'.join([*name, *places])} is {value}; {chosen['msg']}"
+    return f"{'.'.join([*name, *places])} is {value}; {chosen['msg'].replace('Input should be', 'it must be')}"
 
 
 @cache

@@ -70,7 +70,7 @@ BAD = [  # one of each kind; the tests of each room have the others
     # an option: its name, its value, its file, the nearest option
     ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
     ((*FIT, "two"), "model.allocation: Expected a <class 'list'>. Got value: two (poss fit --help"),
-    ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; Input should be a valid integer"),
+    ((*EXTRACT, "out", "--max_length", "five"), "max_length is 'five'; it must be a valid integer"),
     (
         ("generate", "Hi", "--config", "{inputs}/number.yaml"),
         "draft: Expected a <class 'str'>. Got value: 1; it is set in",

@@ -46,7 +46,7 @@ def work(
         ({"depth": 1, "weights": {"token": 1e300}}, "weights.token is 1e+300; it must lie between 0 and 1000000000"),
         ({"depth": 1, "pair": [0.1, 2.0]}, "pair.1 is 2.0; it must lie between"),
         ({"depth": 1, "seed": -1}, "seed is -1; it must lie between 0 and 4,294,967,295"),
-        ({"depth": "many"}, "depth is 'many'; Input should be a valid integer"),
+        ({"depth": "many"}, "depth is 'many'; it must be a valid integer"),
     ],
 )
 def test_a_number_outside_its_range_is_refused_by_name_in_calls_and_by_the_parser(options, words):
@@ -92,7 +92,7 @@ def test_a_module_and_a_config_refuse_numbers_of_their_dicts_and_sizes(target):
     for size in (0, 10**9):
         with pytest.raises(ValueError, match=f"^vocabulary_size is {size}; it must lie between 1 and"):
             replace(config, vocabulary_size=size)
-    with pytest.raises(ValueError, match=r"^detach is 'yes'; Input should be a valid boolean"):
+    with pytest.raises(ValueError, match=r"^detach is 'yes'; it must be a valid boolean"):
         replace(config, detach="yes")
 
 

@@ -397,7 +397,7 @@ BAD = [
     ({"replay": None}, "give one of replay and benchmark"),
     ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
     ({"replay": {"nodes": 9}}, "store"),
-    ({"choices": {"one": [1]}}, r"choices.one.* is \[1\]; Input should be a valid dictionary"),
+    ({"choices": {"one": [1]}}, r"choices.one.* is \[1\]; it must be a valid dictionary"),
     ({"choices": {"a/b": None}}, "choices.a/b.* is 'a/b'; String should match"),
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
     ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),

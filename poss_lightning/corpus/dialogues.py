@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.draws import last_draws
-from poss_lightning.corpus.records import lines
+from poss_lightning.corpus.formats import lines
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.chat import Chat

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from poss_lightning.corpus.draws import Draw
-from poss_lightning.corpus.records import CorpusError, Malformed, parse_line, records, report_left_out, stem
+from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem
 from poss_lightning.corpus.regular import SIDES, make_regular
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.template import THOUGHTS, Message, thinking

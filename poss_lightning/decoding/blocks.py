@@ -13,7 +13,7 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.block import begin_blocks
 from poss_lightning.draft.layer import apply_rope
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.attention import grouped_attention
+from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
 
 

@@ -18,8 +18,8 @@ from poss_lightning.decoding.int8_head import faster_product, int8_product
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.attention import grouped_attention
 from poss_lightning.target.cache import Slots, SlotStore
+from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
 
 BLOCK = 128  # logits that are compared together, to find the few most likely of a large vocabulary
@@ -30,7 +30,7 @@ class Frontier(NamedTuple):
 
     z: Tensor  # (B, M, Z)
     rope: Rope  # of their slots
-    ancestors: Tensor  # (B, M, tree_width * K) drafted slots that each of them sees, itself included
+    visible: Tensor  # (B, M, extent) slots that each of them sees, itself included
 
 
 class Drafter:
@@ -122,14 +122,10 @@ class Drafter:
         """
         batch, width, device = len(self.root), self.tree_width, self.root.device
         rope = self.draft.rope_at(self.slots.lengths[:, None] + torch.arange(-1, self.depth - 1, device=device))
-        frontier = Frontier(
-            self.root_z,
-            rope.at(0),
-            torch.zeros(batch, 1, width * self.depth, dtype=torch.bool, device=device),
-        )
+        self.slots.open(0)
+        frontier = Frontier(self.root_z, rope.at(0), self.slots.verified()[:, None])
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
-        self.slots.open(0)
         noise = self._of_vocabulary(noise)
         levels, count = [Tree(self.root, nodes, scores)], 1
         if not budget.go_deeper(0, scores):
@@ -153,17 +149,18 @@ class Drafter:
             nodes = best + count
             count += tokens.shape[1]
             features = predicted.gather(1, parents[..., None].expand(-1, -1, predicted.shape[-1]))
-            frontier = self._next_frontier(k, frontier.ancestors, parents, tokens.gather(1, best), features, rope.at(k))
+            frontier = self._next_frontier(k, frontier.visible, parents, tokens.gather(1, best), features, rope.at(k))
         return Tree(*(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """One pass of the frontier through the specialist of `position`: features (B, M, D), logits (B, M, V)."""
-        window, z = self.draft.config.window, frontier.z  # of the window, position - 1 slots are drafted
-        mask = self.slots.tree_mask(frontier.ancestors, None if window is None else window - (position - 1))
+        window, z, visible = self.draft.config.window, frontier.z, frontier.visible
+        if window is not None:  # of which position - 1 slots are drafted
+            visible = visible & ~self.slots.verified(older_than=window - (position - 1))[:, None]
         specialist = self.draft.config.specialist_at(position)
         layer, cache = self.draft.layers[specialist], 0 if self.draft.config.kv == "shared" else specialist
         keys, values = self.store.view(cache, self.slots.extent)
-        attended = grouped_attention(layer.queries(z, frontier.rope), keys, values, mask)
+        attended = grouped_attention(layer.queries(z, frontier.rope), keys, values, visible[:, None])
         predicted = layer.after_attention(z, attended)
         return predicted, self.draft.logits(predicted, self.embed_head, self.product)
 
@@ -180,17 +177,17 @@ class Drafter:
         return noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))
 
     def _next_frontier(
-        self, k: int, ancestors: Tensor, parents: Tensor, tokens: Tensor, features: Tensor, rope: Rope
+        self, k: int, visible: Tensor, parents: Tensor, tokens: Tensor, features: Tensor, rope: Rope
     ) -> Frontier:
         """That of position k + 1: `tokens` (B, M), under `parents` of the old one, on the right of `features`."""
-        batch, width = tokens.shape
-        inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[-1]))
-        itself = torch.arange((k - 1) * width, k * width, device=tokens.device)[None, :, None].expand(batch, -1, -1)
-        ancestors = inherited.scatter(2, itself, torch.ones_like(inherited[..., :1]))
+        width = tokens.shape[1]
+        inherited = visible.gather(1, parents[..., None].expand(-1, -1, visible.shape[-1]))
+        itself = self.slots.lengths[:, None] + torch.arange((k - 1) * width, k * width, device=tokens.device)  # (B, M)
+        visible = inherited.scatter_(2, itself[..., None], True)
         z = self.draft.join(self.embed_head.embed(tokens), self.draft.next_features(features))
         self.slots.open(width, offset=(k - 1) * width)
         self._write_keys_values(z, rope, first_reader=k + 1)
-        return Frontier(z, rope, ancestors)
+        return Frontier(z, rope, visible)
 
     def _write_keys_values(self, z: Tensor, rope: Rope, first_reader: int) -> None:
         """Project z (B, n, Z) once for every specialist that serves `first_reader` or a later position.

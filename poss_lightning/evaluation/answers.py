@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.draws import last_draws
-from poss_lightning.corpus.records import report_left_out
+from poss_lightning.corpus.formats import report_left_out
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest
 from poss_lightning.sampling import Sampling

@@ -23,7 +23,7 @@ from poss_lightning.files import atomic, conf, find_config, read_json, sha256, w
 from poss_lightning.machine import choose_device, choose_precision
 from poss_lightning.training.command import BASE
 from poss_lightning.training.fit import OPTIONS, build, compose, fit_once
-from poss_lightning.training.folder import FINISHED, has_outputs
+from poss_lightning.training.run_folder import FINISHED, has_outputs
 from poss_lightning.work import Work, flat
 
 MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}

@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from poss_lightning.corpus import readers
-from poss_lightning.corpus.records import Malformed
+from poss_lightning.corpus.formats import Malformed
 from poss_lightning.corpus.regular import make_regular
 from poss_lightning.target.template import Message
 

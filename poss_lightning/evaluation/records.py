@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from poss_lightning.corpus.records import Malformed, file_records, parse_line
+from poss_lightning.corpus.formats import Malformed, file_records, parse_line
 from poss_lightning.evaluation.cells import CELLS_FILE, NOTE, ROWS_FILE, packed_cells, packed_rows
 from poss_lightning.evaluation.engines import HOW, engine_records
 from poss_lightning.files import read_json
@@ -313,5 +313,5 @@ def _explain(error: ValidationError) -> str:
         return first["msg"].removeprefix("Value error, ")
     field, *inner = first["loc"]  # of a union, pydantic names the type, too
     places = [str(place) for place in inner if isinstance(place, int) or field == "seconds"]
-    words = first["msg"].removeprefix("Input should be ")
-    return f"{'.'.join([str(field), *places])} is {reprlib.repr(first['input'])}; it must be {words}"
+    words = first["msg"].replace("Input should be", "it must be")
+    return f"{'.'.join([str(field), *places])} is {reprlib.repr(first['input'])}; {words}"

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.corpus.records import Malformed, file_records, options_of, parse_line, report_left_out
+from poss_lightning.corpus.formats import Malformed, file_records, options_of, parse_line, report_left_out
 from poss_lightning.evaluation.forms import read_id, read_question
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers

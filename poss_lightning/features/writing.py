@@ -16,8 +16,8 @@ from typing import Any
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from poss_lightning.corpus.formats import CorpusError, report_left_out
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.corpus.records import CorpusError, report_left_out
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
     EMBED_HEAD,

@@ -141,6 +141,10 @@ class Slots:
         self.host_lengths = [self.host_lengths[row] for row in rows]
         self.lengths = self.lengths[rows]
 
+    def verified(self, older_than: int = 0) -> Tensor:
+        """Which slots are verified: (B, extent); without the newest `older_than` of them."""
+        return torch.arange(self.extent, device=self.lengths.device) < (self.lengths - older_than)[:, None]
+
     def tree_mask(self, ancestors: Tensor, window: int | None = None) -> Tensor:
         """Attention mask of nodes after the verified slots: (B, 1, n, extent), True where visible.
 
@@ -148,12 +152,12 @@ class Slots:
             ancestors: (B or 1, n, m), True where query i may see the j-th slot from the length on.
             window: how many of the newest verified slots are visible; None for all.
         """
-        offsets = torch.arange(self.extent, device=self.lengths.device) - self.lengths[:, None]  # (B, extent)
         batch, (queries, nodes) = len(self.lengths), ancestors.shape[1:]
-        lookup = offsets.clamp(0, nodes - 1)[:, None].expand(batch, queries, self.extent)
-        tree = ancestors.expand(batch, queries, nodes).gather(2, lookup) & (offsets < nodes)[:, None]
-        visible = tree | (offsets < 0)[:, None]
-        return (visible if window is None else visible & (offsets >= -window)[:, None])[:, None]
+        verified = self.verified() if window is None else self.verified() & ~self.verified(older_than=window)
+        slots = self.lengths[:, None] + torch.arange(nodes, device=self.lengths.device)  # (B, m)
+        mask = verified[:, None].repeat(1, queries, 1)
+        mask.scatter_(2, slots[:, None].expand(-1, queries, -1), ancestors.expand(batch, -1, -1))
+        return mask[:, None]
 
 
 class _Layer(CacheLayerMixin):

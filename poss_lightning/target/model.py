@@ -15,10 +15,10 @@ from transformers.cache_utils import Cache
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
-from poss_lightning.target.attention import grouped_heads
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
+from poss_lightning.target.grouped_attention import grouped_heads
 from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.placement import Parallel, home_device, placement

@@ -18,8 +18,8 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.flops import step_flops
-from poss_lightning.training.folder import folder_of
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.run_folder import folder_of
 from poss_lightning.training.strategies import save_draft
 
 CHECKPOINT_STEPS = {"cuda": 2000, "cpu": 200}  # between two checkpoints, by device

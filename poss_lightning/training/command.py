@@ -35,7 +35,10 @@ from poss_lightning.ranges import Seed
 from poss_lightning.terminal import is_verbose
 from poss_lightning.training.callbacks import StepLines
 from poss_lightning.training.export import load_checkpoint
-from poss_lightning.training.folder import (
+from poss_lightning.training.help import PRECISION, SHORT_HELP, choose_help
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.resume import fetch_checkpoint
+from poss_lightning.training.run_folder import (
     LAST,
     check_unused,
     expand_home,
@@ -44,9 +47,6 @@ from poss_lightning.training.folder import (
     only_training,
     stay_in_folder,
 )
-from poss_lightning.training.help import PRECISION, SHORT_HELP, choose_help
-from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import fetch_checkpoint
 from poss_lightning.training.strategies import prepare
 
 BASE = "trainer/base.yaml"  # the defaults of every training

@@ -32,7 +32,7 @@ from poss_lightning.draft.folder import CONFIG, WEIGHTS
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training
-from poss_lightning.training.folder import FINISHED, LAST, has_outputs, only_training
+from poss_lightning.training.run_folder import FINISHED, LAST, has_outputs, only_training
 
 OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.[0-9]*.*.[0-9]*"
 

@@ -19,8 +19,8 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sampling import Sampling, TokenSampler
-from poss_lightning.target.attention import grouped_attention
 from poss_lightning.target.generation import prefill
+from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.model import Target
 from tests.support.decoders import PROMPTS, STOPS, Oracle, drawn, tokens_of
 from tests.support.tiny import tiny_draft, tiny_target

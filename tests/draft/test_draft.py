@@ -44,9 +44,9 @@ BLOCK = {"kind": "block"}
     [
         *(({"allocation": it}, r"allocation is .* positive integers") for it in ((), (0,), (2, -1), (1.5,), ("2",))),
         ({"depth": 0}, "depth is 0"),
-        ({"kv": "half"}, "kv is 'half'; Input should be 'separate' or 'shared'"),
+        ({"kv": "half"}, "kv is 'half'; it must be 'separate' or 'shared'"),
         ({"window": 5}, "depth is 6, and the draft's window 5; it must not be deeper"),
-        ({"kind": "eagle4"}, "kind is 'eagle4'; Input should be 'eagle2', 'eagle3' or 'block'"),
+        ({"kind": "eagle4"}, "kind is 'eagle4'; it must be 'eagle2', 'eagle3' or 'block'"),
         ({"kind": "eagle3", "layers": 2}, "of a target with 4 or more; tiny has 2"),
         ({"kind": "eagle3", "layers": None}, "tiny has layers that were not counted: extract anew"),
         ({"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
@@ -94,14 +94,14 @@ def test_a_draft_of_an_older_version_is_read(target, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocabulary_size": "2"}, "vocabulary_size is '2'; Input should be a valid integer"),
+        ({"vocabulary_size": "2"}, "vocabulary_size is '2'; it must be a valid integer"),
         ({"layers_per_specialist": 2}, "layers_per_specialist is 2, which drafts no longer have"),
         ({"order": [1, 0]}, r"order is \[1, 0\], which drafts no longer have"),
-        ({"depth": 6.0}, "depth is 6.0; Input should be a valid integer"),
-        ({"rope_theta": "1e6"}, "rope_theta is '1e6'; Input should be a valid number"),
-        ({"window": True}, "window is True; Input should be a valid integer"),
-        ({"detach": 1}, "detach is 1; Input should be a valid boolean"),
-        ({"target": {"heads": "4"}}, "target's heads is '4'; Input should be a valid integer"),
+        ({"depth": 6.0}, "depth is 6.0; it must be a valid integer"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6'; it must be a valid number"),
+        ({"window": True}, "window is True; it must be a valid integer"),
+        ({"detach": 1}, "detach is 1; it must be a valid boolean"),
+        ({"target": {"heads": "4"}}, "target's heads is '4'; it must be a valid integer"),
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ WRONG = [
     ("eagle3", {"norm_before_fc": True}, "input_norm.weight is missing"),
     ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
-    ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; Input should be a valid number"),
+    ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; it must be a valid number"),
     (
         "eagle3",
         {"rope_parameters": {"full_attention": ROPE}},

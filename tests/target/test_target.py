@@ -19,7 +19,7 @@ from poss_lightning.corpus.readers import Conversation
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.features.writing import write_store
-from poss_lightning.target import attention, embedded
+from poss_lightning.target import embedded, grouped_attention
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.generation import PlainLoop, prefill
@@ -64,13 +64,13 @@ def test_inner_layers_are_the_hidden_states_of_transformers():
     assert sum(len(module._forward_hooks) for module in target.model.modules()) == hooks
 
 
-@pytest.mark.parametrize("heads, shared, nodes", [(6, 2, 5), (4, 1, 1), (4, 4, 3), (6, 2, attention.NODES + 1)])
+@pytest.mark.parametrize("heads, shared, nodes", [(6, 2, 5), (4, 1, 1), (4, 4, 3), (6, 2, grouped_attention.NODES + 1)])
 def test_heads_in_groups_attend_as_repeated_ones(heads, shared, nodes):
     module = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
     query, key, value = (torch.randn(2, n, m, 8) for n, m in ((heads, nodes), (shared, 200), (shared, 200)))
     mask = torch.rand(2, 1, nodes, 200) > 0.5
     expected = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)[0]
-    torch.testing.assert_close(attention._attend(module, query, key, value, mask, scaling=0.3)[0], expected)
+    torch.testing.assert_close(grouped_attention._attend(module, query, key, value, mask, scaling=0.3)[0], expected)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)], ids=str)
@@ -212,7 +212,7 @@ def test_a_target_is_the_same_in_float16_which_lacks_its_smallest_weights(tmp_pa
     ("field", "value"), [("hidden_size", "576"), ("norm_eps", "x"), ("layers", 2.5), ("heads", True)]
 )
 def test_a_spec_with_a_field_of_a_wrong_type_is_refused_by_name(target, field, value):
-    with pytest.raises(ValueError, match=f"target's {field} is {value!r}; Input should be a valid"):
+    with pytest.raises(ValueError, match=f"target's {field} is {value!r}; it must be a valid"):
         TargetSpec(**asdict(target.spec) | {field: value})
 
 

@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from poss_lightning.training.fit import fit, fit_once, validate
-from poss_lightning.training.folder import FINISHED
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import unchanged
 
 CPU = "trainer/cpu.yaml"

@@ -12,9 +12,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.training.callbacks import LastCheckpoint
-from poss_lightning.training.folder import stay_in_folder
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import check_same_draft
+from poss_lightning.training.run_folder import stay_in_folder
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
 
