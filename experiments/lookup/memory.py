@@ -10,6 +10,7 @@ earlier ones are the memory of later ones:
     +earlier      also all earlier texts: the longest match first, then the latest
     +successors   also the chain of the target's most likely successors of each token, as it was last read anywhere
                   (token recycling, arXiv 2408.08696, with one candidate per token)
+    +leaf         what the text has after the draft's own best path, below that path
 """
 
 import argparse
@@ -38,6 +39,7 @@ METHODS = {  # what is in the tree
     "draft+text": ("draft", "text"),
     "draft+text+earlier": ("draft", "earlier"),
     "draft+text+successors": ("draft", "text", "successors"),
+    "draft+text+leaf": ("draft", "text", "leaf"),
 }
 
 
@@ -58,19 +60,29 @@ def match_tree(tree: Tree, following: list[int]) -> int:
     return len(following)
 
 
-def drafted(drafter: Drafter, answer: Answer) -> list[int]:
-    """Drafted tokens that would be accepted at each place of an answer."""
+def best_path(tree: Tree) -> list[int]:
+    """The most likely child of the root, its most likely child, and so on."""
+    tokens, parents, scores, path, node = *(part[0].tolist() for part in tree), [], 0
+    while children := [i for i, parent in enumerate(parents) if i and parent == node]:
+        path.append(tokens[node := max(children, key=scores.__getitem__)])
+    return path
+
+
+def drafted(drafter: Drafter, answer: Answer) -> tuple[list[int], list[int]]:
+    """Drafted tokens that would be accepted at each place of an answer, and the best path's length where all are."""
     tokens, read = answer.tokens[None], answer.draft_input[None].to(drafter.draft.fc.weight)
-    budget, found, start = Fixed(DEPTH, NODES), [], answer.start
+    budget, found, whole, start = Fixed(DEPTH, NODES), [], [], answer.start
     drafter.start(1, tokens.shape[1] + DEPTH + 1)
     drafter.append_context(tokens[:, 1 : start + 1], read[:, :start], torch.tensor([start]))
     drafter.slots.advance_host([start])
     for place in range(start, tokens.shape[1] - 1):
         tree = rerank(drafter.draft_tree(budget), NODES)
-        found.append(match_tree(tree, tokens[0, place + 1 :].tolist()))
+        following, path = tokens[0, place + 1 :].tolist(), best_path(tree)
+        found.append(match_tree(tree, following))
+        whole.append(len(path) if match(path, following) == len(path) else 0)
         drafter.append_context(tokens[:, place + 1 : place + 2], read[:, place : place + 1], torch.tensor([1]))
         drafter.slots.advance_host([1])
-    return found
+    return found, whole
 
 
 def looked_up(text: Tensor, begin: int, answer: Answer) -> list[int]:
@@ -116,9 +128,9 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("--draft", default="embedded-hass")
     options = parser.parse_args()
-    draft = Specialists.from_pretrained(options.draft).eval()
+    draft = Specialists.from_pretrained(options.draft).eval().to(torch.bfloat16)
     store = FeatureStore(options.store).select(draft.config.layers)
-    head: EmbedHead = store.embed_head().to("cpu", torch.float32)
+    head: EmbedHead = store.embed_head()
     drafter = Drafter(draft, head, DEPTH, TREE_WIDTH)
     earlier, table = torch.zeros(0, dtype=torch.long), dict[int, int]()
     rounds: dict[str, list[tuple[int, int]]] = {name: [] for name in METHODS}
@@ -127,10 +139,13 @@ def main() -> None:
             if len(answer.tokens) - answer.start < 2:
                 continue
             text = torch.cat([earlier, answer.tokens])
-            successors = head.logits(answer.features.float()).argmax(-1).tolist()
+            successors = head.logits(answer.features).argmax(-1).tolist()
+            accepted, whole = drafted(drafter, answer)
+            own = looked_up(answer.tokens, 0, answer)
             matches = {
-                "draft": drafted(drafter, answer),
-                "text": looked_up(answer.tokens, 0, answer),
+                "draft": accepted,
+                "text": own,
+                "leaf": [n + own[i + n] if n and i + n < len(own) else 0 for i, n in enumerate(whole)],
                 "earlier": looked_up(text, len(earlier), answer),
                 "successors": recycled(table, successors, answer),
             }

@@ -7,8 +7,8 @@ tokens than its seconds would bring elsewhere. With λ the rate reached so far:
     one more node       a           against   λ · (v(n + 1) - v(n))
     one more step       Σ a · r     against   λ · c              over the frontier; r: how often a child is accepted
 
-Where drafting has brought less than plain decoding would, nothing is drafted until that is all but forgotten, so
-trials cost no more than a few per cent.
+Where drafting has brought less than plain decoding would, or lookups alone, nothing is drafted until that is all but
+forgotten, so trials cost no more than a few per cent.
 
 Chances come from the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
 """
@@ -24,7 +24,8 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
-WORTHWHILE = 0.98  # of plain decoding's tokens per second: below it, nothing is drafted
+WORTHWHILE = 0.98  # of the tokens per second without a draft: below it, nothing is drafted
+HOPE = 1.5  # times as much is what drafting is first believed to bring
 TRIALS = 16  # rounds observed before a plan is settled on
 NEW_TRIALS = 8  # of them that are new when it decides again
 SETTLED_ROUNDS = 64  # rounds until then; four times as many where nothing is drafted, as observing costs more there
@@ -38,7 +39,8 @@ class Round(NamedTuple):
     ancestors: Tensor  # (B, N, N)
     verdict: Verdict
     found: Tensor | None = None  # (B,) how many tokens of a lookup matched; None without lookups
-    looked_up: int = 0  # nodes
+    path: Tensor | None = None  # (B, N) its continuation; -1 for no token
+    looked_up: int = 0  # nodes, the first of the continuation
 
     @property
     def drafted(self) -> int:
@@ -131,10 +133,17 @@ class RoundStatistics:
         self.costs, self.calibration = costs, calibration
         self.continued = [2.0 * 0.6] * depth  # rounds whose path continued below depth k, and those in which it could
         self.reached = [2.0] * depth
-        # Per row, at first a hopeful guess. Plain steps, not seconds: those grow with the text.
-        self.tokens, self.plain_steps = 4 * 1.5, 4.0
-        self.plain_rounds = 0
-        self.drafted = torch.zeros(3, dtype=torch.float64)  # rounds that drafted; their tokens and plain steps, per row
+        # Rounds, their tokens and plain steps, per row. Plain steps, not seconds: those grow with the text.
+        self.guess = 4.0  # plain steps of drafting that are only imagined
+        self.drafted, self.undrafted, self.alone = torch.zeros(3, 3, dtype=torch.float64)  # alone: expected of lookups
+
+    @property
+    def tokens(self) -> float:
+        return float(HOPE * self.guess + self.drafted[1] + self.undrafted[1])
+
+    @property
+    def plain_steps(self) -> float:
+        return float(self.guess + self.drafted[2] + self.undrafted[2])
 
     @property
     def rate(self) -> float:
@@ -143,23 +152,34 @@ class RoundStatistics:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether drafting has brought about as much as plain decoding would."""
-        return self.tokens / self.plain_steps >= WORTHWHILE
+        """Whether drafting has brought about as much as plain decoding would, or lookups alone.
+
+        What is forgotten counts as if it had brought that much.
+        """
+        alone = max(1.0, float(self.alone[1] / self.alone[2].clamp(min=1e-9)))
+        drafting = float(self.drafted[1] + (HOPE * self.guess + self.undrafted[2]) * alone)
+        return drafting >= WORTHWHILE * alone * self.plain_steps
 
     def continuing(self, depth: int) -> float:
         """How often a path that reaches `depth` continues."""
         return self.continued[depth] / self.reached[depth]
 
-    def add(self, done: Round, active: list[int], steps: int) -> None:
-        """Add a round of `steps` draft steps; only the active rows count."""
+    def add(self, done: Round, active: list[int], steps: int, alone: tuple[float, float]) -> None:
+        """Add a round of `steps` draft steps; only the active rows count.
+
+        `alone` is what lookups alone were expected to bring, and their plain steps.
+        """
         (tree, ancestors, verdict), nodes = done[:3], done.drafted
         tokens = 1 + float(verdict.accepted[active].float().mean())
         plain_steps = self.costs.break_even(steps, tree.tokens.shape[1])
-        self.tokens, self.plain_steps = MEMORY * self.tokens + tokens, MEMORY * self.plain_steps + plain_steps
+        self.guess *= MEMORY
+        for account in (self.drafted, self.undrafted, self.alone):
+            account *= MEMORY
+        self.alone += torch.tensor([1, *alone])
+        account = self.drafted if steps else self.undrafted
+        account += torch.tensor([1, tokens, plain_steps])
         if steps == 0:
-            self.plain_rounds += 1
             return
-        self.drafted += torch.tensor([1, tokens, plain_steps])
         path = verdict.path[active]
         end = path.where(path < nodes, 0).max(dim=1).values  # the deepest drafted one: parents come before children
         on_path = ancestors[active, end, :nodes]  # (B, N)
@@ -172,12 +192,11 @@ class RoundStatistics:
             self.continued[k] = MEMORY * self.continued[k] + sum(count > k for count in accepted)
 
     def why_plain(self) -> str:
-        """What a round with drafting cost and brought, where plain decoding is faster."""
+        """What a round with drafting cost and brought lately, where decoding without a draft is faster."""
         rounds, tokens, plain_steps = self.drafted.tolist()
         return (
             "tree: auto gave up drafting: on this machine a round with drafting takes as long as "
-            f"{plain_steps / rounds:.2f} tokens of plain decoding, and gave {tokens / rounds:.2f} tokens "
-            f"(mean of {rounds:.0f} rounds)"
+            f"{plain_steps / rounds:.2f} tokens of plain decoding, and gave {tokens / rounds:.2f} tokens"
         )
 
 
@@ -186,7 +205,8 @@ class AutoBudget:
 
     Args:
         depth: the deepest tree.
-        costs: measured here, for sizes up to the largest tree's.
+        nodes: the most drafted nodes, root included.
+        costs: measured here, for sizes up to that of the largest tree with all looked-up tokens.
         calibration: of the draft's path probabilities.
         lookup: the most looked-up tokens of a round.
     """
@@ -194,8 +214,9 @@ class AutoBudget:
     needs_sync: bool
     plan: tuple[int, ...] | None = None
 
-    def __init__(self, depth: int, costs: Costs, calibration: Calibration, lookup: int = 0):
-        self.depth, self.calibration, self.worth = depth, calibration, Worth(lookup)
+    def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
+        self.depth, self.nodes, self.calibration = depth, nodes, calibration
+        self.beyond, self.alone = Worth(lookup), Worth(lookup)  # the drafted tree, and without one
         self.statistics = RoundStatistics(depth, costs, calibration)
         self.active = [0]  # rows that count
 
@@ -208,24 +229,44 @@ class AutoBudget:
     def costs(self, costs: Costs) -> None:
         self.statistics.costs = costs
 
+    @property
+    def sizes(self) -> list[int]:
+        """Of drafted trees, as they were timed."""
+        return [n for n in self.costs.verify if n <= self.nodes]
+
     def begin(self, active: list[int]) -> None:
         self.active = active
 
     def _add(self, done: Round, steps: int) -> None:
         """Count a round of `steps` draft steps."""
-        if done.found is not None:
-            path = done.verdict.path[self.active, 1:]
-            depths = torch.arange(1, path.shape[1] + 1, device=path.device)
-            brought = (path >= done.drafted) & (depths <= done.verdict.accepted[self.active, None])
-            self.worth.learn(done.found[self.active], done.looked_up, brought)
-        self.statistics.add(done, self.active, steps)
+        alone = 1.0, 1.0
+        if done.found is not None and done.path is not None:
+            found, continued, path, tokens, accepted = (
+                x[self.active].cpu() for x in (done.found, done.path, *done.verdict)
+            )
+            gains = self.alone.expected(found).tolist()
+            count = self._most_worth(gains, 1)
+            alone = 1 + gains[count] / len(found), self.costs.break_even(0, 1 + count)
+            places = torch.arange(continued.shape[1])
+            joined = (path[:, 1:] >= done.drafted)[:, : len(places)] & (places < accepted[:, None])
+            self.beyond.learn(found, (places < done.looked_up).expand_as(joined), joined)
+            right = (continued == tokens[:, : len(places)]).cumprod(1) > 0
+            ends = ~right.gather(1, accepted.clamp(max=len(places) - 1)[:, None])  # within what the target said
+            self.alone.learn(found, (places <= accepted[:, None]) | ends, right)
+        self.statistics.add(done, self.active, steps, alone)
+
+    def _most_worth(self, gains: list[float], nodes: int) -> int:
+        """How many looked-up tokens to add to so many nodes, where the first 0, 1, … would bring these gains."""
+        rate, verify = len(self.active) * self.statistics.rate, self.costs.verify_seconds
+        worth = [gain - rate * (verify(nodes + n) - verify(nodes)) for n, gain in enumerate(gains)]
+        return worth.index(max(worth))
 
 
 class PerRound(AutoBudget):
     """Chooses depth and size anew in every round, which synchronises with the device; on a CPU that costs nothing."""
 
     needs_sync = True
-    steps, nodes = 1, 1  # of this round
+    steps, chosen = 1, 1  # of this round: draft steps, and drafted nodes
 
     @property
     def rate(self) -> float:
@@ -245,20 +286,19 @@ class PerRound(AutoBudget):
         chances = self.calibration.chance(scores[self.active][:, 1:])  # the root is certain
         best = chances.sort(dim=1, descending=True).values.sum(0)
         gains = torch.cat([best.new_zeros(1), best.cumsum(0)]).tolist()  # by nodes - 1
-        worth = {n: gains[n - 1] - self.rate * cost for n, cost in self.costs.verify.items() if n <= len(gains)}
-        self.nodes = max(worth, key=worth.__getitem__)
-        return self.nodes
+        worth = {n: gains[n - 1] - self.rate * self.costs.verify[n] for n in self.sizes if n <= len(gains)}
+        self.chosen = max(worth, key=worth.__getitem__)
+        return self.chosen
 
     def lookup_count(self, found: Tensor, most: int) -> int:
-        gains, verify = self.worth.expected(found[self.active].cpu()).tolist(), self.costs.verify_seconds
-        worth = [gain - self.rate * (verify(self.nodes + n) - verify(self.nodes)) for n, gain in enumerate(gains)]
-        return worth.index(max(worth))
+        worth = self.beyond if self.steps else self.alone
+        return self._most_worth(worth.expected(found[self.active].cpu()).tolist(), self.chosen)
 
     def learn(self, done: Round) -> None:
         self._add(done, self.steps)
 
     def why_plain(self) -> str | None:
-        return self.statistics.why_plain() if self.statistics.plain_rounds else None
+        return None if self.steps else self.statistics.why_plain()
 
 
 class Trial(NamedTuple):
@@ -277,8 +317,8 @@ class Settled(AutoBudget):
 
     needs_sync = False
 
-    def __init__(self, depth: int, costs: Costs, calibration: Calibration, lookup: int = 0):
-        super().__init__(depth, costs, calibration, lookup)
+    def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
+        super().__init__(depth, nodes, costs, calibration, lookup)
         self.earlier: tuple[int, ...] | None = None  # plan, while it looks again
         self.rounds = 0  # since it settled
         self.trials: list[Trial] = []  # until it settles
@@ -287,7 +327,7 @@ class Settled(AutoBudget):
         return self.plan is None or depth < self.plan[0]
 
     def node_count(self, scores: Tensor) -> int:
-        return self.plan[1] if self.plan else max(n for n in self.costs.verify if n <= scores.shape[1])
+        return self.plan[1] if self.plan else max(n for n in self.sizes if n <= scores.shape[1])
 
     def lookup_count(self, found: Tensor, most: int) -> int:
         return self.plan[2] if self.plan else most
@@ -312,14 +352,17 @@ class Settled(AutoBudget):
         """The depth, nodes and looked-up tokens with the most tokens per second over the trials."""
         trials, rates = self.trials, dict[tuple[int, ...], float]()
         rows = sum(len(trial.scores) for trial in trials) / len(trials)  # on average: some end meanwhile
-        looked_up = torch.stack([self.worth.expected(trial.found) for trial in trials]).mean(0).tolist()  # by tokens
+        alone, beyond = (
+            torch.stack([worth.expected(trial.found) for trial in trials]).mean(0).tolist()  # by tokens
+            for worth in (self.alone, self.beyond)
+        )
         for depth in range(self.depth + 1):
             drafted = torch.zeros(max(*self.costs.verify, *(trial.scores.shape[1] for trial in trials)))  # by nodes - 1
             for scores, depths, _ in trials:
                 chances = self.calibration.chance(scores).masked_fill((depths > depth) | (depths == 0), 0)
                 best = chances.sort(dim=1, descending=True).values.sum(0).cpu()
                 drafted[1 : len(best)] += best[:-1].cumsum(0) / len(trials)
-            for n, (more, gain) in product(self.costs.verify if depth else [1], enumerate(looked_up)):
+            for n, (more, gain) in product(self.sizes if depth else [1], enumerate(beyond if depth else alone)):
                 seconds = self.costs.draft_seconds(depth) + self.costs.verify_seconds(n + more)
                 rates[depth, n, more] = (rows + float(drafted[n - 1]) + gain) / seconds
         best = max(rates, key=rates.__getitem__)

@@ -24,7 +24,7 @@ class Calibration:
     def chance(self, scores: Tensor) -> Tensor:
         """Path scores -> chances of acceptance, of the same shape."""
         table = (self.accepted + TRUST * self.claimed) / (self.verified + TRUST)
-        return table[torch.bucketize(-scores, self.edges)]
+        return table[torch.bucketize(-scores.to(table.device), self.edges)]
 
     def learn(self, scores: Tensor, accepted: Tensor) -> None:
         """Nodes with path scores (n,) were verified, and `accepted` (n,) or not."""
@@ -34,7 +34,7 @@ class Calibration:
 
 
 class Worth:
-    """How many tokens each place of a continuation brought beyond the drafted tree, by how many tokens matched.
+    """How many tokens each place of a continuation brings, by how many tokens matched.
 
     Args:
         count: N, tokens of a continuation.
@@ -49,10 +49,7 @@ class Worth:
         table = (self.brought + TRUST * self.claimed) / (self.tried + TRUST)
         return torch.nn.functional.pad(table[found].sum(0).cumsum(0), (1, 0))
 
-    def learn(self, found: Tensor, taken: int, brought: Tensor) -> None:
-        """After a round with `taken` places of each: at which depths (B, K) only they had the accepted token."""
-        self.tried *= MEMORY
-        self.brought *= MEMORY
-        for row, gains in zip(found.tolist(), brought.tolist(), strict=True):
-            self.tried[row, :taken] += 1
-            self.brought[row, :taken] += torch.tensor(gains[:taken], dtype=torch.float32)
+    def learn(self, found: Tensor, tried: Tensor, brought: Tensor) -> None:
+        """After a round: at which places (B, N) it showed whether they bring a token, and at which they did."""
+        for table, seen in ((self.tried, tried), (self.brought, tried & brought)):
+            table.mul_(MEMORY).index_add_(0, found, seen.float())

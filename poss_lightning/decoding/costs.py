@@ -58,16 +58,19 @@ def measure(
     verify: Callable[[int], Callable[[], object]],
     nodes: int,
     device: "torch.device",
+    looked_up: int = 0,
 ) -> Costs:
     """Time draft steps and verification here and now.
 
     Args:
         draft: drafts a tree in `steps` steps.
         verify: n -> what verifies n nodes per row.
-        nodes: the most that a tree may have.
+        nodes: the most that a drafted tree may have.
+        looked_up: the most nodes beside them.
     """
     from poss_lightning.machine import best_seconds  # `poss compare` reads costs, and need not wait for torch
 
-    works = {0: draft} | {n: verify(n) for n in (*(n for n in MEASURED if n < nodes), nodes)}
+    sizes = {n for n in MEASURED if n < nodes + looked_up} | {nodes, nodes + looked_up}
+    works = {0: draft} | {n: verify(n) for n in sorted(sizes)}
     seconds = best_seconds(works, device=device, enough=ENOUGH)
     return Costs.interpolate(seconds.pop(0) / steps, seconds, steps)

@@ -150,7 +150,7 @@ class Speculative(Decoder):
 
     def _draft_verify_commit(self, budget: Budget, part: Timer) -> tuple[Round, Tensor]:
         depth, root = budget.plan[0] if budget.plan else self.drafter.depth, self.cache.slots.lengths
-        depth, found, looked_up = max(depth, self.lookup.count), None, 0
+        depth, found, path, looked_up = max(depth, self.lookup.count), None, None, 0
         with part("draft"):
             places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # after the root
             noise = self.sampler.noise(places)  # (B, K+1, V)
@@ -169,7 +169,7 @@ class Speculative(Decoder):
             verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
-        return Round(tree, ancestors, verdict, found, looked_up), host_copy
+        return Round(tree, ancestors, verdict, found, path, looked_up), host_copy
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """The draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
@@ -238,7 +238,7 @@ class Speculative(Decoder):
             costs = self.measured[batch, max(known)]
             if (batch, sampling) not in self.budgets:
                 kind = Settled if device.type == "cuda" else PerRound
-                made = kind(self.drafter.depth, costs, Calibration(device), self.lookup.count)
+                made = kind(self.drafter.depth, self.nodes, costs, Calibration(device), self.lookup.count)
                 self.budgets[batch, sampling] = made
             self.budget = budget = self.budgets[batch, sampling]
             budget.costs = costs
@@ -250,7 +250,9 @@ class Speculative(Decoder):
         candidates = self.drafter.draft_tree(self.fixed)
 
         def verify(nodes: int) -> Callable[[], object]:
-            tree = rerank(candidates, nodes)
+            tree = rerank(candidates, min(nodes, self.nodes))
+            looked_up = torch.full_like(tree.tokens[:, :1], -1).expand(-1, nodes - tree.tokens.shape[1])
+            tree = join(tree, looked_up)
             return repeatable(nodes, lambda: self._verify(tree, ancestor_mask(tree.parents, self.drafter.depth)))
 
         def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
@@ -258,6 +260,7 @@ class Speculative(Decoder):
 
         draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
         with announced("timing draft steps and verification"):
-            measured = costs.measure(draft, self.drafter.steps, verify, self.nodes, self.target.device)
+            sizes = self.nodes, self.target.device, self.lookup.count
+            measured = costs.measure(draft, self.drafter.steps, verify, *sizes)
         self.graphs.clear()
         return measured

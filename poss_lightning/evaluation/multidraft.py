@@ -82,26 +82,28 @@ def acceptance_rates(
     """
     head = embed_head if draft.config.own_head else embed_head.restrict(draft.vocabulary)
     proposed = slice(None) if draft.vocabulary is None else draft.vocabulary
+    weight = draft.fc.weight
     step = max(1, sum(len(answer.tokens) - answer.start for answer in answers) // COMPARED_PLACES)
     generator, total = torch.Generator().manual_seed(0), [0] * depth
     sums = torch.zeros(depth, len(counts), len(RULES)).double()
     for answer in answers:
         sampling = answer.sampling
-        sampler = TokenSampler(1, draft.config.target.vocab_size, answer.tokens.device)
+        tokens, features, read = (x.to(weight.device) for x in (answer.tokens, answer.features, answer.draft_input))
+        sampler = TokenSampler(1, draft.config.target.vocab_size, weight.device)
         sampler.begin(sampling, [[]], seeds=[answer.draw.seed if answer.draw else 0])
-        embedded = embed_head.embed(answer.tokens[1:])[None].to(draft.fc.weight.dtype)
-        outputs = draft(embedded, answer.draft_input[None, :-1].to(embedded), depth)
+        embedded = embed_head.embed(tokens[1:])[None].to(weight.dtype)
+        outputs = draft(embedded, read[None, :-1].to(embedded), depth)
         for k, output in enumerate(outputs):
-            for places in torch.arange(answer.start + k + 1, len(answer.tokens), step).split(16):
+            for places in torch.arange(answer.start + k + 1, len(tokens), step, device=weight.device).split(16):
                 drafted = draft.logits(output[0, places - 2], head).float()  # of the slots that propose these tokens
                 logits = torch.full((len(places), sampler.ids.shape[0]), -torch.inf, device=drafted.device)
                 logits[:, proposed] = drafted  # (places, V)
-                p = sampling.probabilities(embed_head.logits(answer.features[places - 1])).double().cpu()
-                q = (logits / sampling.temperature).double().cpu().softmax(-1)
-                noise = sampler.noise(places[None].to(logits.device))
+                p = sampling.probabilities(embed_head.logits(features[places - 1])).cpu().double()
+                q = (logits / sampling.temperature).cpu().double().softmax(-1)
+                noise = sampler.noise(places[None])
                 assert noise is not None, "greedy answers have no noise"
                 seeing = (logits + noise[0]).topk(max(counts)).indices.cpu()
-                hit = seeing == answer.tokens[places].cpu()[:, None]  # (places, n)
+                hit = seeing == tokens[places].cpu()[:, None]  # (places, n)
                 drawn = torch.empty_like(q).exponential_(generator=generator).reciprocal_().mul_(q)
                 drawn = drawn.topk(max(counts)).indices  # (places, n)
                 sums[k] += torch.stack([_rates(p, q, drawn[:, :n], hit[:, :n]).sum(0) for n in counts])

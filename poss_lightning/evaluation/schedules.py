@@ -84,15 +84,14 @@ class Auto(RoundSchedule):
 
     def __init__(self, depth: int, nodes: int, costs: Costs):
         super().__init__(depth, nodes, costs)
-        verify = {n: seconds for n, seconds in costs.verify.items() if n <= nodes}
-        self.budget = self.auto = PerRound(depth, costs._replace(verify=verify), self.calibration)
+        self.budget = self.auto = PerRound(depth, nodes, costs, self.calibration)
 
     def choose(self, drafted: Tree, active: Tensor) -> Tree:
         return rerank(drafted, self.auto.node_count(drafted.scores))
 
     def seconds(self, tree: Tree, ancestors: Tensor, verdict: Verdict, active: Tensor) -> Tensor:
         self.auto.learn(Round(tree, ancestors, verdict))
-        return self._draft(torch.tensor([self.auto.steps])) + self.costs.verify_seconds(self.auto.nodes)
+        return self._draft(torch.tensor([self.auto.steps])) + self.costs.verify_seconds(self.auto.chosen)
 
 
 class Pearl(RoundSchedule):

@@ -46,7 +46,8 @@ def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
             continue  # no root, or nothing after it
         choices = sample.greedy[start - 1 : stop - 1]
         if draw:
-            choices = _draw_again(draw, embed_head.logits(sample.features[start - 1 : stop - 1]), start)
+            features = sample.features[start - 1 : stop - 1].to(embed_head.head.device)
+            choices = _draw_again(draw, embed_head.logits(features), start)
         complete = bool(choices[-1] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
         known = stop if complete else stop - 1
         tokens, features, draft_input = sample.tokens[:known], sample.features[:known], sample.draft_input[:known]

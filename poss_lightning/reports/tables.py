@@ -41,7 +41,8 @@ def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
     tables = {"Methods": _methods(rows, found.baseline)}
     if reference:
         tables[f"Against {reference}"] = _gains(rows, ("tau_macro", "tau_micro", found.speed))
-    tables["By suite"] = _by_suite([row for row in found.rows if row.suite != ALL and row.rounds], found)
+    shown = (row for row in found.rows if row.suite != ALL and (row.rounds or "speed_up" in row.values))
+    tables["By suite"] = _by_suite([*shown], found)
     tables["pos-acc by position, %"] = _positions(drafted)
     if reference:
         tables[f"pos-acc by position, % − {reference}"] = _positions([row for row in drafted if row.gains], gains=True)

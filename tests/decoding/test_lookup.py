@@ -121,12 +121,12 @@ def test_a_prompt_that_contains_its_answer_reaches_the_bound():
 
 
 def test_what_brought_nothing_is_left_out_until_that_is_forgotten():
-    worth, found = Worth(3), torch.tensor([2])
+    worth, found, every = Worth(3), torch.tensor([2]), torch.ones(1, 3, dtype=torch.bool)
     assert worth.expected(found).tolist() == pytest.approx([0, 0.4, 0.56, 0.624])
     for _ in range(200):
-        worth.learn(found, 3, torch.zeros(1, 3, dtype=torch.bool))
+        worth.learn(found, every, ~every)
     assert float(worth.expected(found)[3]) < 0.1
     assert worth.expected(torch.tensor([3])).tolist() == pytest.approx([0, 0.7, 1.19, 1.533])
     for _ in range(400):
-        worth.learn(found, 0, torch.zeros(1, 3, dtype=torch.bool))
+        worth.learn(found, ~every, ~every)
     assert float(worth.expected(found)[1]) > 0.39

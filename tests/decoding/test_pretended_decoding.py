@@ -11,11 +11,16 @@ from itertools import islice
 import pytest
 import torch
 
+from poss_lightning.corpus.draws import Draw
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import PerRound, Settled
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.multidraft import acceptance_rates
+from poss_lightning.evaluation.replay import _replay_all, replay_rounds
+from poss_lightning.evaluation.schedules import Auto
+from poss_lightning.evaluation.stored import find_answers
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.model import Target, causal_ancestors
@@ -202,16 +207,24 @@ def test_the_noise_has_the_bits_of_the_hosts(device):
 
 def test_replayed_acceptance_is_the_hosts(pair):
     """`poss replay`: samples come from the host, and drafting is done on the device."""
-    (engine, target), rounds = pair[0], []
+    (engine, target), rounds, rates = pair[0], [], []
     generated = tokens_of(Autoregressive(target), GREEDY, PROMPTS[:1], 12, stops=())[0]
     text = torch.tensor([*PROMPTS[0], *generated])
     features, layers = read_text(target, text, engine.drafter.draft.config.layers)
     greedy = target.embed_head.logits(features).argmax(-1)
     spans = [(len(PROMPTS[0]), len(text))]
     sample = Sample("x", text, greedy, spans, features, layers)
+    drawn = sample._replace(draws=[Draw(Sampling(0.8), 3)])
     for engine, target in pair:
-        rounds.append(replay_rounds(engine.drafter.draft, target.embed_head, [sample, sample], depth=2, nodes=5))
+        draft, head = engine.drafter.draft, target.embed_head
+        samples = [sample, drawn]
+        rounds.append(replay_rounds(draft, head, samples, depth=2, nodes=5))
+        auto = Auto(2, 5, Costs(0.001, {n: 0.01 + 0.001 * n for n in (1, 2, 4, 5)}))
+        answers = [answer for each in samples for answer in find_answers(each, head)]
+        rounds[-1].append(_replay_all(engine.drafter, answers, auto))
+        rates.append(acceptance_rates(draft, head, answers[1:], 2, [1, 2]))
     assert rounds[0] == rounds[1] and rounds[0][0][0]
+    torch.testing.assert_close(*rates)
 
 
 @torch.inference_mode()
