@@ -13,6 +13,7 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.block import begin_blocks
 from poss_lightning.draft.layer import apply_rope
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.sampling import Noise
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
 
@@ -52,7 +53,7 @@ class BlockDrafter(Drafter):
         self.root.copy_(tokens.gather(1, (counts - 1).clamp(min=0)[:, None]))
         self.slots.advance_device(counts)
 
-    def draft_tree(self, budget: Budget, noise: Tensor | None = None) -> Tree:
+    def draft_tree(self, budget: Budget, noise: Noise | None = None) -> Tree:
         """Draft a tree under the root: at each depth the most probable prefixes; see `Drafter`."""
         width, nodes = self.tree_width, torch.zeros_like(self.root)
         scores = torch.zeros_like(self.root, dtype=torch.float32)  # (B, M) of the prefixes of a depth
@@ -60,9 +61,8 @@ class BlockDrafter(Drafter):
         if not budget.go_deeper(0, scores):
             return levels[0]
         depth = budget.plan[0] if budget.plan else self.depth
-        if (noise := self._of_vocabulary(noise)) is not None:
-            noise = noise[:, :depth]
-        log_probs, rows = top_log_probs(self.block_logits()[:, :depth], width, noise)  # (B, depth, k)
+        added = self._noise(noise, slice(0, depth))
+        log_probs, rows = top_log_probs(self.block_logits()[:, :depth], width, added)  # (B, depth, k)
         for chances, tokens in zip(log_probs.unbind(1), self.draft.token_ids(rows).unbind(1), strict=True):
             paths = (scores[..., None] + chances[:, None]).flatten(1)  # (B, M*k)
             scores, best = paths.topk(min(width**2, paths.shape[1]), dim=1)

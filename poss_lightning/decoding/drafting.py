@@ -18,6 +18,7 @@ from poss_lightning.decoding.int8_head import faster_product, int8_product
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
@@ -111,14 +112,13 @@ class Drafter:
         self.root_z.copy_(z.gather(1, last[..., None].expand(-1, -1, z.shape[-1])))
         self.slots.advance_device(counts)
 
-    def draft_tree(self, budget: Budget, noise: Tensor | None = None) -> Tree:
+    def draft_tree(self, budget: Budget, noise: Noise | None = None) -> Tree:
         """Draft a tree under the root: at each step the most likely children of the best nodes, `tree_width` of both.
 
         The tree holds all nodes that were scored; `rerank` decides which of them are verified.
 
         Args:
-            noise: (B, K or more, all tokens), T g at the places below the root; None at temperature 0. Then "likely"
-                means likely to be what the target draws with this noise.
+            noise: T g at the places below the root. "Likely" then means likely to be what the target draws with it.
         """
         batch, width, device = len(self.root), self.tree_width, self.root.device
         rope = self.draft.rope_at(self.slots.lengths[:, None] + torch.arange(-1, self.depth - 1, device=device))
@@ -126,7 +126,6 @@ class Drafter:
         frontier = Frontier(self.root_z, rope.at(0), self.slots.verified()[:, None])
         scores = torch.zeros(batch, 1, device=device)  # path scores of the frontier
         nodes = torch.zeros(batch, 1, dtype=torch.long, device=device)  # their places in the tree
-        noise = self._of_vocabulary(noise)
         levels, count = [Tree(self.root, nodes, scores)], 1
         if not budget.go_deeper(0, scores):
             return levels[0]
@@ -134,7 +133,7 @@ class Drafter:
             # 1. The specialist of this position predicts the next feature of every frontier node.
             predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
             # 2. Each node's most likely children, scored by their paths.
-            added = None if noise is None else noise[:, k - 1, None]  # (B, 1, V)
+            added = self._noise(noise, slice(k - 1, k))  # (B, 1, V)
             log_probs, rows = top_log_probs(logits, width, added)  # (B, M, k)
             tokens = self.draft.token_ids(rows).flatten(1)  # (B, M*k)
             paths = (scores[..., None] + log_probs).flatten(1)
@@ -170,11 +169,12 @@ class Drafter:
         self.store.select(rows)
         self.root, self.root_z = self.root[rows], self.root_z[rows]
 
-    def _of_vocabulary(self, noise: Tensor | None) -> Tensor | None:
-        """(B, K, all tokens) -> (B, K, V), the tokens that the draft may propose."""
-        if noise is None or self.draft.vocabulary is None:
-            return noise
-        return noise.gather(2, self.draft.vocabulary.expand(*noise.shape[:2], -1))
+    def _noise(self, noise: Noise | None, places: slice) -> Tensor | None:
+        """At some places, of the tokens that the draft may propose: (B, n, V); None at temperature 0."""
+        if noise is None or (made := noise.first(places.stop)) is None:
+            return None
+        made = made[:, places]
+        return made if self.draft.vocabulary is None else made.index_select(2, self.draft.vocabulary)
 
     def _next_frontier(
         self, k: int, visible: Tensor, parents: Tensor, tokens: Tensor, features: Tensor, rope: Rope

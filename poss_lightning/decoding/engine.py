@@ -21,7 +21,7 @@ from poss_lightning.decoding.lookup import Lookup, RootAlone, join
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -153,7 +153,9 @@ class Speculative(Decoder):
         depth, found, path, looked_up = max(depth, self.lookup.count), None, None, 0
         with part("draft"):
             places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # after the root
-            noise = self.sampler.noise(places)  # (B, K+1, V)
+            noise = Noise(self.sampler, places)
+            if not budget.needs_sync:  # at once: fewer kernels
+                noise.first(depth + 1)
             candidates = self.drafter.draft_tree(budget, noise)
             tree = rerank(candidates, budget.node_count(candidates.scores))
             if self.lookup.count:
@@ -165,7 +167,9 @@ class Speculative(Decoder):
             draft_input, logits = self._verify(tree, ancestors)
         with part("commit"):
             in_text = self.sampler.in_text_after(tree.tokens, ancestors)
-            choice = self.sampler.choose(logits, noise, ancestors.sum(-1) - 1, in_text)
+            index = ancestors.sum(-1) - 1
+            deepest = int(index.max()) if budget.needs_sync else depth
+            choice = self.sampler.choose(logits, noise.first(deepest + 1), index, in_text)
             verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)

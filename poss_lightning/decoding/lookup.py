@@ -110,7 +110,7 @@ class RootAlone:
         self.root.copy_(tokens.gather(1, (counts - 1).clamp(min=0)[:, None]))
         self.slots.advance_device(counts)
 
-    def draft_tree(self, budget: object, noise: Tensor | None = None) -> Tree:
+    def draft_tree(self, budget: object, noise: object = None) -> Tree:
         """The root."""
         return Tree(self.root, torch.zeros_like(self.root), torch.zeros_like(self.root, dtype=torch.float32))
 

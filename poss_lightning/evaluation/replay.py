@@ -45,7 +45,7 @@ from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import atomic, check_folder
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
-from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
@@ -262,7 +262,7 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) ->
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
-        noise = sampler.noise(root[:, None] + path[1:])
+        noise = Noise(sampler, root[:, None] + path[1:])
         drafted = Tree(*(part.cpu() for part in drafter.draft_tree(schedule.budget, noise)))
         tree = Tree(*(part.to(device) for part in schedule.choose(drafted, active.cpu())))
         ancestors = ancestor_mask(tree.parents, depth)

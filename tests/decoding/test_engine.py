@@ -18,7 +18,7 @@ from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.generation import prefill
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.model import Target
@@ -197,10 +197,23 @@ def test_a_chain_is_what_the_target_would_draw_from_the_drafts_logits(target, wo
     drafter.step = lambda k, frontier: (torch.zeros(2, 1, 32), kept[:, k - 1, None])
     sampler = TokenSampler(2, 320, target.device)
     sampler.begin(Sampling(0.7), [[0]] * 2, torch.Generator().manual_seed(0))
-    noise = sampler.noise(torch.tensor([[4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]))
+    noise = Noise(sampler, torch.tensor([[4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]))
     tree = drafter.draft_tree(Fixed(4, 5), noise)
-    assert torch.equal(tree.tokens[:, 1:], sampler.choose(full, noise, torch.arange(4).expand(2, -1)))
+    assert torch.equal(tree.tokens[:, 1:], sampler.choose(full, noise.first(4), torch.arange(4).expand(2, -1)))
     assert not torch.equal(tree.tokens[:, 1:], full.argmax(-1))
+
+
+@pytest.mark.parametrize("lookup, most", [(0, 3), (8, 3)])
+def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup, most):
+    """Where the host sees the tree, that is to its deepest node and the place after."""
+    engine, made = Speculative(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), []
+    engine.measured[1, 0] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
+    noise = TokenSampler.noise
+    monkeypatch.setattr(TokenSampler, "noise", lambda self, places: made.append(places.shape[1]) or noise(self, places))
+    draws = torch.Generator().manual_seed(3)
+    list(engine.decode([[5, 9, 20]], 12, frozenset(), Sampling(1.0), draws, lambda step: made.append(0)))
+    rounds = " ".join(map(str, made)).split("0")[1:-1]
+    assert rounds and all(sum(map(int, each.split())) <= most for each in rounds)
 
 
 def test_a_draft_that_is_the_target_is_accepted_whole_at_any_temperature(target):

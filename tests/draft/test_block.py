@@ -20,6 +20,7 @@ from poss_lightning.training.start import inherited
 from tests.support import naive
 from tests.support.decoders import drawn
 from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.trees import given_noise
 from tests.support.unrolling import inputs, packed, packed_padded_alone
 
 BLOCKS = [
@@ -144,7 +145,7 @@ def test_the_tree_holds_the_most_probable_prefixes(target, with_noise, vocabular
     drafter.append_context(tokens, read, torch.tensor([8, 6]))
     drafter.slots.advance_host([8, 6])
     noise = torch.randn(2, 4, 320, generator=torch.Generator().manual_seed(3)) if with_noise else None
-    tree = rerank(drafter.draft_tree(Fixed(3, nodes), noise), nodes)
+    tree = rerank(drafter.draft_tree(Fixed(3, nodes), None if noise is None else given_noise(noise)), nodes)
     logits = drafter.block_logits().detach()  # (2, 3, V)
     if with_noise:
         logits = logits + (noise[:, :3] if vocabulary is None else noise[:, :3, vocabulary])

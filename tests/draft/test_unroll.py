@@ -14,6 +14,7 @@ from poss_lightning.draft.layer import rope_at
 from poss_lightning.draft.unroll import unroll
 from tests.support import naive
 from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.trees import given_noise
 from tests.support.unrolling import KINDS, inputs, packed, packed_padded_alone, unroll_what_is_drafted
 
 DRAWINGS = {
@@ -75,7 +76,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
     drafter.append_context(tokens, features, torch.tensor(counts))
     drafter.slots.advance_host(counts)
     noise = torch.randn(2, depth + 1, 320, generator=torch.Generator().manual_seed(3))
-    tree = rerank(drafter.draft_tree(Fixed(depth, 40), noise), 40)
+    tree = rerank(drafter.draft_tree(Fixed(depth, 40), given_noise(noise)), 40)
     seen = ancestor_mask(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):

@@ -1,6 +1,14 @@
-"""Random trees."""
+"""Random trees, and noise that is given."""
 
 import random
+from types import SimpleNamespace
+
+from torch import Tensor
+
+
+def given_noise(noise: Tensor) -> SimpleNamespace:
+    """A `Noise` of these values (B, n, V)."""
+    return SimpleNamespace(first=lambda count: noise[:, :count])
 
 
 def random_tree(seed: int, nodes: int = 14, vocabulary: int = 6) -> tuple[list[int], list[int]]:
