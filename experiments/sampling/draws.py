@@ -164,7 +164,9 @@ def main() -> None:
             said = written[: 1 + sum(count + 1 for count in accepted)]
             facts = {"suite": suite, "id": question, "turn": 0, "method": name, "repeat": 0, "seed": options.seed}
             facts |= {"prompt_tokens": sample.spans[0][0], "new_tokens": len(said), "seconds": {}}
-            records.append(Record(**facts, accepted=accepted, tokens=said, text=""))
+            # Token ids are left out: seed and machine give the same text again.
+            records.append(Record(**facts, accepted=accepted, tokens=[0] * len(said), text=""))
+    records.sort(key=lambda record: (record.suite, str(record.id)))
     shapes = {name: dict(zip(("depth", "nodes", "tree_width"), tree, strict=True)) for name, tree in TREES.items()}
     methods = {name: {**shapes.get(name.split("-")[0], {"tree": AUTO}), **describe_draft(draft)} for name in answers}
     config = {name: value for name, value in vars(options).items() if name not in ("out", "table")}
@@ -173,7 +175,7 @@ def main() -> None:
     facts |= {"costs": {AUTO: costs[1]._asdict()}} if costs else {}
     options.out.mkdir(parents=True, exist_ok=True)
     with atomic(options.out / "run.json") as path:
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+        path.write_text(json.dumps(facts) + "\n")
     with atomic(options.out / "records.jsonl.gz") as path:
         path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
 

@@ -136,7 +136,7 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     table.sort(key=lambda row: places[_answer_key(row)])
     columns = [{**row, "id": json.dumps(row["id"]), "seconds": [*row["seconds"].items()]} for row in table]
     words = [field.name for field in SCHEMA if field.type == WORD]  # lists take twice the space as dictionaries
-    dense = {"use_dictionary": words, "data_page_size": 2**26, "compression": "zstd", "compression_level": 19}
+    dense = {"use_dictionary": words, "data_page_size": 2**26, "compression": "brotli", "compression_level": 11}
     with atomic(experiment / ROWS_FILE) as path:
         pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, **dense)
     lines = {cell.key: cell.facts for cell in _read_lines(experiment)}
