@@ -112,7 +112,7 @@ def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, 
 
 
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
-    """A kill before the first checkpoint leaves a draft, and nothing to resume from."""
+    """A kill before the first last.ckpt leaves a draft, perhaps a best checkpoint, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
     config.write_text("model: {learning_rate: 1.0e-3}")
     layers = (CPU, str(config), cut(store))
@@ -121,6 +121,9 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns == written
     (folder / FINISHED).unlink()
     (folder / "events.out.tfevents.1700000000.host.1.0").touch()
+    (folder / "checkpoints").mkdir()
+    for name in ("best-1.ckpt", "epoch=0-step=1.ckpt"):
+        (folder / "checkpoints" / name).touch()
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns > written
     assert not (folder / "events.out.tfevents.1700000000.host.1.0").exists() and not (folder / "checkpoints").exists()
     with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):
