@@ -23,7 +23,7 @@ from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
-from poss_lightning.training.optimizers import NormGuard, check_trainer, make_optimizer, schedule_rate
+from poss_lightning.training.optimizers import NormGuard, check_precision, check_trainer, make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_same_draft, epoch_steps, restore_schedule
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
@@ -161,11 +161,11 @@ class SpecialistTraining(lightning.LightningModule):
         """Cast embedding and head to the dtype of the computation.
 
         Raises:
-            ValueError: attention cannot be compiled for this GPU.
+            ValueError: attention cannot be compiled for this GPU, or the precision is of 16 bits alone.
         """
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
-        precision = self.trainer.precision
+        check_precision(precision := self.trainer.precision)
         if precision in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
 

@@ -41,6 +41,15 @@ def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
         )
 
 
+def check_precision(precision: str) -> None:
+    """Raise ValueError for a `trainer.precision` that rounds weights and sums to 16 bits."""
+    if precision in ("bf16-true", "16-true"):
+        raise ValueError(
+            f"trainer.precision is {precision}, in which small steps of the weights, and the sums of a validation, are "
+            "rounded away: take bf16-mixed or 32-true"
+        )
+
+
 def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:
     """The rate rises over that fraction of the steps, then falls linearly to 0.
 

@@ -7,10 +7,12 @@ import sys
 import warnings
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 import yaml
 
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import fit, fit_once, validate
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.run_folder import FINISHED
@@ -98,6 +100,14 @@ def test_float16_with_scaled_gradients_is_refused(store):
     )
     with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, whose first steps overflow by design"):
         module.on_fit_start()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_weights_and_sums_of_16_bits_are_refused(store, command, precision):
+    trainer = lightning.Trainer(accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=f"trainer.precision is {precision}, in which small steps of the weights"):
+        getattr(trainer, command)(SpecialistTraining(store, [1]), FeatureData(store, validation=0.2))
 
 
 def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, tmp_path):
