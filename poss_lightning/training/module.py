@@ -318,7 +318,10 @@ class SpecialistTraining(lightning.LightningModule):
             pass_weights=pass_weights,
             chains=chains,
         )
-        if (extra := self.extra_losses(predictions, batch)) is not None:
+        extra = self.extra_losses(predictions, batch)
+        if extra is None and "extra" in self.logged_terms:  # none for this batch
+            extra = torch.zeros_like(losses.weighted)
+        if extra is not None:
             losses = losses.plus(extra, pass_weights)
         return losses, predictions
 
