@@ -184,7 +184,7 @@ class SpecialistTraining(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
         # To find the draft's top tokens and to read values takes time, so not every step does it.
         every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        logs = (self.trainer.global_step + 1) % every == 0
+        logs = every > 0 and (self.trainer.global_step + 1) % every == 0
         depth = self.draft.config.depth
         # The mean is over the whole step. Strategies average over its batches, which the last factor undoes.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens

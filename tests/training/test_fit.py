@@ -121,6 +121,15 @@ def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, 
     assert all("loss " in line and "steps/s" in line for line in lines[1:])
 
 
+def test_log_every_0_steps_logs_nothing(store, caplog, monkeypatch, tmp_path):
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "."}}
+    fit(CPU, cut(store, max_steps=2, log_every_n_steps=0, logger=logger))
+    assert not [*tmp_path.rglob("metrics.csv")]
+    assert [words for words in caplog.messages if words.startswith("step ")] == ["step 0 of 2: training begins"]
+
+
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     """A kill before the first last.ckpt leaves a draft, perhaps a best checkpoint, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
