@@ -216,7 +216,7 @@ class Throughput(lightning.Callback):
             self._add(pl_module, batch)
         self.batch_ended = time.monotonic()
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if every and trainer.global_step >= self.step + every:
+        if every and trainer.global_step > self.step and trainer.global_step % every == 0:  # when Lightning logs
             self._log(trainer, pl_module)
             self._restart(trainer, pl_module)
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from poss_lightning.training.callbacks import LastCheckpoint
+from poss_lightning.training.callbacks import LastCheckpoint, Throughput
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import check_same_draft
 from poss_lightning.training.run_folder import stay_in_folder
@@ -240,6 +240,18 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         assert trainer.current_epoch == 2
         steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # where the rate is 0
         assert abs(steps - trainer.num_training_batches * 2) <= 1
+
+
+def test_throughput_is_logged_in_the_same_steps_after_resuming(store, tmp_path):
+    def logged(**options) -> list[int]:
+        steps, throughput = [], Throughput()
+        throughput._log = lambda trainer, *_: steps.append(trainer.global_step)
+        callbacks = [throughput, LastCheckpoint()]
+        fit(store, tmp_path, callbacks=callbacks, log_every_n_steps=4, limit_val_batches=0, **options)
+        return steps
+
+    assert logged(max_steps=6) == [4]
+    assert logged(max_steps=13, resume="checkpoints/last.ckpt") == [8, 12]
 
 
 class Rates(lightning.Callback):
