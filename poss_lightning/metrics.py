@@ -79,34 +79,6 @@ class UnrollAcceptance(PositionAcceptance):
             alive = hit & (proposal == text[:, i:])
 
 
-class AcceptanceLength(Metric):
-    """τ: mean over rounds of accepted tokens + 1 for the bonus token (micro).
-
-    Example:
-        >>> tau = AcceptanceLength()
-        >>> tau.update(torch.tensor([0, 1, 3, 3]))
-        >>> tau.compute()
-        tensor(2.7500)
-    """
-
-    full_state_update = False
-    tokens: Tensor
-    rounds: Tensor
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.add_state("tokens", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
-        self.add_state("rounds", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
-
-    def update(self, accepted: Tensor) -> None:
-        """Add rounds, of which each `accepted` so many drafted tokens, (R,)."""
-        self.tokens += (accepted + 1).sum()
-        self.rounds += accepted.numel()
-
-    def compute(self) -> Tensor:
-        return self.tokens / self.rounds
-
-
 class PassMeans(Metric):
     """Means over slots of several values, summed by pass: compute() is (values, K)."""
 

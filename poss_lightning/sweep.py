@@ -171,7 +171,7 @@ def _train(cell: PlannedCell, experiment: Path) -> bool:
             return False
         cell.claim()
         cell.run()
-        scalars = read_scalars(cell.folder)[str(cell.folder)]
+        scalars = read_scalars(cell.folder).get(str(cell.folder), {})  # a short training logs none
         last = {tag: series[-1] for tag, series in sorted(scalars.items())}
         (run,) = read_runs(cell.folder).values()
         rows = [asdict(record) for record in read_records(cell.folder)]

@@ -175,6 +175,12 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     assert first.endswith(capsys.readouterr().out) and not (tmp_path / "cells" / "one").exists()
 
 
+def test_a_training_too_short_for_scalars_is_done_too(experiment, tmp_path, store):
+    trainer = TRAINER | {"max_steps": 1, "limit_val_batches": 0, "val_check_interval": None}
+    sweep(experiment(fit={"data": {"store": store}, "trainer": trainer}, choices=ONE))
+    assert facts_of(tmp_path, "one")["scalars"] == {}
+
+
 @pytest.mark.parametrize("data", [{"data": {"seed": 7}}, {"data.seed": 7}], ids=str)
 def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment, store, data):
     """In options of the training, alone and within a text, and in those of its measure."""

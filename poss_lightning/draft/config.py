@@ -189,10 +189,6 @@ class DraftConfig:
         """All (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
         return {(self.kv_specialist(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
 
-    def unreached(self, depth: int) -> set[int]:
-        """Specialists that serve none of the first `depth` positions."""
-        return set(range(len(self.allocation))) - {self.specialist_at(k) for k in range(1, depth + 1)}
-
     # --- its file ---
 
     def to_json(self) -> str:

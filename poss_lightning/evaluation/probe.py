@@ -7,7 +7,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
-from poss_lightning.metrics import AcceptanceLength, PositionAcceptance
+from poss_lightning.metrics import PositionAcceptance
 from poss_lightning.ranges import Count, Nodes, TreeWidth, check_numbers
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import gather_draft
@@ -62,13 +62,11 @@ def answered_samples(batch: Batch) -> list[Sample]:
 
 def _log(module: SpecialistTraining, accepted: list[int], depth: int, tau: str, by_depth: str) -> None:
     """Log τ and pos-acc of rounds that accepted this many tokens under these names; every process must call it."""
-    length, positions = AcceptanceLength().to(module.device), PositionAcceptance(depth).to(module.device)
-    counts = torch.tensor(accepted, dtype=torch.long, device=module.device)
-    length.update(counts)
-    positions.update(counts)
-    mean = length.compute()
-    if mean.isnan():
+    positions = PositionAcceptance(depth).to(module.device)
+    positions.update(torch.tensor(accepted, dtype=torch.long, device=module.device))
+    shares = torch.atleast_1d(positions.compute())  # (K,), which torchmetrics would squeeze
+    if shares[0].isnan():
         rank_zero_warn(f"there is no {tau}, as no answer is long enough for a round: give more or longer ones")
-        return module.log(tau, mean, logger=False)  # a ModelCheckpoint ends the training where it finds none
-    module.log(tau, mean, prog_bar=True)
-    module.log_by_depth(by_depth, positions.compute())
+        return module.log(tau, shares[0], logger=False)  # a ModelCheckpoint ends the training where it finds none
+    module.log(tau, 1 + shares.nan_to_num().cumprod(0).sum(), prog_bar=True)
+    module.log_by_depth(by_depth, shares)

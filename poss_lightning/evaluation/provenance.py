@@ -16,7 +16,7 @@ from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
-from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import local_folder, shipped
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
@@ -26,16 +26,7 @@ from poss_lightning.versions import versions
 from poss_lightning.work import differences
 
 # Fields of a `DraftConfig` that run.json has where they are not the default.
-OPTIONAL = (
-    "intermediate_size",
-    "window",
-    "fc_norm",
-    "norm_output",
-    "norm_before_residual",
-    "norm_before_fc",
-    "block_layers",
-    "inner_layers",
-)
+OPTIONAL = ("intermediate_size", "window", *SWITCHES, "block_layers", "inner_layers")
 
 
 def provenance(device: torch.device) -> dict:

@@ -91,8 +91,6 @@ class FeatureData(lightning.LightningDataModule):
     def val_dataloader(self) -> Loader:
         return Loader(self.source, self._schedule(self.held_out, training=False), self.workers)
 
-    test_dataloader = val_dataloader
-
     def training_schedule(self) -> Schedule:
         """The schedule of the running fit; a run that resumes sets it to where it stopped."""
         if self.schedule is None:

@@ -40,7 +40,8 @@ class Findings(NamedTuple):
         rows: the methods over all prompts, then by suite.
         speed: the measure by which speeds are compared: a sweep's choices were timed apart, each beside its baseline.
         notes: what to know before methods are compared.
-        answers: of one training of each method, to show answers one by one.
+        answers: of one training of each method, named as the rows are.
+        shown: those of the lowest temperature, to show answers one by one.
         costs: of each method, where `tree: auto` measured them; of several runs the last.
         sources: what all this was read from.
     """
@@ -51,6 +52,7 @@ class Findings(NamedTuple):
     speed: str
     notes: list[str]
     answers: dict[str, Answers]
+    shown: dict[str, Answers]
     costs: dict[str, Costs]
     sources: list[Source]
 
@@ -87,9 +89,16 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
     first = next(iter(found.values()))
     if len(found) == 1:
         return first
-    rows = [replace(row, method=f"{row.method}, T = {t:g}") for t, one in found.items() for row in one.rows]
+    timed = next((one for one in found.values() if one.baseline), first)
     notes = [*(note for one in found.values() for note in one.notes), APART]
-    return first._replace(rows=rows, notes=[*dict.fromkeys(notes)], sources=sources)
+    return first._replace(
+        rows=[replace(row, method=f"{row.method}, T = {t:g}") for t, one in found.items() for row in one.rows],
+        baseline=timed.baseline,
+        speed=timed.speed,
+        notes=[*dict.fromkeys(notes)],
+        answers={f"{name}, T = {t:g}": answers for t, one in found.items() for name, answers in one.answers.items()},
+        sources=sources,
+    )
 
 
 def _find(sources: list[Source], baseline: str, reference: str | None) -> Findings:
@@ -103,6 +112,7 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
         raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(decoded & set(BASELINES)))}")
     rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=find_depths(runs))
     is_auto = any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
+    answers = _choose_answers(trainings)
     scope = SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE
     return Findings(
         rows=rows,
@@ -110,7 +120,8 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
         reference=reference,
         speed="speed_up" if cells else "tokens_per_second",
         notes=[*not_comparable(sources), scope, *([AUTO] if is_auto else [])],
-        answers=_choose_answers(trainings),
+        answers=answers,
+        shown=answers,
         costs={
             method: Costs.read(costs) for run in runs.values() for method, costs in as_object(run.get("costs")).items()
         },

@@ -71,7 +71,7 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         tables=all_tables(found),
         training=training,
         curves_of_training=not training.keys().isdisjoint(BY_STEP.values()),
-        texts=list(decoded_texts(found.answers)),
+        texts=list(decoded_texts(found.shown)),
         facts={
             public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
         },

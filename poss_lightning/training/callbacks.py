@@ -107,7 +107,7 @@ class StepLines(lightning.Callback):
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
         step = trainer.global_step
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if sys.stdout.isatty() or not trainer.is_global_zero or step < self.printed + every:
+        if sys.stdout.isatty() or not trainer.is_global_zero or not every or step < self.printed + every:
             return
         self.printed = step
         loss = trainer.callback_metrics.get("train/loss")
@@ -215,7 +215,8 @@ class Throughput(lightning.Callback):
         if any(batch.spans):  # not one that only fills up the step
             self._add(pl_module, batch)
         self.batch_ended = time.monotonic()
-        if trainer.global_step >= self.step + trainer.log_every_n_steps:  # pyright: ignore[reportAttributeAccessIssue]
+        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if every and trainer.global_step > self.step and trainer.global_step % every == 0:  # when Lightning logs
             self._log(trainer, pl_module)
             self._restart(trainer, pl_module)
 

@@ -35,6 +35,7 @@ from poss_lightning.training.command import Training
 from poss_lightning.training.run_folder import FINISHED, LAST, has_outputs, only_training
 
 OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.[0-9]*.*.[0-9]*"
+CHECKPOINTS = (LAST.name, "best-*.ckpt", "epoch=*-step=*.ckpt")  # as ours and Lightning's callbacks name them
 
 Layer = str | Mapping[str, Any]  # a YAML file, by path or by its name in conf/; or a mapping of options
 
@@ -124,17 +125,18 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
         if not draft.is_dir():
             raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
         finished.touch()
-    remove(last.parent, last.name, "epoch=*-step=*.ckpt")  # also where a kill came right after the mark
+    remove(last.parent, *CHECKPOINTS)  # also where a kill came right after the mark
     return draft
 
 
 def _clear(folder: Path, restart: bool) -> None:
-    """Remove what a killed training left and the next one would not overwrite; on `restart`, scalars and drafts too."""
+    """Remove what a killed training left and the next one would not overwrite; on `restart`, all it wrote."""
     (folder / "hparams.yaml").unlink(missing_ok=True)  # it may be torn, and the logger does not replace it
     if restart:
         remove(folder, EVENTS)  # else the scalars of the killed training count as the next one's
         for name in ("draft-best", "draft-last"):
             remove(folder / name, CONFIG, WEIGHTS)
+        remove(folder / LAST.parent, *CHECKPOINTS)  # a best one may be written before the first last one
 
 
 def _fit_apart(arguments: list[str]) -> None:

@@ -4,7 +4,7 @@ from argparse import SUPPRESS, Action, ArgumentError
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-PRECISION = "auto (bf16-mixed where the device multiplies bfloat16 fast, else 32-true), or any but 16-mixed"
+PRECISION = "bf16-mixed, 32-true, 64-true, or auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true"
 FLAGS = ("--help", "-h")
 # The options in the short help, besides those of model and data.
 SHORT_HELP = {

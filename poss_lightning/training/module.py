@@ -23,7 +23,7 @@ from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
-from poss_lightning.training.optimizers import NormGuard, check_trainer, make_optimizer, schedule_rate
+from poss_lightning.training.optimizers import NormGuard, check_precision, check_trainer, make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_same_draft, epoch_steps, restore_schedule
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
@@ -161,11 +161,11 @@ class SpecialistTraining(lightning.LightningModule):
         """Cast embedding and head to the dtype of the computation.
 
         Raises:
-            ValueError: attention cannot be compiled for this GPU.
+            ValueError: attention cannot be compiled for this GPU, or the precision is of 16 bits alone.
         """
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
-        precision = self.trainer.precision
+        check_precision(precision := self.trainer.precision)
         if precision in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
 
@@ -184,7 +184,7 @@ class SpecialistTraining(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
         # To find the draft's top tokens and to read values takes time, so not every step does it.
         every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        logs = (self.trainer.global_step + 1) % every == 0
+        logs = every > 0 and (self.trainer.global_step + 1) % every == 0
         depth = self.draft.config.depth
         # The mean is over the whole step. Strategies average over its batches, which the last factor undoes.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
@@ -318,7 +318,10 @@ class SpecialistTraining(lightning.LightningModule):
             pass_weights=pass_weights,
             chains=chains,
         )
-        if (extra := self.extra_losses(predictions, batch)) is not None:
+        extra = self.extra_losses(predictions, batch)
+        if extra is None and "extra" in self.logged_terms:  # none for this batch
+            extra = torch.zeros_like(losses.weighted)
+        if extra is not None:
             losses = losses.plus(extra, pass_weights)
         return losses, predictions
 

@@ -16,6 +16,7 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at 0 of those that keep singular values near 1
 STEPS = 5
 LENGTH = 0.2  # root mean square of an AdamW step, in learning rates
+UNDIVIDED = "optimizer is muon, which needs whole matrices on every process: take adamw, or ddp"
 M = TypeVar("M", bound=Tensor)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.training.muon import Muon
+from poss_lightning.training.muon import UNDIVIDED, Muon
 from poss_lightning.training.strategies import DeepSpeed
 
 MAX_NAMED = 64  # conversations in a message
@@ -33,11 +33,20 @@ def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: ligh
 def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
     """Raise ValueError for a strategy or a precision with which this optimizer cannot train."""
     if optimizer == "muon" and isinstance(trainer.strategy, DeepSpeed):
-        raise ValueError("optimizer is muon, which needs whole matrices on every process: take adamw, or ddp")
+        raise ValueError(UNDIVIDED)
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f"trainer.precision is {trainer.precision}, whose first steps overflow by design, and a gradient that is "
             "not finite stops the training: take bf16-mixed or 32-true"
+        )
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError for a `trainer.precision` that rounds weights and sums to 16 bits."""
+    if precision in ("bf16-true", "16-true"):
+        raise ValueError(
+            f"trainer.precision is {precision}, in which small steps of the weights, and the sums of a validation, are "
+            "rounded away: take bf16-mixed or 32-true"
         )
 
 

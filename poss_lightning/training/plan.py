@@ -10,7 +10,8 @@ from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
 from poss_lightning.target.loading import load_config
 from poss_lightning.target.spec import TargetSpec
-from poss_lightning.training.flops import count_parameters, count_specialist_parameters, step_flops
+from poss_lightning.training.flops import count_parameters, count_specialist_parameters, empty_draft, step_flops
+from poss_lightning.training.muon import UNDIVIDED
 from poss_lightning.training.start import check_reach
 
 GIB, GB = 2**30, 10**9
@@ -75,11 +76,13 @@ def plan(
         rate: TFLOP/s of one process (`throughput/teraflops` is that of all processes).
 
     Raises:
-        ValueError: an unknown target, or a value out of its range.
+        ValueError: an unknown target, a value out of its range, or a strategy that Muon cannot train with.
     """
     strategy = strategy or ("one" if processes == 1 else "ddp")
     if strategy == "one" and processes > 1:
         raise ValueError(f"processes is {processes} with strategy one: name the strategy by which they share the work")
+    if optimizer == "muon" and strategy.startswith("zero"):
+        raise ValueError(UNDIVIDED)
     spec, tied = find_target(target)
     allocation = allocation or DEFAULT_ALLOCATIONS.get(kind, [2, 2, 2])
     depth = depth or sum(allocation)
@@ -104,7 +107,7 @@ def plan(
     rows = spec.vocab_size + (0 if tied and not vocabulary_size else vocabulary)
     memory["embedding and head"] = 2 * spec.hidden_size * rows
     flops = step_flops(config, vocabulary=vocabulary, tokens=1, slots=1, context=(conversation + 1) / 2) * corpus_tokens
-    checkpoint, size = (12 if optimizer == "adamw" else 8) * count, token_bytes(config, stored)
+    checkpoint, size = 4 * count + moment_bytes(config, optimizer), token_bytes(config, stored)
     who = "one process" if strategy == "one" else f"{strategy}, each of {processes} processes"
     print(
         f"{spec.name}, allocation {list(config.allocation)}, depth {config.depth}, vocabulary {vocabulary}: "
@@ -121,7 +124,8 @@ def plan(
 
 def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: str = "adamw") -> dict[str, float]:
     """Bytes of weights, gradients and moments in each process, by strategy (docs/clusters.md)."""
-    moments, share = 8 if optimizer == "adamw" else 4, 1 / processes  # Muon has one moment for matrices
+    count, share = count_parameters(config), 1 / processes
+    moments = moment_bytes(config, optimizer) / count
     weights, gradients, state = {
         "one": (4 + 2, 4, moments),  # float32, and the bfloat16 copy for autocast
         "ddp": (4 + 2, 4 + 4, moments),  # and the buckets
@@ -129,8 +133,15 @@ def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: s
         "zero2": (2, 2 * share, 12 * share),
         "zero3": (2 * share, 2 * share, 12 * share),
     }[strategy]
-    count = count_parameters(config)
     return {"weights": weights * count, "gradients": gradients * count, "optimizer": state * count}
+
+
+def moment_bytes(config: DraftConfig, optimizer: str) -> int:
+    """Bytes of an optimizer's moments: AdamW has two, and Muon one of every matrix but an own head, AdamW's."""
+    count = count_parameters(config)
+    if optimizer == "adamw":
+        return 8 * count
+    return 4 * count + (4 * empty_draft(config).lm_head.weight.numel() if config.own_head else 0)
 
 
 def find_target(target: str) -> tuple[TargetSpec, bool]:

@@ -38,6 +38,9 @@ def restore_schedule(trainer: lightning.Trainer, checkpoint: dict) -> None:
         progress = loop["epoch_loop.batch_progress"]["current"]
         taken, running = len(schedule) - schedule.remaining(), progress["ready"] - progress["completed"]
         progress.update(ready=taken, started=taken, processed=taken, completed=taken - running)
+        if taken < trainer.num_training_batches:  # Lightning counts an epoch that a stop cut short as processed
+            for epochs in loop["epoch_progress"].values():
+                epochs["processed"] = epochs["completed"] = epochs["started"] - 1
     if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, whose number of steps may have changed
         learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
         before = checkpoint.get("epoch_steps") or steps

@@ -1,6 +1,5 @@
 """What a training starts from: the draft's vocabulary and weights, and the target's embedding and head for it."""
 
-from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +17,8 @@ def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
     """Raise ValueError for an unroll too shallow to train every specialist, or anchors where there are no blocks."""
     if anchors is not None and not config.one_pass:
         raise ValueError(f"anchors is {anchors}, and the passes of a draft of kind {config.kind} are over all slots")
-    if config.unreached(config.depth):
-        least = next(depth for depth in count(1) if not config.unreached(depth))
+    least = sum(config.allocation[:-1]) + 1  # the first position of the last specialist
+    if config.depth < least:
         raise ValueError(
             f"depth is {config.depth}, which never reaches every specialist of {list(config.allocation)}: "
             f"give at least {least}"

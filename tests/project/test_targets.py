@@ -17,6 +17,7 @@ from poss_lightning.sweep import PlannedCell, Sweep
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters, shapes
 from poss_lightning.training.plan import TARGETS, token_bytes
+from poss_lightning.training.start import check_reach
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 
 FIELDS = (
@@ -91,7 +92,7 @@ def test_the_drafts_of_a_target_s_experiment(name):
         config = DraftConfig(target=TARGETS[name], allocation=tuple(allocation), depth=depth)
         keys = [f"layers.{i}.{part}.weight" for i in range(len(allocation)) for part in PARTS]
         assert list(empty(config).state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
-        assert not config.unreached(depth)
+        check_reach(config)
         assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
 
@@ -107,7 +108,8 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
         config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
         assert sum(p.numel() for p in empty(config).parameters()) == len(config.allocation) * layer + around
-        assert config.layers == (2, 16, 29) and not config.unreached(8)
+        assert config.layers == (2, 16, 29)
+        check_reach(config)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
 
 

@@ -142,12 +142,27 @@ def test_temperatures_share_a_table_and_each_is_as_alone(tmp_path):
         alone = find(tmp_path / folder, reference="eagle")
         rows = [replace(row, method=f"{row.method}, T = {name}") for row in alone.rows]
         assert repr([row for row in both.rows if row.method.endswith(f"T = {name}")]) == repr(rows)  # nan is not itself
-    assert both.answers == find(tmp_path / "greedy").answers
+        assert {method: both.answers[f"{method}, T = {name}"] for method in alone.answers} == alone.answers
+        table, lengths = (
+            next(t for title, t in all_tables(each).items() if "position (" in title) for each in (both, alone)
+        )
+        assert list(table["method"]) == [f"{method}, T = {t}" for t in (0, 1) for method in lengths["method"]]
+    assert both.shown == find(tmp_path / "greedy").answers
     assert set(find(tmp_path / "greedy").notes) < set(find(tmp_path / "warm").notes) < set(both.notes)
     lines = (tmp_path / "warm" / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "warm" / "records.jsonl").write_text("".join(line for line in lines if '"eagle"' not in line))
     with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
         find(tmp_path, reference="eagle")
+
+
+def test_the_baseline_is_that_of_the_temperature_that_has_one(tmp_path):
+    """Greedy answers were replayed, which takes no time."""
+    replayed = [replace(each, seconds={}) for each in make_records(methods=("eagle", "poss-1"))]
+    write_records(tmp_path / "greedy", replayed, {})
+    write_records(tmp_path / "warm", make_records(seed=1), {"config": {"temperature": 1.0}})
+    found = find(tmp_path, reference="eagle")
+    assert (found.baseline, found.speed) == ("plain", "tokens_per_second")
+    assert "speed-up over plain" in all_tables(found)["Methods"]
 
 
 def test_a_draft_may_be_the_baseline(run):

@@ -7,10 +7,12 @@ import sys
 import warnings
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 import yaml
 
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import fit, fit_once, validate
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.run_folder import FINISHED
@@ -100,6 +102,14 @@ def test_float16_with_scaled_gradients_is_refused(store):
         module.on_fit_start()
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_weights_and_sums_of_16_bits_are_refused(store, command, precision):
+    trainer = lightning.Trainer(accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=f"trainer.precision is {precision}, in which small steps of the weights"):
+        getattr(trainer, command)(SpecialistTraining(store, [1]), FeatureData(store, validation=0.2))
+
+
 def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, tmp_path):
     caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)  # where config.yaml goes
@@ -111,8 +121,17 @@ def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, 
     assert all("loss " in line and "steps/s" in line for line in lines[1:])
 
 
+def test_log_every_0_steps_logs_nothing(store, caplog, monkeypatch, tmp_path):
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "."}}
+    fit(CPU, cut(store, max_steps=2, log_every_n_steps=0, logger=logger))
+    assert not [*tmp_path.rglob("metrics.csv")]
+    assert [words for words in caplog.messages if words.startswith("step ")] == ["step 0 of 2: training begins"]
+
+
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
-    """A kill before the first checkpoint leaves a draft, and nothing to resume from."""
+    """A kill before the first last.ckpt leaves a draft, perhaps a best checkpoint, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
     config.write_text("model: {learning_rate: 1.0e-3}")
     layers = (CPU, str(config), cut(store))
@@ -121,6 +140,9 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns == written
     (folder / FINISHED).unlink()
     (folder / "events.out.tfevents.1700000000.host.1.0").touch()
+    (folder / "checkpoints").mkdir()
+    for name in ("best-1.ckpt", "epoch=0-step=1.ckpt"):
+        (folder / "checkpoints" / name).touch()
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns > written
     assert not (folder / "events.out.tfevents.1700000000.host.1.0").exists() and not (folder / "checkpoints").exists()
     with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):

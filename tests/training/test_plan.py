@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from poss_lightning import cli
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.training.flops import count_parameters, step_flops
-from poss_lightning.training.plan import GIB, TARGETS, find_target, state_bytes, token_bytes
+from poss_lightning.training.optimizers import make_optimizer
+from poss_lightning.training.plan import GIB, TARGETS, find_target, moment_bytes, state_bytes, token_bytes
 from tests.support.tiny import tiny_draft, tiny_target
 
 LLAMA = DraftConfig(target=TARGETS["llama-3-8b"], allocation=(2, 2, 2), depth=6)
@@ -85,6 +87,21 @@ def test_a_strategy_divides_what_its_table_says():
         assert all(many[name] == few[name] / 4 for name in parts)
 
 
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_are_those_of_a_step(deep, kind, optimizer):
+    """All but the second ones of vectors, which Muon leaves to AdamW, too."""
+    draft = tiny_draft(deep, [1, 2], kind=kind)
+    options = {"optimizer": optimizer, "learning_rate": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    stepped = make_optimizer(draft, options, SimpleNamespace(global_rank=0, world_size=1))
+    for parameter in draft.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stepped.step()
+    moments = sum(value.nbytes for state in stepped.state.values() for value in state.values() if value.ndim)
+    vectors = sum(parameter.nbytes for parameter in draft.parameters() if parameter.ndim == 1)
+    assert moment_bytes(draft.config, optimizer) == moments - (vectors if optimizer == "muon" else 0)
+
+
 # --- targets and the command ---
 
 
@@ -140,11 +157,12 @@ def test_the_report_of_one_training(capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--target=llama-3-8b", "--allocation=[2, 2]", "--depth=2"], "depth is 2, which never reaches every spec"),
+        (["--allocation=[2, 2]", "--depth=2"], r"depth is 2, which never .* specialist of \[2, 2\]: give at least 3"),
         (
             ["--target=smollm2-135m", "--vocabulary_size=50000"],
             "vocabulary_size is 50000; it must lie between 1 and 49152",
         ),
+        (["--optimizer=muon", "--strategy=zero2"], "optimizer is muon, which needs whole matrices on every process"),
     ],
 )
 def test_options_out_of_range_are_named(options, words):

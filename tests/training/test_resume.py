@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from poss_lightning.training.callbacks import LastCheckpoint
+from poss_lightning.training.callbacks import LastCheckpoint, Throughput
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import check_same_draft
 from poss_lightning.training.run_folder import stay_in_folder
@@ -158,6 +158,30 @@ def test_stopped_by_a_signal_it_resumes_after_that_step(store, tmp_path, number,
         assert same_weights(whole, again)
 
 
+class Stop(lightning.Callback):
+    """Ends the training after a step, as early stopping and a time limit do."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *rest):
+        trainer.should_stop = trainer.global_step == self.step
+
+
+@pytest.mark.parametrize("by", ["max_steps", "should_stop"])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_an_epoch_that_a_stop_cut_short_is_continued(store, tmp_path, by, accumulate):
+    options = {"accumulate_grad_batches": accumulate, "limit_val_batches": 0}
+    _, trainer, seen = fit(store, tmp_path / "whole", **options)
+    steps = -(-trainer.num_training_batches // accumulate)
+    for step in (1, steps - 1, steps, steps + 2):
+        kill, folder = Kill(), tmp_path / str(step)
+        ends = {"max_steps": step} if by == "max_steps" else {}
+        fit(store, folder, kill, callbacks=[kill, Stop(step if not ends else -1), LastCheckpoint()], **options, **ends)
+        _, other, rest = fit(store, folder, resume="checkpoints/last.ckpt", **options)
+        assert kill.seen + rest == seen and other.global_step == trainer.global_step
+
+
 def test_a_second_signal_writes_nothing(store, tmp_path):
     """Within a step there is no state to resume from."""
     stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2)
@@ -216,6 +240,18 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         assert trainer.current_epoch == 2
         steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # where the rate is 0
         assert abs(steps - trainer.num_training_batches * 2) <= 1
+
+
+def test_throughput_is_logged_in_the_same_steps_after_resuming(store, tmp_path):
+    def logged(**options) -> list[int]:
+        steps, throughput = [], Throughput()
+        throughput._log = lambda trainer, *_: steps.append(trainer.global_step)
+        callbacks = [throughput, LastCheckpoint()]
+        fit(store, tmp_path, callbacks=callbacks, log_every_n_steps=4, limit_val_batches=0, **options)
+        return steps
+
+    assert logged(max_steps=6) == [4]
+    assert logged(max_steps=13, resume="checkpoints/last.ckpt") == [8, 12]
 
 
 class Rates(lightning.Callback):

@@ -119,6 +119,22 @@ def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulat
         torch.testing.assert_close(parameter.grad - (0 if rest is None else rest), expected, rtol=1e-3, atol=1e-6)
 
 
+class Rarely(Own):
+    """A loss of every other batch that is trained on."""
+
+    def extra_losses(self, predictions, batch):
+        return super().extra_losses(predictions, batch) if self.training and self.global_step % 2 else None
+
+
+def test_a_batch_without_extra_losses_has_none(store):
+    trainer = lightning.Trainer(max_steps=2, log_every_n_steps=1, limit_val_batches=1, val_check_interval=1, **CPU)
+    losses = []
+    module = Rarely(store, [1])
+    module.log_by_depth = lambda name, values: losses.append(values.item()) if "extra" in name else None
+    trainer.fit(module, FeatureData(store, validation=0.2, batch_tokens=128))
+    assert [bool(loss) for loss in losses] == [False, False, True, False]  # training, validation, training, …
+
+
 def test_a_subclass_keeps_its_own_hyperparameters(store, tmp_path):
     module = Own(store, [2], strength=3.0, gamma=0.5)
     assert (module.hparams["strength"], module.hparams["gamma"], module.hparams["allocation"]) == (3.0, 0.5, [2])
