@@ -13,11 +13,12 @@ from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Round, Settled
+from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Settled
 from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.lookup import Lookup, RootAlone, join
+from poss_lightning.decoding.rounds import Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Round
+from poss_lightning.decoding.budget import Budget, Fixed, PerRound
 from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.rounds import Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.files import read_json

@@ -203,6 +203,15 @@ def test_a_chain_is_what_the_target_would_draw_from_the_drafts_logits(target, wo
     assert not torch.equal(tree.tokens[:, 1:], full.argmax(-1))
 
 
+def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypatch):
+    """Else looked-up nodes beyond a chain would seem free."""
+    monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
+    engine = Speculative(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
+    list(engine.decode([[5, 9, 20]], 3, frozenset()))
+    assert engine.nodes == 5 and {5, 11} <= set(engine.costs.verify) and max(engine.costs.verify) == 11
+    assert max(engine.budget.sizes) == 5
+
+
 @pytest.mark.parametrize("lookup, most", [(0, 3), (8, 3)])
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup, most):
     """Where the host sees the tree, that is to its deepest node and the place after."""

@@ -1,0 +1,110 @@
+"""What the rounds of a text did, brought and cost, for `tree: auto`."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from poss_lightning.decoding.chances import MEMORY, Calibration
+from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.trees import Tree
+from poss_lightning.decoding.verification import Verdict
+
+WORTHWHILE = 0.98  # of the tokens per second without a draft: below it, nothing is drafted
+HOPE = 1.5  # times as much is what drafting is first believed to bring
+
+
+class Round(NamedTuple):
+    """What one round of a batch did, on the device."""
+
+    tree: Tree  # drafted nodes, then looked-up ones
+    ancestors: Tensor  # (B, N, N)
+    verdict: Verdict
+    found: Tensor | None = None  # (B,) how many tokens of a lookup matched; None without lookups
+    path: Tensor | None = None  # (B, N) its continuation; -1 for no token
+    looked_up: int = 0  # nodes, the first of the continuation
+
+    @property
+    def drafted(self) -> int:
+        """Nodes, root included."""
+        return self.tree.tokens.shape[1] - self.looked_up
+
+
+class RoundStatistics:
+    """Tokens and costs of the rounds so far; old ones fade, because texts change.
+
+    Args:
+        depth: the deepest tree.
+        costs: measured here.
+        calibration: of the draft's path probabilities.
+    """
+
+    def __init__(self, depth: int, costs: Costs, calibration: Calibration):
+        self.costs, self.calibration = costs, calibration
+        self.continued = [2.0 * 0.6] * depth  # rounds whose path continued below depth k, and those in which it could
+        self.reached = [2.0] * depth
+        # Rounds, their tokens and plain steps, per row. Plain steps, not seconds: those grow with the text.
+        self.guess = 4.0  # plain steps of drafting that are only imagined
+        self.drafted, self.undrafted, self.alone = torch.zeros(3, 3, dtype=torch.float64)  # alone: expected of lookups
+
+    @property
+    def tokens(self) -> float:
+        return float(HOPE * self.guess + self.drafted[1] + self.undrafted[1])
+
+    @property
+    def plain_steps(self) -> float:
+        return float(self.guess + self.drafted[2] + self.undrafted[2])
+
+    @property
+    def rate(self) -> float:
+        """λ per row, tokens per second by the measured costs; at least plain decoding's."""
+        return max(self.tokens / self.plain_steps, 1) / self.costs.verify[1]
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether drafting has brought about as much as plain decoding would, or lookups alone.
+
+        What is forgotten counts as if it had brought that much.
+        """
+        alone = max(1.0, float(self.alone[1] / self.alone[2].clamp(min=1e-9)))
+        drafting = float(self.drafted[1] + (HOPE * self.guess + self.undrafted[2]) * alone)
+        return drafting >= WORTHWHILE * alone * self.plain_steps
+
+    def continuing(self, depth: int) -> float:
+        """How often a path that reaches `depth` continues."""
+        return self.continued[depth] / self.reached[depth]
+
+    def add(self, done: Round, active: list[int], steps: int, alone: tuple[float, float]) -> None:
+        """Add a round of `steps` draft steps; only the active rows count.
+
+        `alone` is what lookups alone were expected to bring, and their plain steps.
+        """
+        (tree, ancestors, verdict), nodes = done[:3], done.drafted
+        tokens = 1 + float(verdict.accepted[active].float().mean())
+        plain_steps = self.costs.break_even(steps, tree.tokens.shape[1])
+        self.guess *= MEMORY
+        for account in (self.drafted, self.undrafted, self.alone):
+            account *= MEMORY
+        self.alone += torch.tensor([1, *alone])
+        account = self.drafted if steps else self.undrafted
+        account += torch.tensor([1, tokens, plain_steps])
+        if steps == 0:
+            return
+        path = verdict.path[active]
+        end = path.where(path < nodes, 0).max(dim=1).values  # the deepest drafted one: parents come before children
+        on_path = ancestors[active, end, :nodes]  # (B, N)
+        accepted = (on_path.sum(-1) - 1).tolist()
+        self.calibration.learn(tree.scores[active, 1:nodes].flatten(), on_path[:, 1:].flatten())  # the root is certain
+        tried = (tree.parents[active, 1:nodes] == end[:, None]).any(dim=1)  # something below the end
+        ends = list(zip(accepted, tried.tolist(), strict=True))
+        for k in range(steps):
+            self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)
+            self.continued[k] = MEMORY * self.continued[k] + sum(count > k for count in accepted)
+
+    def why_plain(self) -> str:
+        """What a round with drafting cost and brought lately, where decoding without a draft is faster."""
+        rounds, tokens, plain_steps = self.drafted.tolist()
+        return (
+            "tree: auto gave up drafting: on this machine a round with drafting takes as long as "
+            f"{plain_steps / rounds:.2f} tokens of plain decoding, and gave {tokens / rounds:.2f} tokens"
+        )
