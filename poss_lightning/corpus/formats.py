@@ -1,15 +1,19 @@
 """The records of a source, by its content: JSON lines or an array, parquet, a folder or hub id of `datasets`."""
 
+import bz2
 import gzip
 import io
 import json
 import logging
+import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+PACKED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ": lzma.open, b"BZh": bz2.open}  # by how a file begins
+REFUSED = {b"PK\x03\x04": "a zip archive: unpack it", b"ARROW1": "an Arrow file: name the folder of its data set"}
 _HUB_OPTIONS = ("config", "revision")
 _SHOWN = 3  # reasons for leaving records out that a message spells out
 
@@ -42,7 +46,7 @@ def records(source: str, split: str = "train") -> Iterator[tuple[int, object]]:
         return file_records(path)
     if path.name.endswith(ENDINGS):
         raise CorpusError(f"{source} is missing: there is no such file")
-    return enumerate(map(_without_nulls, _rows(source, split)), 1)
+    return enumerate(map(without_nulls, _rows(source, split)), 1)
 
 
 def stem(source: str) -> str:
@@ -81,15 +85,22 @@ def file_records(path: Path) -> Iterator[tuple[int, object]]:
                 return
         elements = _elements(path)
         yield from lines(path) if elements is None else enumerate(elements, 1)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
         raise CorpusError(f"{path} cannot be read to its end: {error}") from error
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and UTF-8 bytes of every line that is not blank, of a file that may be compressed by gzip."""
+    """Number, from 1, and UTF-8 bytes of every line that is not blank, of a file that may be compressed.
+
+    Raises:
+        CorpusError: it is of a kind that is not read.
+    """
     with path.open("rb") as packed:
-        is_gzip = packed.read(2) == b"\x1f\x8b"
-    with gzip.open(path) if is_gzip else path.open("rb") as file:
+        begin = packed.read(6)
+    if kind := next((kind for magic, kind in REFUSED.items() if begin.startswith(magic)), None):
+        raise CorpusError(f"{path} is {kind}")
+    unpack = next((unpack for magic, unpack in PACKED.items() if begin.startswith(magic)), open)
+    with unpack(path, "rb") as file:
         encoding = json.detect_encoding(file.read(4))
         file.seek(0)
         if encoding == "utf-8":  # as bytes, so that an error names the line that is not UTF-8
@@ -131,16 +142,16 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         for batch in parquet.ParquetFile(path).iter_batches(1024):
-            yield from map(_without_nulls, batch.to_pylist())
+            yield from map(without_nulls, batch.to_pylist())
     except ArrowException as error:
         raise CorpusError(f"{path} cannot be read to its end: {error}") from error
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A row without its null fields, which a table adds where only other rows have them."""
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _rows(source: str, split: str) -> Any:

@@ -27,10 +27,16 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
 }
-# 0 or false keeps an answer out of the loss
-_WEIGHTS = ("weight", "loss_weight", "loss", "train", "training", "trainable", "train_on_turn")
+# 0 or false keeps an answer out of the loss; of the others, 1 or true
+_WEIGHTS = ("weight", "loss_weight", "loss", "loss_mask", "compute_loss", "calculate_loss")
+_WEIGHTS += ("train", "training", "trainable", "train_on_turn")
+_MASKS = ("mask", "masked", "is_masked")
+_YES_NO = {"true": 1, "yes": 1, "false": 0, "no": 0}
+_ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a tool call
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
+_CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why an answer ends without an end
+_BESIDE = (*THOUGHTS, "finish_reason", "stop_reason")  # an answer, in a record of one question
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,8 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
     messages: list[Message] = []
     for i, turn in enumerate(turns):
         message = read_message(turn, f"{key}[{i}]")
-        if messages and message.get("tool_calls") and not message["content"] and "tool_calls" in messages[-1]:
+        more = message.keys() <= {"role", "content", "tool_calls"} and message.get("tool_calls")
+        if messages and more and not message["content"] and "tool_calls" in messages[-1]:
             messages[-1]["tool_calls"] += message["tool_calls"]  # several calls at once, one per turn
         else:
             messages.append(message)
@@ -157,6 +164,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
     tools = list(map(_unpacked, tools)) if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Malformed("'tools' must be a list of functions")
+    _whole([given, tools], "'tools' or 'chat_template_kwargs'")
     return given | {"tools": [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]}
 
 
@@ -170,10 +178,12 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     asked, question = question_of(record)
     answered = next((key for key in _ANSWERED if record.get(key)), None)
     if asked and answered:
-        thoughts = {key: record[key] for key in THOUGHTS if record.get(key)}
-        answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **thoughts}]
+        beside = {key: record[key] for key in _BESIDE if key in record}
+        answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **beside}]
         question = as_chat(question) or [{"role": "user", "content": question}]
-        return [*_history(record), *question, *answer], f"{asked} and {answered}"
+        if read_message(question[-1], asked)["role"] == "assistant":
+            raise Malformed(f"{asked!r} ends with the assistant, and {answered!r} may continue it: give 'messages'")
+        return [*history_of(record), *question, *answer], f"{asked} and {answered}"
     if any(isinstance(record.get(key), list) for key in _CHATS):
         return [], "messages"  # empty
     has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
@@ -185,8 +195,11 @@ def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """The name and value (a text, or turns) of the field with a record's one question; "" and None without one."""
     asked = next((key for key in _ASKED if record.get(key)), "")
     question = as_chat(record.get(asked)) or _one(record, asked)
-    if asked == "instruction" and record.get("input"):
-        question = f"{question}\n\n{record['input']}"
+    beside = next((key for key in ("input", "context") if key != asked and record.get(key)), None)
+    if isinstance(question, str) and beside:
+        if not isinstance(more := _one(record, beside), str):
+            raise Malformed(f"{beside!r} must be a text, it is a {type(more).__name__}")
+        question = f"{question}\n\n{more}"
     return asked, question
 
 
@@ -200,7 +213,7 @@ def _one(record: dict[str, Any], key: str) -> Any:
     return value
 
 
-def _history(record: dict[str, Any]) -> list[Message]:
+def history_of(record: dict[str, Any]) -> list[Message]:
     """Earlier turns, from pairs of question and answer."""
     pairs = _unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
@@ -270,17 +283,30 @@ def read_message(turn: object, where: str) -> Message:
             message["drawn"] = Draw.of(drawn).values()
         except ValueError as error:
             raise Malformed(f"{where}: 'drawn' is wrong: {error}") from error
-    if turn.get("finish_reason"):
-        message["finish_reason"] = turn["finish_reason"]
+    if reason := turn.get("finish_reason") or turn.get("stop_reason"):
+        message["finish_reason"] = "length" if str(reason).lower() in _CUT else reason
     return message | _weight(turn)
 
 
 def _weight(turn: dict[str, Any]) -> Message:
     if turn.get("train_detail"):
         raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
-    given = [str(turn[key]).lower() for key in _WEIGHTS if turn.get(key) is not None]
-    is_masked = str(turn.get("mask")).lower() in ("1", "true")
-    return {"weight": 0} if is_masked or {"0", "0.0", "false"} & {*given} else {}
+    trained, masked = (
+        [_yes(turn, key) for key in keys if turn.get(key) not in (None, "") and turn[key] == turn[key]]
+        for keys in (_WEIGHTS, _MASKS)
+    )
+    return {"weight": 0} if any(masked) or not all(trained) else {}
+
+
+def _yes(turn: dict[str, Any], key: str) -> bool:
+    said = str(turn[key]).strip().lower()
+    try:
+        number = float(_YES_NO.get(said, said))
+    except ValueError:
+        number = -1.0
+    if number not in (0, 1):
+        raise Malformed(f"an answer's {key!r} is {turn[key]!r}; it must be 0 or 1: answers count whole or not at all")
+    return number == 1
 
 
 def _text(content: Any, where: str, name: str = "content") -> str:
@@ -289,14 +315,22 @@ def _text(content: Any, where: str, name: str = "content") -> str:
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
             raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
-        content = "".join(_text(part.get("text", ""), where, name) for part in parts)
+        texts = [part.get("text", part.get("content")) for part in parts]
+        if odd := next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None):
+            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd))}")
+        content = "".join(texts)
     if not isinstance(content, str):
         raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")
+    return _whole(content, f"{where}: {name!r}")
+
+
+def _whole(said: Any, what: str) -> Any:
+    """A value without half a surrogate pair in any of its texts."""
     try:
-        content.encode()
+        (said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError as error:
-        raise Malformed(f"{where}: {name!r} holds half a surrogate pair, which is not text") from error
-    return content
+        raise Malformed(f"{what} holds half a surrogate pair, which is not text") from error
+    return said
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -306,7 +340,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Malformed(f"{where}: a tool call must have a function with a name, it is {str(call)[:40]!r}")
-        arguments = _unpacked(function.get("arguments", function.get("parameters", {})))
+        key = next((key for key in _ARGUMENTS if key in function), None)
+        if key is None and (other := function.keys() - {"name", "id", "type", "index"}):
+            raise Malformed(f"{where}: a tool call has {sorted(other)}, and its arguments in none of {_ARGUMENTS}")
+        arguments = _whole(_unpacked(function[key]) if key else {}, f"{where}: a tool call")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found

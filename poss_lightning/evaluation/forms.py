@@ -40,7 +40,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         messages = readers.messages_of({"messages": value if key in _CHATS else chat, **systems})
         opening, texts = _split_turns(messages, key)
     else:
-        texts = [value] if isinstance(value, str) else value
+        opening, texts = [*opening, *readers.history_of(record)], [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         shown = repr(value)[:_SHOWN]
         raise Malformed(f"`{key}` is {shown}; it must be a text, or a list of one or more texts")
@@ -72,6 +72,8 @@ def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
     """The field that has the question, and its value."""
     for name in (field,) if field else _FIELDS:
         value = record.get(name)
+        if name == "prompt" and not field and record.get("instruction"):
+            continue  # the prompt is then the whole text that is made of it
         if value is not None and (value or name not in _CHATS):
             return name, value
     key, value = ("", None) if field else readers.question_of(record)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from poss_lightning.corpus.formats import without_nulls
 from poss_lightning.terminal import announced, without_retries
 
 
@@ -118,7 +119,7 @@ def _records(source: str, suite: HubSuite, rows: Iterable[dict]) -> Iterator[tup
         except KeyError as error:
             raise ValueError(f"{source} row {number} has no {error}; it has {', '.join(row)}") from None
         if record is not None:
-            yield number, record
+            yield number, without_nulls(record)
 
 
 def _rows(source: str, rows: Iterable[dict]) -> Iterator[dict]:

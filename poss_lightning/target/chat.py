@@ -22,6 +22,9 @@ class Rendered:
     answers: list[int]  # the number of each span's message
 
 
+SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
+
+
 @dataclass(frozen=True)
 class _Answer:
     """An answer in its text: `prompt` + `lead` + `written`."""
@@ -72,7 +75,8 @@ class Chat:
         self.stops = stops | _turn_ends(tokenizer, self.template, stops)
         self._stop_texts = tuple(text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text)
         self._spelling = Spelling(tokenizer, self._stop_texts)
-        self._special_ids = {*tokenizer.all_special_ids, *self.stops}
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = {*special, *tokenizer.all_special_ids, *self.stops}
 
     # --- conversations ---
 
@@ -173,7 +177,7 @@ class Chat:
             raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
         if not stop:  # the answer ends with its content; what follows belongs to the template
             kept = "" if message.get("tool_calls") else content if content in body else content.strip()
-            body = body[: body.index(kept) + len(kept)] if kept and kept in body else body.rstrip()
+            body = body[: body.rindex(kept) + len(kept)] if kept and kept in body else body.rstrip()
         begins = content.strip() and tail.lstrip().startswith(content.strip())
         lead = 0 if begins or missing else self._empty_thought(messages[: i + 1], tail, shared, variables)
         if not body[lead:] + end:
@@ -284,8 +288,10 @@ def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
     """
     pairs = zip(prompt, finished, strict=False)
     shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(finished)))
-    _, found, tail = finished.rpartition(prompt[-20:])
-    if shared < len(prompt) and found and content.strip() and content.strip() in tail:
+    rest = finished[shared:]  # which has the longest end of the prompt from here on, and so every shorter one
+    begin = bisect_left(range(len(prompt)), True, lo=shared, key=lambda n: prompt[n:] in rest)
+    _, found, tail = rest.rpartition(prompt[begin:] or MARK)
+    if shared < len(prompt) and len(found) > SHORT and content.strip() and content.strip() in tail:
         return len(prompt), "", tail
     return shared, prompt[shared:], finished[shared:]
 

@@ -1,8 +1,10 @@
 """Readers: every form of a conversation, every kind of source, and the messages for bad ones."""
 
+import bz2
 import gzip
 import json
 import logging
+import lzma
 
 import datasets
 import pytest
@@ -29,6 +31,8 @@ def write(tmp_path):
 TWO = lines(CHAT, {**CHAT, "id": "b é"})
 FILES = {
     "zipped.jsonl.gz": gzip.compress(TWO.encode()),
+    "packed.jsonl.xz": lzma.compress(TWO.encode()),
+    "packed.jsonl.bz2": bz2.compress(TWO.encode()),
     "array.jsonl": json.dumps([CHAT, {**CHAT, "id": "b é"}]).encode(),
     "lines.json": TWO.encode(),
     "indented.jsonl": json.dumps([CHAT, {**CHAT, "id": "b é"}], indent=1).encode(),
@@ -99,7 +103,18 @@ FORMS = [
     ({"messages": [HI, HELLO | {"content": "<think>a</think>b", "thinking": "a"}]},
      [HI, HELLO | {"content": "<think>a</think>b"}]),
     ({"messages": [HI, HELLO | {"train_on_turn": "False"}]}, [HI, HELLO | {"weight": 0}]),
-    ({"messages": [HI, HELLO | {"mask": 1}]}, [HI, HELLO | {"weight": 0}]),
+    *(({"messages": [HI, HELLO | masked]}, [HI, HELLO | {"weight": 0}]) for masked in (
+        {"mask": 1}, {"mask": "1.0"}, {"is_masked": True}, {"loss_mask": 0}, {"weight": "0.00"}, {"train": "no"},
+    )),
+    ({"messages": [HI, HELLO | {"loss_mask": None, "mask": "", "weight": 1.0}]}, [HI, HELLO]),
+    ({"messages": [HI, HELLO | {"stop_reason": "MAX_TOKENS"}]}, [HI, HELLO | {"finish_reason": "length"}]),
+    ({"prompt": "Hi", "response": "Hello", "finish_reason": "max_tokens"}, [HI, HELLO | {"finish_reason": "length"}]),
+    ({"messages": [HI | {"content": [{"type": "text", "content": "Hi"}]}, HELLO]}, [HI, HELLO]),
+    ({"instruction": "Hi", "context": "you", "response": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
+    ({"question": "Hi", "context": "you", "answer": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
+    *(({"messages": [HI, CALLING | {"tool_calls": [{"name": "weather", key: {"city": "Oslo"}}]}]}, [HI, CALLING])
+      for key in ("args", "input", "parameters")),
+    ({"messages": [HI, CALLING, CALLING | {"reasoning_content": "hm"}]}, [HI, CALLING, CALLING | THOUGHTS]),
     ({"conversations": [{"from": "human", "value": "Hi"}, TURN, TURN]}, [HI, CALLING | {"tool_calls": [CALL, CALL]}]),
     (
         {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT, HELLO]},
@@ -182,6 +197,21 @@ MALFORMED = [
     (message(content=[{"type": "image"}]), "messages[0] has a part of type 'image', and only text is read"),
     (message(content="\ud83d"), "messages[0]: 'content' holds half a surrogate pair"),
     (message(role="function_call", content="weather()"), "messages[0]: a tool call must have a function with a name"),
+    (message(content=[{"image": "a.png"}, {"text": "b"}]), "messages[0] has a part without a text; it has 'image'"),
+    (message(content=[{"text": [[["a"]]]}]), "messages[0] has a part without a text; it has 'text'"),
+    (
+        {"messages": [HI, CALLING | {"tool_calls": [{"name": "weather", "given": {}}]}]},
+        "messages[1]: a tool call has ['given'], and its arguments in none of ('arguments', ",
+    ),
+    (
+        {"messages": [HI, CALLING | {"tool_calls": [{"name": "a", "arguments": {"b": "\ud83d"}}]}]},
+        "messages[1]: a tool call holds half a surrogate pair",
+    ),
+    (CHAT | {"tools": [{"name": "\ud83d"}]}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
+    ({"messages": [HI, HELLO | {"weight": 0.5}]}, "an answer's 'weight' is 0.5; it must be 0 or 1"),
+    ({"messages": [HI, HELLO | {"loss_mask": [1, 0]}]}, "an answer's 'loss_mask' is [1, 0]; it must be 0 or 1"),
+    ({"prompt": [HI, HELLO], "completion": [HELLO]}, "'prompt' ends with the assistant, and 'completion' may continue"),
+    ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "'input' must be a text, it is a dict"),
     (CHAT | {"images": ["a.png"]}, "it has 'images', and only text is read"),
     (CHAT | {"tools": "weather"}, "'tools' must be a list of functions"),
     (CHAT | {"system": "a", "messages": [BRIEF, HI, HELLO]}, "its 'system' and its first message are different"),
@@ -232,6 +262,13 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path):
 def test_unusable_files(write, name, text, reason):
     with pytest.raises(CorpusError, match=reason):
         read_conversations(write(name, text))
+
+
+def test_files_of_other_kinds_are_refused_by_what_they_are(tmp_path):
+    for begin, reason in ((b"PK\x03\x04", "a zip archive: unpack it"), (b"ARROW1\0", "an Arrow file: name the folder")):
+        (tmp_path / "x.jsonl").write_bytes(begin + b"rest")
+        with pytest.raises(CorpusError, match=f"x.jsonl is {reason}"):
+            read_conversations(str(tmp_path / "x.jsonl"))
 
 
 def test_a_missing_file_and_a_damaged_archive(tmp_path):

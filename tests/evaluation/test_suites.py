@@ -48,6 +48,7 @@ FORMS = [
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
     ({"turns": ["a"], "system": "s"}, ["a"]),
     ({"instruction": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
+    ({"instruction": "a", "prompt": "### a ### x", "output": "x"}, ["a"]),
     ({"question": "a", "answer": "x"}, ["a"]),
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
@@ -65,6 +66,13 @@ def test_every_form_of_a_record(tmp_path, name):
     openings = [question.opening for question in questions if question.opening]
     assert openings == [chat(("system", "s"))] * 2
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
+
+
+def test_earlier_turns_stand_before_the_question(tmp_path):
+    file = tmp_path / "suite.jsonl"
+    file.write_text(lines({"history": [["a", "x"]], "instruction": "b", "output": "y"}))
+    (question,) = read_suites([str(file)])
+    assert (question.opening, question.turns) == (chat(("user", "a"), ("assistant", "x")), ["b"])
 
 
 def test_a_named_field_counts_before_all(tmp_path):

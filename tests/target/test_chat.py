@@ -265,6 +265,11 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (THINKING, assistant("Two and") | CUT, "Two and"),
         (QWEN3, assistant("<think>\nTwo and") | CUT, "<think>\nTwo and"),
         (GLM, CALLS, 'weather{"city": "Oslo"}'),
+        (
+            GLM.replace("{{ m.content }}", "<think>{{ m.reasoning_content }}</think>{{ m.content }}"),
+            thinks("42", "It is 42, surely."),
+            "<think>It is 42, surely.</think>42",
+        ),
         (HARMONY, assistant("Yes."), "<|channel|>final<|message|>Yes.<|im_end|>"),
         (
             HARMONY,
@@ -325,6 +330,7 @@ def test_a_system_message_that_stands_before_the_last_user_alone():
     chat = Chat(tiny_tokenizer(template))
     messages = [system("Be brief."), *chat_of(["four", "five"])]
     texts = chat.texts(messages)
+    assert words(chat, [messages[0], user("Hi"), assistant("Hello.")]) == ["Hello.<|im_end|>"]
     assert words(chat, messages) == ["four<|im_end|>", "five<|im_end|>"]
     assert [text.tokens[: text.spans[0][0]] for text in texts] == [chat.prompt(messages[:2]), chat.prompt(messages[:4])]
     written = [*messages[:2], chat.message([70, 71, 1])]
@@ -425,6 +431,15 @@ def test_digest_tells_templates_and_the_tokens_they_use_apart():
         tokenizer.eos_token = "<|endoftext|>"
     assert Chat(chatml).template.digest == chatml_digest, "ChatML names no special token"
     assert Chat(llama).template.digest != llama_digest
+
+
+def test_an_answer_with_any_special_token_is_not_plain():
+    """Also one that has no name, as the channels of gpt-oss."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|channel|>"], special_tokens=True)
+    chat = Chat(tokenizer)
+    assert chat.is_plain(tokenizer("four<|im_end|>").input_ids)
+    assert not chat.is_plain(tokenizer("<|channel|>four<|im_end|>").input_ids)
 
 
 def test_text_leaves_special_tokens_out():
