@@ -14,8 +14,13 @@ Letters used in every shape comment:
     Z  width of a slot's z                   R  width of what a draft reads of the target
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+# oneDNN, which computes products on CPUs, keeps code for each of the last 1,024 shapes. Batches of a training differ in
+# shape, so a long one would keep gigabytes.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 if TYPE_CHECKING:
     from poss_lightning.decoding.api import load

@@ -187,7 +187,7 @@ NO_CHATS = [
     ([USER, {"role": 3, "content": "Hi"}], "message 1: unknown role 3"),
     ([USER, "Hi"], "message 1 must be an object, it is a str"),
     ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, PICTURE]}], "message 0 has a part .*image_url"),
-    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0: 'content' must be a text"),
+    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0 has a part without a text"),
     ([{"role": "assistant", "content": "x"}], "message 0 is the assistant's"),
     ([{"role": "assistant", "content": "x"}, USER], "message 0 is the assistant's"),
     ([], "there are no messages"),
