@@ -164,7 +164,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
     tools = list(map(_unpacked, tools)) if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Malformed("'tools' must be a list of functions")
-    _whole([given, tools], "'tools' or 'chat_template_kwargs'")
+    _refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
     return given | {"tools": [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]}
 
 
@@ -315,16 +315,16 @@ def _text(content: Any, where: str, name: str = "content") -> str:
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
             raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
-        texts = [part.get("text", part.get("content")) for part in parts]
+        texts: list[Any] = [part.get("text", part.get("content")) for part in parts]
         if odd := next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None):
             raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd))}")
         content = "".join(texts)
     if not isinstance(content, str):
         raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")
-    return _whole(content, f"{where}: {name!r}")
+    return _refuse_half_pairs(content, f"{where}: {name!r}")
 
 
-def _whole(said: Any, what: str) -> Any:
+def _refuse_half_pairs(said: Any, what: str) -> Any:
     """A value without half a surrogate pair in any of its texts."""
     try:
         (said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)).encode()
@@ -343,7 +343,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         key = next((key for key in _ARGUMENTS if key in function), None)
         if key is None and (other := function.keys() - {"name", "id", "type", "index"}):
             raise Malformed(f"{where}: a tool call has {sorted(other)}, and its arguments in none of {_ARGUMENTS}")
-        arguments = _whole(_unpacked(function[key]) if key else {}, f"{where}: a tool call")
+        arguments = _refuse_half_pairs(_unpacked(function[key]) if key else {}, f"{where}: a tool call")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found
