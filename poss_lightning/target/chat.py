@@ -98,7 +98,13 @@ class Chat:
         messages, variables = self._guarded(messages, variables)
         places = _answered(messages)
         self.template.check_rendered(messages[: max(places, default=0)], variables)
-        answers = {i: self._answer(messages, i, variables) for i in places}
+        answers = {}
+        for i in places:
+            try:
+                answers[i] = self._answer(messages, i, variables)
+            except ValueError:
+                if messages[i].get("weight", 1):  # of others nothing is trained
+                    raise
         remaining = {i for i in answers if messages[i].get("weight", 1)}
         texts = []
         while remaining:

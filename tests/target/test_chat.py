@@ -309,6 +309,15 @@ def test_what_a_template_refuses_or_leaves_out_is_refused(template, messages, gi
         Chat(tiny_tokenizer(template)).texts(messages, given)
 
 
+def test_an_answer_out_of_the_loss_need_not_be_told_from_its_prompt():
+    chat, good = Chat(tiny_tokenizer(R1)), assistant("<think>\nTwo.\n</think>\n\nNo.")
+    unclear = [user("Prime?"), assistant("Yes.")]
+    with pytest.raises(ValueError, match="message 1"):
+        chat.texts([*unclear, user("Even?"), good])
+    unclear[1]["weight"] = 0
+    assert words(chat, [*unclear, user("Even?"), good]) == ["Two.\n</think>\n\nNo.<|im_end|>"]
+
+
 def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog):
     tokenizer = tiny_tokenizer(GLM)
     begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
