@@ -171,20 +171,6 @@ class TokenSampler:
         self.keys, self.in_text = self.keys[rows], self.in_text[rows] if len(self.in_text) else self.in_text
 
 
-class Noise:
-    """T g at some places of the texts: a place's costs as much as a small product, so it is made when it is needed."""
-
-    def __init__(self, sampler: TokenSampler, places: Tensor):
-        self.sampler, self.places, self.made = sampler, places, list[Tensor]()
-
-    def first(self, count: int) -> Tensor | None:
-        """At the first `count` of n places: (B, count, V); None at temperature 0."""
-        known = sum(part.shape[1] for part in self.made)
-        if count > known and (more := self.sampler.noise(self.places[:, known:count])) is not None:
-            self.made = [torch.cat([*self.made, more], dim=1)]
-        return self.made[0][:, :count] if self.made else None
-
-
 def text_seeds(count: int, generator: torch.Generator | None) -> Tensor:
     """A seed of 63 bits for each of `count` texts; the generator is on the CPU, None for torch's own."""
     return torch.randint(2**63 - 1, (count,), generator=generator)

@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.int8_head import faster_product, int8_product
+from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead

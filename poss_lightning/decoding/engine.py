@@ -18,11 +18,12 @@ from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.lookup import Lookup, RootAlone, join
+from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.rounds import Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Noise, Sampling, TokenSampler
+from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target

@@ -16,9 +16,10 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.sampling import Noise, Sampling, TokenSampler
+from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.generation import prefill
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.model import Target
