@@ -265,7 +265,9 @@ def test_unusable_files(write, name, text, reason):
 
 
 def test_files_of_other_kinds_are_refused_by_what_they_are(tmp_path):
-    for begin, reason in ((b"PK\x03\x04", "a zip archive: unpack it"), (b"ARROW1\0", "an Arrow file: name the folder")):
+    arrow = "an Arrow file: name the folder"
+    kinds = {b"PK\x03\x04": "a zip archive: unpack it", b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it"}
+    for begin, reason in (kinds | {b"ARROW1\0": arrow, b"\xff\xff\xff\xff": arrow}).items():
         (tmp_path / "x.jsonl").write_bytes(begin + b"rest")
         with pytest.raises(CorpusError, match=f"x.jsonl is {reason}"):
             read_conversations(str(tmp_path / "x.jsonl"))
